@@ -1,0 +1,3 @@
+from m1clip.cli import main
+
+main()

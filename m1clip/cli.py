@@ -1,0 +1,74 @@
+"""The table of verbs. A verb's file is imported when it is called; errors end here, as one sentence."""
+
+import sys
+import traceback
+from importlib import import_module
+
+from m1clip import __version__
+from m1clip.config import nearest
+
+VERBS = {
+    "train": "train a model; with no flags, the built-in data and the nano preset",
+    "eval": "held-out retrieval of a run or a saved model, and which words it reads",
+    "info": "the presets: parameters by part, FLOPs per pair, memory of a batch",
+    "data preview": "a contact sheet of the data with its captions",
+}
+HELP = f"""m1clip {__version__}: train, understand and ship a CLIP model on the computer you own
+
+usage: m1clip VERB [flags]
+
+{chr(10).join(f"  {verb:14}{text}" for verb, text in VERBS.items())}
+
+m1clip VERB --help lists a verb's flags. With --debug an error shows its traceback.
+Exit codes: 0 done, 1 failed, 2 the command was not understood, 130 stopped by Ctrl-C."""
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(words: list[str]) -> int:
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        verb, flags = split_verb(words)
+        if verb is None:
+            return 0
+        module = import_module(f"m1clip.verbs.{verb.replace(' ', '_')}")
+        code: int = module.main(module.parse(f"m1clip {verb}", flags))
+        return code
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        return explain(error)
+
+
+def split_verb(words: list[str]) -> tuple[str | None, list[str]]:
+    """The verb (one word or two) and its flags; None once the help or the version has been printed."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP)
+        return None, []
+    if words[0] in ("-V", "--version"):
+        print(f"m1clip {__version__}")
+        return None, []
+    for length in (2, 1):
+        verb = " ".join(words[:length])
+        if verb in VERBS:
+            return verb, words[length:]
+    raise ValueError(f"no verb {words[0]!r}; {nearest(words[0], VERBS)} (m1clip --help lists them)")
+
+
+def explain(error: Exception) -> int:
+    """One sentence on stderr. Exit 2 for what the user can write differently, 1 for what went wrong."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        sentence = f"{where}{error.strerror}"
+    elif isinstance(error, ValueError | OSError | ArithmeticError) or type(error) is RuntimeError:
+        sentence = str(error)
+    else:
+        sentence = f"unexpected {type(error).__name__}: {error} (--debug shows where)"
+    print(f"m1clip: {sentence}", file=sys.stderr)
+    return 2 if isinstance(error, ValueError | FileNotFoundError | FileExistsError) else 1

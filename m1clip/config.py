@@ -1,0 +1,265 @@
+"""Every default, once: a field here is a flag, its help line and a key of config.json.
+
+Knows no torch, so help and error messages are instant. The presets stand at the end, in one table.
+"""
+
+import difflib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """The end of an error message: the names most like the one asked for, or all of them."""
+    names = sorted(names)
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}"
+
+
+def require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    image_size: int = 224
+    """Pixels a side of the square picture the tower sees."""
+    patch: int = 16
+    """Pixels a side of one patch; a patch is one token."""
+    width: int = 768
+    """Features per token."""
+    depth: int = 12
+    """Transformer blocks."""
+    heads: int = 12
+    """Attention heads; width / heads is the size of one."""
+    pool: Literal["class", "mean"] = "class"
+    """What stands for the picture: a class token, or the mean of its patches."""
+    stem: Literal["patch", "conv"] = "patch"
+    """How pixels become tokens: one matrix per patch (CLIP), or a stack of small convolutions."""
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    """Mean of each colour, subtracted from the pixels (OpenAI CLIP's by default)."""
+    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    """Spread of each colour, the pixels are divided by it."""
+
+    def __post_init__(self) -> None:
+        _check_tower("vision", self)
+        require(
+            0 < self.patch <= self.image_size and self.image_size % self.patch == 0,
+            f"image_size {self.image_size} is not a multiple of patch {self.patch}",
+        )
+        require(min(self.std) > 0, f"std must be positive, not {self.std}")
+
+    @property
+    def tokens(self) -> int:
+        return int((self.image_size // self.patch) ** 2 + (self.pool == "class"))
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    vocab: int = 49408
+    """Rows of the token table; a tokenizer may use fewer."""
+    length: int = 77
+    """Longest caption in tokens, start and end included; longer ones are cut."""
+    width: int = 512
+    """Features per token."""
+    depth: int = 12
+    """Transformer blocks."""
+    heads: int = 8
+    """Attention heads."""
+    end_id: int = 2
+    """Id of the end-of-text token, where the caption's meaning is read; set by the tokenizer."""
+
+    def __post_init__(self) -> None:
+        _check_tower("text", self)
+        require(self.vocab >= 4, f"vocab must be at least 4 (pad, start, end, one symbol), not {self.vocab}")
+        require(self.length >= 3, f"length must be at least 3 (start, one symbol, end), not {self.length}")
+
+
+def _check_tower(name: str, tower: VisionConfig | TextConfig) -> None:
+    for key in ("width", "depth", "heads"):
+        require(getattr(tower, key) > 0, f"{name} {key} must be positive, not {getattr(tower, key)}")
+    require(
+        tower.width % tower.heads == 0,
+        f"{name} width {tower.width} does not divide into {tower.heads} heads",
+    )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    vision: VisionConfig = VisionConfig()
+    text: TextConfig = TextConfig()
+    embed: int = 512
+    """Size of the space where pictures and captions meet."""
+    activation: Literal["gelu", "quick_gelu"] = "gelu"
+    """quick_gelu is what OpenAI's own weights were trained with."""
+    loss: Literal["softmax", "sigmoid"] = "softmax"
+    """softmax is CLIP's loss, sigmoid is SigLIP's (adds a learned bias)."""
+
+    def __post_init__(self) -> None:
+        require(self.embed > 0, f"embed must be positive, not {self.embed}")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    model: ModelConfig = ModelConfig()
+    preset: str = "nano"
+    """Where the defaults of the other flags come from; `m1clip info` lists them."""
+    data: str = "synthetic:12000"
+    """What to train on: synthetic:N draws N scenes."""
+    held_out: int = 240
+    """Pairs never trained on, for the retrieval scores."""
+    tokenizer: str = "bpe"
+    """bpe (learned from the captions), char (33 letters and marks), or the path of a CLIP vocabulary."""
+    epochs: int = 20
+    """Passes over the data."""
+    batch: int = 256
+    """Pairs in one contrastive batch: each is told from the others."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    warmup: float = 0.05
+    """Part of the run in which the rate climbs to its peak; a cosine takes it down again."""
+    weight_decay: float = 0.2
+    """Pull of the matrices towards zero; biases, norms and embeddings are exempt."""
+    beta2: float = 0.98
+    """Memory of AdamW's second moment."""
+    clip_norm: float = 1.0
+    """Longest gradient; longer ones are shortened to it."""
+    shift: float = 0.0
+    """Augmentation: pictures move by up to this part of their side, each time anew."""
+    seed: int = 0
+    """Decides weights, data and their order."""
+    device: str = "auto"
+    """auto, cpu, cuda or mps; the choice is printed with its reason."""
+    threads: int = 0
+    """CPU threads; 0 leaves it to torch."""
+    log_every: int = 10
+    """Steps between two lines of metrics; scalars are read from the device only then."""
+    eval_every: int = 5
+    """Epochs between two held-out evaluations; there is always one at the end."""
+    save_minutes: float = 5.0
+    """Minutes between two checkpoints; there is always one at the end and on Ctrl-C."""
+
+    def __post_init__(self) -> None:
+        for key in ("epochs", "log_every", "eval_every", "held_out"):
+            require(getattr(self, key) >= 1, f"{key} must be at least 1, not {getattr(self, key)}")
+        for key in ("lr", "clip_norm", "save_minutes"):
+            require(0 < getattr(self, key) < float("inf"), f"{key} must be above 0, not {getattr(self, key)}")
+        for key in ("warmup", "shift", "beta2"):
+            require(0 <= getattr(self, key) < 1, f"{key} must be in 0…1, not {getattr(self, key)}")
+        require(
+            self.batch >= 2, f"batch must be at least 2, not {self.batch}: a pair is learned against others"
+        )
+        require(self.weight_decay >= 0, f"weight_decay must not be negative, not {self.weight_decay}")
+        require(self.threads >= 0, f"threads must not be negative, not {self.threads}")
+        require(0 <= self.seed < 2**63, f"seed must be in 0…2^63-1, not {self.seed}")
+
+
+def to_json(config: object) -> str:
+    assert is_dataclass(config)
+    assert not isinstance(config, type)
+    return json.dumps(asdict(config), indent=2) + "\n"
+
+
+def from_json(kind: type[T], path: Path) -> T:
+    try:
+        return build(kind, json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no configuration at {path}") from None
+    except (ValueError, TypeError) as error:  # ValueError covers bad JSON and bad UTF-8 too
+        raise ValueError(f"{path}: {error}") from None
+
+
+def build(kind: type[T], values: Any, where: str = "") -> T:
+    """A config from parsed JSON; an unknown key or a value of the wrong type is an error that names it."""
+    require(isinstance(values, dict), f"{where or 'the file'} should be an object, not {values!r}")
+    hints = get_type_hints(kind)
+    for key in values.keys() - hints.keys():
+        raise ValueError(f"unknown key {where}{key}; {nearest(key, hints)}")
+    return kind(**{key: _value(hints[key], value, where + key) for key, value in values.items()})
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    if is_dataclass(kind):
+        return build(kind, value, where + ".")  # type: ignore[arg-type]
+    if get_origin(kind) is Literal:
+        require(value in get_args(kind), f"{where} must be one of {', '.join(get_args(kind))}, not {value!r}")
+        return value
+    if get_origin(kind) is tuple:
+        want = get_args(kind)
+        require(isinstance(value, list) and len(value) == len(want), f"{where} must be {len(want)} numbers")
+        return tuple(_value(one, item, where) for one, item in zip(want, value, strict=True))
+    if kind is float and type(value) is int:
+        return float(value)
+    require(type(value) is kind, f"{where} must be of type {kind.__name__}, not {value!r}")
+    return value
+
+
+def preset(name: str) -> TrainConfig:
+    if name not in PRESETS:
+        raise ValueError(f"no preset {name!r}; {nearest(name, PRESETS)}")
+    return PRESETS[name]
+
+
+Shape = tuple[int, int, int, int, int]
+
+
+def _clip(vision: Shape, text: Shape, embed: int, **changes: Any) -> ModelConfig:
+    """vision: (image_size, patch, width, depth, heads); text: (vocab, length, width, depth, heads)."""
+    return ModelConfig(VisionConfig(*vision), TextConfig(*text), embed, **changes)
+
+
+def _light(model: ModelConfig) -> ModelConfig:
+    """With few patches and few pairs, convolutions first: see docs/log.md for what that is worth."""
+    return replace(model, vision=replace(model.vision, stem="conv", pool="mean"))
+
+
+def _preset(name: str, model: ModelConfig, **changes: Any) -> TrainConfig:
+    return TrainConfig(model=model, preset=name, **changes)
+
+
+_OPENAI = (49408, 77)
+
+# nano, tiny and small are ours, sized for hundreds to thousands of pairs a second on a laptop; seed is the
+# documents' model and run; base, large and 1b have the shapes of OpenAI's ViT-B/32 and ViT-L/14 and of
+# OpenCLIP's ViT-H/14, so that known weights fit; medium stands between for the scaling study.
+PRESETS: dict[str, TrainConfig] = {
+    config.preset: config
+    for config in [
+        _preset("nano", _light(_clip((64, 16, 128, 4, 2), (1024, 32, 128, 2, 2), 128))),
+        _preset("tiny", _light(_clip((112, 16, 256, 6, 4), (4096, 48, 256, 4, 4), 256)), lr=1e-3),
+        _preset("small", _clip((112, 16, 384, 12, 6), (16384, 64, 384, 6, 6), 384), batch=128, lr=5e-4),
+        _preset(
+            "seed",
+            _clip((224, 16, 768, 12, 12), (33, 77, 512, 6, 8), 512),
+            data="synthetic:216",
+            held_out=24,
+            tokenizer="char",
+            epochs=15,
+            batch=12,
+            lr=3e-4,
+            warmup=0.0,
+            weight_decay=0.01,
+            beta2=0.999,
+            log_every=1,
+        ),
+        _preset(
+            "base",
+            _clip((224, 32, 768, 12, 12), (*_OPENAI, 512, 12, 8), 512, activation="quick_gelu"),
+            batch=64,
+            lr=5e-4,
+        ),
+        _preset("medium", _clip((224, 16, 896, 14, 14), (*_OPENAI, 640, 12, 10), 640), batch=32, lr=4e-4),
+        _preset(
+            "large",
+            _clip((224, 14, 1024, 24, 16), (*_OPENAI, 768, 12, 12), 768, activation="quick_gelu"),
+            batch=16,
+            lr=4e-4,
+        ),
+        _preset("1b", _clip((224, 14, 1280, 32, 16), (*_OPENAI, 1024, 24, 16), 1024), batch=8, lr=3e-4),
+    ]
+}

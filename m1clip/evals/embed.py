@@ -1,0 +1,43 @@
+"""Pictures and captions of a whole set to unit vectors, a chunk at a time.
+
+Shapes: N pictures, M captions, E embedding.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from m1clip import devices
+from m1clip.data.pairs import Pairs
+from m1clip.model.clip import CLIP
+from m1clip.pictures import Pixels
+
+CHUNK = 256
+
+
+@torch.inference_mode()
+def embed_pictures(model: CLIP, pixels: Pixels) -> Tensor:
+    """(N, E) on the CPU, from bytes (N, S, S, 3)."""
+    device = model.logit_scale.device
+    parts = []
+    for start in range(0, len(pixels), CHUNK):
+        bytes_BSSC = devices.copy(torch.tensor(pixels[start : start + CHUNK]), device)
+        parts.append(model.embed_pixels(model.normalise(bytes_BSSC)).cpu())
+    return torch.cat(parts)
+
+
+@torch.inference_mode()
+def embed_captions(model: CLIP, captions: Sequence[str]) -> Tensor:
+    """(M, E) on the CPU."""
+    return torch.cat(
+        [model.encode_text(captions[start : start + CHUNK]).cpu() for start in range(0, len(captions), CHUNK)]
+    )
+
+
+def embed_pairs(model: CLIP, pairs: Pairs, pixels: Pixels) -> tuple[Tensor, Tensor, Tensor]:
+    """Pictures (N, E), all their captions (M, E), and which picture each caption belongs to (M)."""
+    captions = [pairs.captions(row) for row in range(len(pairs))]
+    owner_M = torch.tensor([row for row, some in enumerate(captions) for _ in some])
+    flat = [caption for some in captions for caption in some]
+    return embed_pictures(model, pixels), embed_captions(model, flat), owner_M

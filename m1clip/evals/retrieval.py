@@ -1,0 +1,79 @@
+"""Retrieval scores from two matrices of unit vectors. Knows nothing of models, devices or files.
+
+Shapes: Q queries, T targets, E embedding.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 1024
+AT = (1, 5, 10)
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Scores of one way of searching; recalls are parts of 1, ranks begin at 1."""
+
+    r1: float
+    r5: float
+    r10: float
+    median_rank: float
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    image_to_text: Direction
+    text_to_image: Direction
+    pictures: int
+    captions: int
+
+    @property
+    def mean_r1(self) -> float:
+        return (self.image_to_text.r1 + self.text_to_image.r1) / 2
+
+    def chance(self, at: int) -> float:
+        """Recall of a text query by guessing: pictures are what it chooses from."""
+        return min(1.0, at / self.pictures)
+
+    def record(self) -> dict[str, float | int]:
+        """Flat, for a log line: i2t_r1 … t2i_median_rank, mean_r1, chance_r1."""
+        ways = {"i2t": self.image_to_text, "t2i": self.text_to_image}
+        flat = {
+            f"{way}_{key}": value for way, scores in ways.items() for key, value in asdict(scores).items()
+        }
+        counts = {"pictures": self.pictures, "captions": self.captions}
+        return {**flat, "mean_r1": self.mean_r1, "chance_r1": self.chance(1), **counts}
+
+
+def retrieval(image_NE: Tensor, text_ME: Tensor, owner_M: Tensor | None = None) -> Retrieval:
+    """Both directions; caption m belongs to picture owner_M[m] (one each, in order, by default).
+
+    A picture finds its captions when any of them is among the first k.
+    """
+    owner_M = torch.arange(len(text_ME)) if owner_M is None else owner_M
+    to_image = ranks(text_ME, image_NE, owner_M, torch.arange(len(image_NE)))
+    to_text = ranks(image_NE, text_ME, torch.arange(len(image_NE)), owner_M)
+    return Retrieval(direction(to_text), direction(to_image), len(image_NE), len(text_ME))
+
+
+def ranks(query_QE: Tensor, target_TE: Tensor, key_Q: Tensor, key_T: Tensor) -> Tensor:
+    """Rank of the best target whose key is the query's, from 1; ties share the mean of their places.
+
+    Without that, a collapsed model, to which all things look alike, would be perfect.
+    """
+    found = []
+    for start in range(0, len(query_QE), CHUNK):
+        score_qT = query_QE[start : start + CHUNK] @ target_TE.T
+        true_qT = key_Q[start : start + CHUNK, None] == key_T
+        best_q1 = score_qT.masked_fill(~true_qT, float("-inf")).amax(1, keepdim=True)
+        better_q = ((score_qT > best_q1) & ~true_qT).sum(1)
+        equal_q = ((score_qT == best_q1) & ~true_qT).sum(1)
+        found.append(1 + better_q + equal_q / 2)
+    return torch.cat(found)
+
+
+def direction(rank_Q: Tensor) -> Direction:
+    r1, r5, r10 = ((rank_Q <= k).float().mean().item() for k in AT)
+    return Direction(r1, r5, r10, rank_Q.median().item())

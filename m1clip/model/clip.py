@@ -1,0 +1,153 @@
+"""CLIP: two towers, two projections, one temperature; saved as a folder that anyone can load.
+
+Shapes: B items, L tokens, E embedding, C colours, S pixels a side.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from m1clip import config as configs
+from m1clip.config import ModelConfig
+from m1clip.model.tokenizer import Tokenizer
+from m1clip.model.towers import Text, Vision, initialise
+from m1clip.pictures import square
+from m1clip.run import replacing_folder
+
+MAX_SCALE = math.log(100)
+START = {"softmax": (math.log(1 / 0.07), None), "sigmoid": (math.log(10), -10.0)}
+FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+class CLIP(nn.Module):
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None = None):
+        super().__init__()
+        if tokenizer is not None:
+            config = fit(config, tokenizer)
+        self.config, self.tokenizer = config, tokenizer
+        self.vision = Vision(config.vision, config.activation)
+        self.text = Text(config.text, config.activation)
+        self.vision_projection = nn.Linear(config.vision.width, config.embed, bias=False)
+        self.text_projection = nn.Linear(config.text.width, config.embed, bias=False)
+        scale, bias = START[config.loss]
+        self.logit_scale = nn.Parameter(torch.tensor(scale))
+        self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(bias))
+        self.initialise()
+
+    def initialise(self) -> None:
+        initialise(self.vision)
+        initialise(self.text)
+        nn.init.normal_(self.vision_projection.weight, std=self.config.vision.width**-0.5)
+        nn.init.normal_(self.text_projection.weight, std=self.config.text.width**-0.5)
+
+    def forward(self, pixels_BCSS: Tensor, tokens_BL: Tensor) -> Tensor:
+        return self.logits(self.embed_pixels(pixels_BCSS), self.embed_tokens(tokens_BL))
+
+    def logits(self, image_BE: Tensor, text_BE: Tensor) -> Tensor:
+        """Every picture (rows) with every caption (columns): what the losses take."""
+        logit_BB = self.logit_scale.exp() * image_BE @ text_BE.T
+        return logit_BB if self.logit_bias is None else logit_BB + self.logit_bias
+
+    def embed_pixels(self, pixels_BCSS: Tensor) -> Tensor:
+        """Unit vectors of normalised pixels."""
+        return F.normalize(self.vision_projection(self.vision(pixels_BCSS)), dim=-1)
+
+    def embed_tokens(self, tokens_BL: Tensor) -> Tensor:
+        """Unit vectors of token ids."""
+        return F.normalize(self.text_projection(self.text(tokens_BL)), dim=-1)
+
+    @torch.no_grad()
+    def encode_image(self, images: Image.Image | Sequence[Image.Image]) -> Tensor:
+        """Unit vectors of PIL pictures of any size; one picture gives one row."""
+        pictures = [images] if isinstance(images, Image.Image) else images
+        bytes_BSSC = np.stack([square(picture, self.config.vision.image_size) for picture in pictures])
+        return self.embed_pixels(self.normalise(torch.from_numpy(bytes_BSSC).to(self.logit_scale.device)))
+
+    @torch.no_grad()
+    def encode_text(self, texts: str | Sequence[str]) -> Tensor:
+        """Unit vectors of strings; one string gives one row."""
+        return self.embed_tokens(self.tokenize(texts).to(self.logit_scale.device))
+
+    def tokenize(self, texts: str | Sequence[str]) -> Tensor:
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer; load one that was saved, or pass one to CLIP(…)")
+        return self.tokenizer([texts] if isinstance(texts, str) else texts, self.config.text.length)
+
+    def normalise(self, bytes_BSSC: Tensor) -> Tensor:
+        """Pixels as the vision tower wants them, from bytes, on the device where the bytes are."""
+        mean, std = (
+            torch.tensor(values, device=bytes_BSSC.device).view(3, 1, 1)
+            for values in (self.config.vision.mean, self.config.vision.std)
+        )
+        return (bytes_BSSC.permute(0, 3, 1, 2).float() / 255 - mean) / std
+
+    def clamp_scale(self) -> None:
+        """Keep the temperature above 0.01, as CLIP does: beyond it, training becomes unstable."""
+        self.logit_scale.data.clamp_(max=MAX_SCALE)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Make or replace the folder, all at once: config.json, model.safetensors, tokenizer.json."""
+        with replacing_folder(Path(folder)) as aside:
+            self.write(aside)
+
+    def write(self, folder: Path) -> None:
+        if self.tokenizer is None:
+            raise ValueError("a model is saved with its tokenizer; this one has none")
+        (folder / "config.json").write_text(configs.to_json(self.config))
+        save_file(
+            {name: w.contiguous() for name, w in self.state_dict().items()}, folder / "model.safetensors"
+        )
+        self.tokenizer.save(folder / "tokenizer.json")
+
+
+def fit(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The configuration with the tokenizer's end token; refuses one that does not fit the token table."""
+    if len(tokenizer) > config.text.vocab:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model's table {config.text.vocab}")
+    return replace(config, text=replace(config.text, end_id=tokenizer.end_id))
+
+
+def load(folder: str | os.PathLike[str]) -> CLIP:
+    """A model from its folder (or from a run's), ready to encode pictures and strings."""
+    path = Path(folder)
+    if (path / "model").is_dir():
+        path = path / "model"
+    for name in FILES:
+        if not (path / name).is_file():
+            raise FileNotFoundError(f"no {name} in {path}; a model is a folder of {', '.join(FILES)}")
+    config = configs.from_json(ModelConfig, path / "config.json")
+    tokenizer = Tokenizer.load(path / "tokenizer.json")
+    with torch.device("meta"):
+        model = CLIP(config, tokenizer)
+    model.load_state_dict(read_weights(path / "model.safetensors", model), assign=True)
+    return model.eval()
+
+
+def read_weights(path: Path, model: CLIP) -> dict[str, Tensor]:
+    """The file's tensors, once every name and shape is known to be the model's."""
+    try:
+        found = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+    want = model.state_dict()
+    wrong = [f"{name} is missing" for name in want.keys() - found.keys()]
+    wrong += [f"{name} is not of this model" for name in found.keys() - want.keys()]
+    wrong += [
+        f"{name} is {tuple(found[name].shape)}, config.json says {tuple(want[name].shape)}"
+        for name in want.keys() & found.keys()
+        if found[name].shape != want[name].shape
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise ValueError(f"{path} does not fit: {'; '.join(sorted(wrong)[:3])}{more}")
+    return found

@@ -1,0 +1,163 @@
+"""Captions to token ids: letters, BPE learned from the captions, or OpenAI's CLIP vocabulary.
+
+All three are one `tokenizer.json` of the `tokenizers` library; start and end are added here.
+"""
+
+import gzip
+import html
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from string import ascii_lowercase
+
+import tokenizers
+import torch
+from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
+
+PAD, START, END, UNKNOWN = "<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|unknown|>"
+LETTERS = [*ascii_lowercase, " ", ".", ","]
+# Few lengths, because on MPS each new shape compiles a graph of its own; the last is the model's own.
+BUCKETS = (8, 16, 24, 32, 48, 64)
+CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
+
+
+class Tokenizer:
+    def __init__(self, core: tokenizers.Tokenizer):
+        self.core = core
+        start, end = core.token_to_id(START), core.token_to_id(END)
+        if start is None or end is None:
+            raise ValueError(f"the tokenizer has no {START} or no {END}")
+        self.start_id, self.end_id = start, end
+
+    @classmethod
+    def characters(cls) -> "Tokenizer":
+        """The seeds' 33 symbols: three marks, unknown, 26 letters, space, full stop, comma."""
+        symbols = [PAD, START, END, UNKNOWN, *LETTERS]
+        core = tokenizers.Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, UNKNOWN))
+        core.normalizer = normalizers.Sequence(
+            [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
+        )
+        core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        return cls(core)
+
+    @classmethod
+    def learned(cls, captions: Iterable[str], vocab: int, most: int = 200_000) -> "Tokenizer":
+        """BPE over bytes, so nothing is unknown; learned from the first `most` captions."""
+        core = tokenizers.Tokenizer(models.BPE())
+        core.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        if vocab < len(alphabet) + 3:
+            raise ValueError(f"a BPE vocabulary needs {len(alphabet) + 3} tokens or more, not {vocab}")
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab,
+            special_tokens=[PAD, START, END],
+            initial_alphabet=alphabet,
+            show_progress=False,
+        )
+        core.train_from_iterator(map(clean, islice(captions, most)), trainer)
+        return cls(_without_marks(core))
+
+    @classmethod
+    def clip(cls, path: Path) -> "Tokenizer":
+        """OpenAI's tokenizer from its `bpe_simple_vocab_16e6.txt.gz`."""
+        merges = _read_merges(path)
+        letters = _byte_letters()
+        symbols = letters + [s + "</w>" for s in letters] + ["".join(m) for m in merges] + [START, END]
+        core = tokenizers.Tokenizer(
+            models.BPE({s: i for i, s in enumerate(symbols)}, merges, end_of_word_suffix="</w>")
+        )
+        core.normalizer = normalizers.Lowercase()
+        core.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(CLIP_WORDS), "removed", invert=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        return cls(core)
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokenizer":
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{path} is not a tokenizer of ours: {error}") from None
+
+    def save(self, path: Path) -> None:
+        self.core.save(str(path))
+
+    def __len__(self) -> int:
+        return self.core.get_vocab_size()
+
+    def __call__(self, texts: Sequence[str], length: int, rows: Sequence[str] | None = None) -> Tensor:
+        """Ids (B, L): L is the smallest bucket that holds the longest text; too long is cut, end kept.
+
+        `rows` names where each text came from, for the message when one is empty.
+        """
+        ids = [
+            encoding.ids[: length - 2] for encoding in self.core.encode_batch_fast([clean(t) for t in texts])
+        ]
+        for i, one in enumerate(ids):
+            if not one:
+                raise ValueError(f"empty caption in {rows[i] if rows else f'text {i}'}: {texts[i]!r}")
+        longest = max(map(len, ids)) + 2
+        width = next((bucket for bucket in BUCKETS if longest <= bucket < length), length)
+        tokens_BL = torch.zeros(len(ids), width, dtype=torch.long)
+        for row_L, one in zip(tokens_BL, ids, strict=True):
+            row_L[: len(one) + 2] = torch.tensor([self.start_id, *one, self.end_id])
+        return tokens_BL
+
+
+def make(kind: str, captions: Iterable[str], vocab: int) -> Tokenizer:
+    """What `--tokenizer` means."""
+    if kind == "char":
+        return Tokenizer.characters()
+    if kind == "bpe":
+        return Tokenizer.learned(captions, vocab)
+    if Path(kind).is_file():
+        return Tokenizer.clip(Path(kind))
+    raise ValueError(
+        f"tokenizer must be bpe, char or the path of a CLIP vocabulary; there is no file {kind!r}"
+    )
+
+
+def clean(text: str) -> str:
+    """Mend what the web does to captions (encodings, HTML entities, odd spaces), as OpenAI's CLIP does."""
+    if not (text.isascii() and text.isprintable() and "&" not in text):
+        import ftfy  # slow to import, and most captions do not need it
+
+        text = html.unescape(html.unescape(ftfy.fix_text(text)))
+    return " ".join(text.split())
+
+
+def _without_marks(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same vocabulary where a caption that spells out "<|endoftext|>" cannot end itself."""
+    import json
+
+    state = json.loads(core.to_str())
+    state["added_tokens"] = []
+    return tokenizers.Tokenizer.from_str(json.dumps(state))
+
+
+def _read_merges(path: Path) -> list[tuple[str, str]]:
+    try:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8") as file:
+            lines = file.read().split("\n")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path} as a CLIP vocabulary: {error}") from None
+    # The file has a version line first, and more merges than the 49,152 - 256 - 2 that CLIP uses.
+    merges = [tuple(line.split()) for line in lines[1 : 49152 - 256 - 2 + 1]]
+    if not merges or any(len(merge) != 2 for merge in merges):
+        raise ValueError(
+            f"{path} is not a CLIP vocabulary: a version line, then two symbols a line, was expected"
+        )
+    return merges  # type: ignore[return-value]
+
+
+def _byte_letters() -> list[str]:
+    """A visible letter for each of the 256 bytes, in the order of OpenAI's table."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return [chr(byte) for byte in visible] + [chr(256 + i) for i in range(len(hidden))]

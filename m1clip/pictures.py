@@ -1,0 +1,18 @@
+"""A picture as the models see it: square, RGB, bytes. The one place that decides how others become so."""
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+Pixels = NDArray[np.uint8]
+
+
+def square(picture: Image.Image, size: int) -> Pixels:
+    """RGB bytes (size, size, 3): the shorter side scaled to `size`, the middle cut out, as in CLIP."""
+    picture = picture.convert("RGB")
+    scale = size / min(picture.size)
+    width, height = (max(size, round(side * scale)) for side in picture.size)
+    if (width, height) != picture.size:
+        picture = picture.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = (width - size) // 2, (height - size) // 2
+    return np.asarray(picture.crop((left, top, left + size, top + size)))

@@ -1,0 +1,149 @@
+"""A run is a folder: open, append, read. No torch, so watching one is instant and cannot disturb it."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class Run:
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.step = 0
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def log(self, kind: str, step: int, **values: Any) -> None:
+        """Append one line to metrics.jsonl; what is unknown is None."""
+        line = json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
+        with open(self.path / "metrics.jsonl", "a") as file:
+            file.write(line + "\n")
+
+    def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
+        """The lines of metrics.jsonl; a line cut by a crash is passed over."""
+        metrics = self.path / "metrics.jsonl"
+        if not metrics.exists():
+            return
+        with open(metrics) as file:
+            for line in file:
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue
+                if kind in (None, record["kind"]):
+                    yield record
+
+    def status(self, state: str, step: int, **values: Any) -> None:
+        """The heartbeat: running, finished, stopped or failed, in status.json."""
+        self.step = step
+        self.write(
+            "status.json", {"state": state, "pid": os.getpid(), "step": step, "time": time.time(), **values}
+        )
+
+    @contextmanager
+    def outcome(self) -> Iterator[None]:
+        """Whatever ends the block early is written in the status before it goes on its way."""
+        try:
+            yield
+        except BaseException as error:
+            state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            self.status(state, self.step, reason=str(error) or type(error).__name__)
+            raise
+
+    def write(self, name: str, value: Any) -> None:
+        write_whole(self.path / name, json.dumps(value, indent=2) + "\n")
+
+    def read(self, name: str) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads((self.path / name).read_text())
+        return value
+
+
+def new_path(runs: Path, name: str, exact: bool, fresh: bool) -> Path:
+    """Where a new run goes; a folder that exists is refused unless `fresh` says to start it again.
+
+    A name that is not `exact` gets the next free number: nano-1, nano-2, …
+    """
+    path = runs / (name if exact else next_name(runs, name))
+    if path.exists() and not is_run(path):
+        raise FileExistsError(f"{path} exists and is not a run; choose another --name")
+    if path.exists() and not fresh:
+        raise FileExistsError(f"{path} exists; --resume continues it, --fresh deletes it and starts again")
+    return path
+
+
+def create(path: Path) -> Run:
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
+    return Run(path)
+
+
+def open_run(runs: Path, name: str | None) -> Run:
+    """An existing run by name or path; the newest where no name is given."""
+    if name is None:
+        found = sorted(runs.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
+        if not found:
+            raise FileNotFoundError(f"no run in {runs}/; `m1clip train` makes one")
+        return Run(found[-1].parent)
+    for path in (runs / name, Path(name)):
+        if is_run(path):
+            return Run(path)
+    raise FileNotFoundError(f"no run {name!r} in {runs}/ or at that path")
+
+
+def is_run(path: Path) -> bool:
+    return (path / "config.json").is_file() and (path / "status.json").is_file()
+
+
+def next_name(runs: Path, stem: str) -> str:
+    numbers = [path.name.removeprefix(f"{stem}-") for path in runs.glob(f"{stem}-*")]
+    return f"{stem}-{max((int(n) for n in numbers if n.isdecimal()), default=0) + 1}"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The new file or the old one, never half of either."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(aside, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill; it takes the place of `path` if the block ends well, and vanishes if it does not."""
+    aside, old = (path.with_name(f".{path.name}.{os.getpid()}.{word}") for word in ("new", "old"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        aside.mkdir()
+        yield aside
+        for file in aside.iterdir():
+            _fsync(file)
+        _fsync(aside)
+        if path.exists():
+            path.rename(old)
+        aside.rename(path)
+        _fsync(path.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,101 @@
+"""What a person sees of a run: a header, a bar that moves, a row an epoch. Everything on stderr."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from m1clip.evals.retrieval import Retrieval
+
+COLUMNS = ("epoch", "loss", "accuracy", "image→text", "text→image", "temperature", "pairs/s", "seconds")
+WIDTHS = (8, 9, 10, 12, 12, 13, 9, 9)
+
+
+class Screen:
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console(stderr=True, highlight=False)
+        self.bar: Progress | None = None
+
+    def say(self, text: str = "") -> None:
+        self.console.print(text, soft_wrap=True)
+
+    @contextmanager
+    def drawing(self, total: int) -> Iterator[Callable[[int], None]]:
+        """A bar for the pictures that are not there yet."""
+        with self._bar(TextColumn("preparing pictures"), total) as bar:
+            yield lambda done: bar.advance(bar.task_ids[0], done)
+
+    def start(self, facts: dict[str, str], loss: float, accuracy: float, recall: float) -> None:
+        """What is about to happen, the head of the table, and as its first row what guessing gives."""
+        for name, fact in facts.items():
+            self.say(f"[dim]{name:>8}[/]  {fact}")
+        self.say()
+        self.say(f"[bold]{row(COLUMNS)}[/]")
+        self.say(f"[dim]{row(('', '', 'in batch', 'R@1', 'R@1'))}[/]")
+        self.say(
+            f"[dim]{row(('chance', f'{loss:.3f}', percent(accuracy), percent(recall), percent(recall)))}[/]"
+        )
+
+    @contextmanager
+    def training(self, step: int, total: int) -> Iterator[None]:
+        with self._bar(
+            TextColumn("{task.fields[news]}"), total, completed=step, news="first steps"
+        ) as self.bar:
+            yield
+        self.bar = None
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        assert self.bar is not None
+        news = (
+            f"loss {values['loss']:.3f} [dim](chance {values['chance_loss']:.2f})[/]  "
+            f"accuracy {percent(values['accuracy'])} [dim](chance {percent(values['chance_accuracy'])})[/]  "
+            f"{values['pairs_per_s']:.0f} pairs/s"
+        )
+        self.bar.update(self.bar.task_ids[0], completed=step, news=news)
+
+    def epoch(self, epoch: int, epochs: int, values: dict[str, float], scores: Retrieval | None) -> None:
+        found = (
+            [percent(way.r1) for way in (scores.image_to_text, scores.text_to_image)] if scores else ["", ""]
+        )
+        self.say(
+            row(
+                (
+                    f"{epoch}/{epochs}",
+                    f"{values['loss']:.3f}",
+                    percent(values["accuracy"]),
+                    *found,
+                    f"{values['temperature']:.4f}",
+                    f"{values['pairs_per_s']:.0f}",
+                    f"{values['seconds']:.1f}",
+                )
+            )
+        )
+
+    def _bar(self, first: ProgressColumn, total: int, **fields: Any) -> Progress:
+        bar = Progress(
+            first,
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+        )
+        bar.add_task("", total=total, **fields)
+        return bar
+
+
+def row(cells: tuple[str, ...]) -> str:
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=False))
+
+
+def percent(part: float) -> str:
+    return f"{100 * part:.1f} %"

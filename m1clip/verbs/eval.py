@@ -1,0 +1,82 @@
+"""m1clip eval: a run or a saved model, on held-out pairs."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from m1clip import run as runs
+from m1clip.config import TrainConfig, from_json
+from m1clip.verbs import tables
+
+
+@dataclass(frozen=True)
+class Args:
+    """Held-out retrieval (R@1/5/10 both ways, with chance) and, on built-in data, one-word edits."""
+
+    model: Annotated[str | None, tyro.conf.Positional] = None
+    """A run (name or path) or a model folder; by default the newest run."""
+    data: str | None = None
+    """Whose held-out pairs: by default those of the run; for a model folder, synthetic."""
+    held_out: int | None = None
+    """How many pairs; by default the run's number, or 240."""
+    seed: int | None = None
+    """Which scenes are drawn; by default the run's seed, or 0."""
+    device: str = "auto"
+    """auto, cpu, cuda or mps."""
+    runs: Path = Path("runs")
+    """Where runs are kept."""
+    json: bool = False
+    """Print the figures as one line of JSON."""
+
+
+def parse(prog: str, flags: list[str]) -> Args:
+    return tyro.cli(Args, prog=prog, args=flags, config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def main(args: Args) -> int:
+    folder, trained = find(args)
+    from m1clip import devices
+    from m1clip.data.cache import pixels
+    from m1clip.data.pairs import open_pairs
+    from m1clip.evals.embed import embed_pairs
+    from m1clip.evals.negatives import edit_scores, is_editable
+    from m1clip.evals.retrieval import retrieval
+    from m1clip.model.clip import load
+
+    device, _ = devices.choose(args.device)
+    model = load(folder).to(device)
+    _, held_out = open_pairs(
+        args.data or trained.data,
+        trained.held_out if args.held_out is None else args.held_out,
+        trained.seed if args.seed is None else args.seed,
+    )
+    pictures = pixels(held_out, model.config.vision.image_size)
+    image_NE, text_ME, owner_M = embed_pairs(model, held_out, pictures)
+    scores = retrieval(image_NE, text_ME, owner_M)
+    edits = edit_scores(model, held_out, image_NE, text_ME) if is_editable(held_out) else []
+    if args.json:
+        print(
+            json.dumps({"model": str(folder), **scores.record(), "edits": [asdict(edit) for edit in edits]})
+        )
+        return 0
+    tables.show_retrieval(scores)
+    if edits:
+        print()
+        tables.show_edits(edits)
+    return 0
+
+
+def find(args: Args) -> tuple[Path, TrainConfig]:
+    """The model's folder, and the configuration it was trained with where it is a run's."""
+    if args.model and (Path(args.model) / "model.safetensors").is_file():
+        return Path(args.model), TrainConfig()
+    run = runs.open_run(args.runs, args.model)
+    folder = run.model if run.model.is_dir() else run.path / "last"
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"{run.path} has no model yet; it is saved at the end, and checkpoints before"
+        )
+    return folder, from_json(TrainConfig, run.path / "config.json")

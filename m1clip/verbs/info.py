@@ -1,0 +1,112 @@
+"""m1clip info: what the presets are and what they cost."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import tyro
+
+from m1clip.config import PRESETS, preset
+from m1clip.verbs import tables
+
+
+@dataclass(frozen=True)
+class Args:
+    """Parameters by part, FLOPs per pair and memory of a batch, computed without allocating the model."""
+
+    preset: str | None = None
+    """One preset in detail; by default a table of all."""
+    batch: int | None = None
+    """Batch for the memory estimate; by default the preset's."""
+    json: bool = False
+    """Print as one line of JSON."""
+
+
+def parse(prog: str, flags: list[str]) -> Args:
+    args = tyro.cli(Args, prog=prog, args=flags, config=(tyro.conf.FlagCreatePairsOff,))
+    if args.preset is not None:
+        preset(args.preset)
+    if args.batch is not None and args.batch < 1:
+        raise ValueError(f"batch must be at least 1, not {args.batch}")
+    return args
+
+
+def main(args: Args) -> int:
+    rows = [describe(name, args.batch) for name in ([args.preset] if args.preset else PRESETS)]
+    if args.json:
+        print(json.dumps(rows[0] if args.preset else rows))
+    elif args.preset:
+        show_one(rows[0])
+    else:
+        show_all(rows)
+    return 0
+
+
+def describe(name: str, batch: int | None) -> dict[str, Any]:
+    from m1clip.model.cost import cost
+
+    config = preset(name)
+    made, batch = cost(config.model), batch or config.batch
+    return {
+        "preset": name,
+        "vision": asdict(config.model.vision),
+        "text": asdict(config.model.text),
+        "embed": config.model.embed,
+        "parameters": made.parameters,
+        "total": made.total,
+        "forward_gflop": made.forward_gflop,
+        "step_gflop": made.step_gflop,
+        "batch": batch,
+        "memory_gb": made.memory_gb(batch),
+    }
+
+
+def show_one(row: dict[str, Any]) -> None:
+    vision, text, total = row["vision"], row["text"], row["total"]
+    print(
+        f"{row['preset']}\n"
+        f"  vision   {vision['image_size']} px, {vision['stem']} stem {vision['patch']}, {shape(vision)}\n"
+        f"  text     {text['vocab']:,} tokens, length {text['length']}, {shape(text)}\n"
+        f"  meet in  {row['embed']} dimensions\n"
+    )
+    parts = tables.table("parameters", "part", "number", "share")
+    for part, number in row["parameters"].items():
+        parts.add_row(part, f"{number:,}", tables.percent(number / total))
+    parts.add_row("total", f"{total:,}", "", style="bold")
+    tables.show(parts)
+    print(
+        f"\nwork per pair   {row['forward_gflop']:.3g} GFLOP forward, {row['step_gflop']:.3g} with backward"
+        " (text at full length)\n"
+    )
+    memory = tables.table(f"memory of a training step, batch {row['batch']}, float32", "part", "GB")
+    for part, gigabytes in row["memory_gb"].items():
+        memory.add_row(part, f"{gigabytes:.3f}")
+    memory.add_row("total", f"{sum(row['memory_gb'].values()):.3f}", style="bold")
+    tables.show(memory)
+
+
+def shape(tower: dict[str, Any]) -> str:
+    return f"width {tower['width']} × depth {tower['depth']} × {tower['heads']} heads"
+
+
+def show_all(rows: list[dict[str, Any]]) -> None:
+    made = tables.table(
+        "presets", "", "picture", "vision", "text", "parameters", "GFLOP/pair", "batch", "memory"
+    )
+    for row in rows:
+        vision, text = row["vision"], row["text"]
+        made.add_row(
+            row["preset"],
+            f"{vision['image_size']}/{vision['patch']}",
+            f"{vision['width']}×{vision['depth']}",
+            f"{text['width']}×{text['depth']}",
+            f"{row['total'] / 1e6:.2f} M",
+            f"{row['step_gflop']:.3g}",
+            f"{row['batch']}",
+            f"{sum(row['memory_gb'].values()):.2f} GB",
+        )
+    tables.show(made)
+    print(
+        "\nGFLOP/pair: forward and backward. Memory: one float32 step with AdamW."
+        " More: m1clip info --preset NAME"
+    )

@@ -1,0 +1,86 @@
+"""m1clip train: flags to a configuration and a run folder, then the loop, then what was learned."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from m1clip import run as runs
+from m1clip.config import PRESETS, TrainConfig, from_json, preset
+from m1clip.verbs import tables
+
+
+@dataclass(frozen=True)
+class Args:
+    """Train a CLIP model. Each run is a folder; the last lines say what was learned and what to type next."""
+
+    training: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    config: Path | None = None
+    """Take every default from this config.json: repeats that run."""
+    name: str | None = None
+    """Name of the run's folder; by default the preset's with the next free number."""
+    runs: Path = Path("runs")
+    """Where runs are kept."""
+    resume: bool = False
+    """Go on with the run --name (or the newest) from its last checkpoint."""
+    fresh: bool = False
+    """If the run --name exists, delete it and start again."""
+    json: bool = False
+    """Print the result as one line of JSON."""
+
+
+def parse(prog: str, flags: list[str]) -> Args:
+    base = defaults(flags)
+    args = tyro.cli(Args, prog=prog, args=flags, default=Args(base), config=(tyro.conf.FlagCreatePairsOff,))
+    if args.resume and args.fresh:
+        raise ValueError("--resume continues a run, --fresh deletes it: give one of them")
+    return args
+
+
+def defaults(flags: list[str]) -> TrainConfig:
+    """Where the other flags' defaults come from: a resumed run, a config.json, or a preset."""
+    if "--help" in flags or "-h" in flags:
+        name = value_of("--preset", flags)
+        return preset(name if name in PRESETS else "nano")
+    if "--resume" in flags:
+        run = runs.open_run(Path(value_of("--runs", flags) or "runs"), value_of("--name", flags))
+        return from_json(TrainConfig, run.path / "config.json")
+    if path := value_of("--config", flags):
+        return from_json(TrainConfig, Path(path))
+    return preset(value_of("--preset", flags) or "nano")
+
+
+def value_of(flag: str, flags: list[str]) -> str | None:
+    for i, word in enumerate(flags):
+        if word == flag and i + 1 < len(flags):
+            return flags[i + 1]
+        if word.startswith(f"{flag}="):
+            return word.removeprefix(f"{flag}=")
+    return None
+
+
+def main(args: Args) -> int:
+    config = args.training
+    path = (
+        None
+        if args.resume
+        else runs.new_path(args.runs, args.name or config.preset, bool(args.name), args.fresh)
+    )
+    from m1clip.train import loop  # only now: torch takes seconds to import
+    from m1clip.train.screen import Screen
+
+    setup = loop.check(config, args.runs)
+    run = runs.open_run(args.runs, args.name) if path is None else runs.create(path)
+    with run.outcome():
+        result = loop.train(config, setup, run, Screen())
+    if args.json:
+        print(json.dumps({"run": str(run.path), **result.record()}))
+    elif result.finished and result.scores:
+        tables.show_retrieval(result.scores)
+        print(f"\nlearned in {tables.clock(result.seconds)}; the model is {run.model}")
+        print(f"next:  m1clip eval {run.path}    the same figures, and which words it reads")
+    else:
+        print(f"stopped and saved at step {result.step}; m1clip train --resume --name {run.name} continues")
+    return 0 if result.finished else 130
