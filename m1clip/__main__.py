@@ -1,3 +1,4 @@
 from m1clip.cli import main
 
-main()
+if __name__ == "__main__":  # workers import this file again
+    main()

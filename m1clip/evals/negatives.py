@@ -10,8 +10,6 @@ from m1clip.data.pairs import Pairs
 from m1clip.evals.embed import embed_captions
 from m1clip.model.clip import CLIP
 
-CHANCE = 0.5
-
 
 class Editable(Protocol):
     """A source that can say its captions wrongly: (what was changed, the changed caption)."""
@@ -30,6 +28,7 @@ class EditScore:
     changed: str
     accuracy: float
     edits: int
+    chance: float = 0.5
 
 
 def edit_scores(model: CLIP, pairs: Editable, image_NE: Tensor, text_NE: Tensor) -> list[EditScore]:

@@ -33,9 +33,11 @@ class Retrieval:
     def mean_r1(self) -> float:
         return (self.image_to_text.r1 + self.text_to_image.r1) / 2
 
-    def chance(self, at: int) -> float:
-        """Recall of a text query by guessing: pictures are what it chooses from."""
-        return min(1.0, at / self.pictures)
+    @property
+    def chance(self) -> Direction:
+        """What guessing among the pictures gives."""
+        r1, r5, r10 = (min(1.0, k / self.pictures) for k in AT)
+        return Direction(r1, r5, r10, (self.pictures + 1) / 2)
 
     def record(self) -> dict[str, float | int]:
         """Flat, for a log line: i2t_r1 … t2i_median_rank, mean_r1, chance_r1."""
@@ -44,7 +46,7 @@ class Retrieval:
             f"{way}_{key}": value for way, scores in ways.items() for key, value in asdict(scores).items()
         }
         counts = {"pictures": self.pictures, "captions": self.captions}
-        return {**flat, "mean_r1": self.mean_r1, "chance_r1": self.chance(1), **counts}
+        return {**flat, "mean_r1": self.mean_r1, "chance_r1": self.chance.r1, **counts}
 
 
 def retrieval(image_NE: Tensor, text_ME: Tensor, owner_M: Tensor | None = None) -> Retrieval:

@@ -69,20 +69,20 @@ def show_one(row: dict[str, Any]) -> None:
         f"  text     {text['vocab']:,} tokens, length {text['length']}, {shape(text)}\n"
         f"  meet in  {row['embed']} dimensions\n"
     )
-    parts = tables.table("parameters", "part", "number", "share")
+    parts = tables.table("part", "number", "share")
     for part, number in row["parameters"].items():
         parts.add_row(part, f"{number:,}", tables.percent(number / total))
     parts.add_row("total", f"{total:,}", "", style="bold")
-    tables.show(parts)
+    tables.show("parameters", parts)
     print(
         f"\nwork per pair   {row['forward_gflop']:.3g} GFLOP forward, {row['step_gflop']:.3g} with backward"
         " (text at full length)\n"
     )
-    memory = tables.table(f"memory of a training step, batch {row['batch']}, float32", "part", "GB")
+    memory = tables.table("part", "GB")
     for part, gigabytes in row["memory_gb"].items():
         memory.add_row(part, f"{gigabytes:.3f}")
     memory.add_row("total", f"{sum(row['memory_gb'].values()):.3f}", style="bold")
-    tables.show(memory)
+    tables.show(f"memory of a training step, batch {row['batch']}, float32", memory)
 
 
 def shape(tower: dict[str, Any]) -> str:
@@ -90,9 +90,7 @@ def shape(tower: dict[str, Any]) -> str:
 
 
 def show_all(rows: list[dict[str, Any]]) -> None:
-    made = tables.table(
-        "presets", "", "picture", "vision", "text", "parameters", "GFLOP/pair", "batch", "memory"
-    )
+    made = tables.table("", "picture", "vision", "text", "parameters", "GFLOP/pair", "batch", "memory")
     for row in rows:
         vision, text = row["vision"], row["text"]
         made.add_row(
@@ -101,11 +99,11 @@ def show_all(rows: list[dict[str, Any]]) -> None:
             f"{vision['width']}×{vision['depth']}",
             f"{text['width']}×{text['depth']}",
             f"{row['total'] / 1e6:.2f} M",
-            f"{row['step_gflop']:.3g}",
+            f"{row['step_gflop']:,.4g}",
             f"{row['batch']}",
             f"{sum(row['memory_gb'].values()):.2f} GB",
         )
-    tables.show(made)
+    tables.show("presets", made)
     print(
         "\nGFLOP/pair: forward and backward. Memory: one float32 step with AdamW."
         " More: m1clip info --preset NAME"

@@ -1,10 +1,13 @@
 """How results look on stdout, wherever they come from."""
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.table import Table
 
-from m1clip.evals.negatives import CHANCE, EditScore
-from m1clip.evals.retrieval import AT, Retrieval
+if TYPE_CHECKING:  # they bring torch, which --help must not wait for
+    from m1clip.evals.negatives import EditScore
+    from m1clip.evals.retrieval import Retrieval
 
 
 def percent(part: float) -> str:
@@ -15,36 +18,38 @@ def clock(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 60 else f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
 
 
-def table(title: str, *columns: str) -> Table:
-    made = Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
+def table(*columns: str) -> Table:
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for i, column in enumerate(columns):
-        made.add_column(column, justify="left" if i == 0 else "right", header_style="dim")
+        made.add_column(column, justify="left" if i == 0 else "right")
     return made
 
 
-def show(made: Table) -> None:
-    Console(highlight=False).print(made)
+def show(title: str, made: Table) -> None:
+    console = Console(highlight=False)
+    console.print(f"[bold]{title}[/]", soft_wrap=True)
+    console.print(made)
 
 
-def show_retrieval(scores: Retrieval) -> None:
-    made = table(
-        f"held-out retrieval: {scores.pictures:,} pictures, {scores.captions:,} captions",
-        *("", "R@1", "R@5", "R@10", "median rank"),
-    )
+def show_retrieval(scores: "Retrieval") -> None:
+    made = table("", "R@1", "R@5", "R@10", "median rank")
     for name, way in (("image→text", scores.image_to_text), ("text→image", scores.text_to_image)):
         made.add_row(name, percent(way.r1), percent(way.r5), percent(way.r10), f"{way.median_rank:g}")
-    guess = (percent(scores.chance(at)) for at in AT)
-    made.add_row("chance", *guess, f"{(scores.pictures + 1) / 2:g}", style="dim")
-    show(made)
-
-
-def show_edits(scores: list[EditScore]) -> None:
-    made = table(
-        "one word changed: does the picture prefer its true caption?", "changed word", "right", "captions"
+    guess = scores.chance
+    made.add_row(
+        "chance",
+        percent(guess.r1),
+        percent(guess.r5),
+        percent(guess.r10),
+        f"{guess.median_rank:g}",
+        style="dim",
     )
+    show(f"held-out retrieval: {scores.pictures:,} pictures, {scores.captions:,} captions", made)
+
+
+def show_edits(scores: "list[EditScore]") -> None:
+    made = table("changed word", "right", "captions")
     for score in scores:
         made.add_row(score.changed, percent(score.accuracy), f"{score.edits}")
-    made.add_row("chance", percent(CHANCE), "", style="dim")
-    show(made)
+    made.add_row("chance", percent(scores[0].chance), "", style="dim")
+    show("one word changed: does the picture prefer its true caption?", made)

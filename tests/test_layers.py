@@ -1,0 +1,94 @@
+"""The ladder: who may import whom. Reads the source, so nothing has to run for it to be broken."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "m1clip"
+FLOOR = {"config", "run", "devices", "sensors", "pictures"}
+# What a room or file may import of ours, beside itself. "" is the package: its version, its lazy names.
+MAY_IMPORT = {
+    **dict.fromkeys(FLOOR, set()),
+    "": {"model"},
+    "losses": FLOOR,
+    "data": FLOOR,
+    "model": FLOOR | {"losses"},
+    "evals": FLOOR | {"model", "data"},
+    "train": FLOOR | {"evals", "model", "losses", "data", ""},
+    "verbs": FLOOR | {"train", "evals", "model", "losses", "data", ""},
+    "cli": {"config", "verbs", ""},
+    "__main__": {"cli"},
+}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def place(path: Path) -> str:
+    """The room or file of the ladder that a source file belongs to."""
+    first = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Places of ours that a file imports, at its head or inside a function."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "m1clip":
+                known = len(parts) > 1 and ((ROOT / parts[1]).is_dir() or (ROOT / f"{parts[1]}.py").is_file())
+                found.add(parts[1] if known else "")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_imports_only_what_stands_below_it(path):
+    here = place(path)
+    assert here in MAY_IMPORT, f"{here} has no place in the ladder"
+    beyond = imports(ast.parse(path.read_text())) - MAY_IMPORT[here] - {here}
+    assert not beyond, f"{path.name} ({here}) must not import {beyond}"
+
+
+def test_only_devices_names_a_backend():
+    for path in FILES:
+        if place(path) == "devices":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "torch"
+            ):
+                assert node.attr not in ("cuda", "mps", "backends"), (
+                    f"{path}:{node.lineno} names torch.{node.attr}"
+                )
+            if isinstance(node, ast.Compare):
+                words = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
+                assert not words & {"cuda", "mps"}, f"{path}:{node.lineno} asks for a backend by name"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "m1clip",
+        "m1clip.cli",
+        "m1clip.config",
+        "m1clip.run",
+        "m1clip.sensors",
+        "m1clip.data.cache",
+        "m1clip.verbs.train",
+    ],
+)
+def test_starts_without_torch(module):
+    """Help, watching a run and the workers that decode pictures must not wait for torch."""
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,50 @@
+import math
+
+import pytest
+import torch
+
+from m1clip import losses
+
+
+def plain_softmax(logits):
+    """The double loop of the paper, without a matrix in sight."""
+    total = torch.zeros((), dtype=logits.dtype)
+    n = len(logits)
+    for i in range(n):
+        row = sum(torch.exp(logits[i, j]) for j in range(n))
+        column = sum(torch.exp(logits[j, i]) for j in range(n))
+        total = total - torch.log(torch.exp(logits[i, i]) / row) - torch.log(torch.exp(logits[i, i]) / column)
+    return total / (2 * n)
+
+
+def plain_sigmoid(logits):
+    total = torch.zeros((), dtype=logits.dtype)
+    n = len(logits)
+    for i in range(n):
+        for j in range(n):
+            z = 1 if i == j else -1
+            total = total + torch.log(1 / (1 + torch.exp(-z * logits[i, j])))
+    return -total / n
+
+
+@pytest.mark.parametrize(
+    ("fast", "plain"), [(losses.softmax_loss, plain_softmax), (losses.sigmoid_loss, plain_sigmoid)]
+)
+def test_loss_and_gradient_equal_the_double_loop(fast, plain):
+    logits = torch.randn(7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    a, b = fast(ours), plain(theirs)
+    a.backward()
+    b.backward()
+    assert a.item() == pytest.approx(b.item(), abs=1e-12)
+    assert torch.allclose(ours.grad, theirs.grad, atol=1e-12)
+
+
+def test_softmax_loss_of_equal_logits_is_chance():
+    assert losses.softmax_loss(torch.zeros(12, 12)).item() == pytest.approx(math.log(12))
+
+
+def test_accuracy_is_the_mean_of_both_directions():
+    logits = torch.tensor([[2.0, 3.0], [0.0, 1.0]])  # rows: 1 of 2 right; columns: 1 of 2 right
+    assert losses.accuracy(logits).item() == 0.5
+    assert losses.accuracy(torch.eye(5)).item() == 1.0

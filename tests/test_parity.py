@@ -1,0 +1,185 @@
+"""The truth test: the same weights in open_clip's and in transformers' CLIP give the same numbers.
+
+Both libraries are imported here only.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from m1clip import losses
+from m1clip.config import ModelConfig, TextConfig, VisionConfig
+from m1clip.model.clip import CLIP
+
+TOLERANCE = 1e-5
+
+SHAPES = {
+    "small": ModelConfig(VisionConfig(32, 8, 48, 3, 4), TextConfig(99, 20, 32, 2, 2, end_id=98), 24),
+    "quick": ModelConfig(
+        VisionConfig(48, 16, 64, 2, 1), TextConfig(300, 16, 64, 3, 4, end_id=299), 40, activation="quick_gelu"
+    ),
+}
+
+
+def open_clip_twin(ours: CLIP) -> torch.nn.Module:
+    from open_clip.model import CLIP as Theirs
+    from open_clip.model import CLIPTextCfg, CLIPVisionCfg
+
+    vision, text = ours.config.vision, ours.config.text
+    theirs = Theirs(
+        ours.config.embed,
+        CLIPVisionCfg(
+            vision.depth, vision.width, vision.width // vision.heads, 4.0, vision.patch, vision.image_size
+        ),
+        CLIPTextCfg(text.length, text.vocab, width=text.width, heads=text.heads, layers=text.depth),
+        quick_gelu=ours.config.activation == "quick_gelu",
+    )
+    names = {
+        "logit_scale": "logit_scale",
+        "vision.class_token": "visual.class_embedding",
+        "vision.position": "visual.positional_embedding",
+        "vision.patch.weight": "visual.conv1.weight",
+        "text.token.weight": "token_embedding.weight",
+        "text.position": "positional_embedding",
+    }
+    norms = {"vision.ln_pre": "visual.ln_pre", "vision.ln_post": "visual.ln_post", "text.ln_post": "ln_final"}
+    parts = {"attn.out": "attn.out_proj", "mlp.wide": "mlp.c_fc", "mlp.narrow": "mlp.c_proj"}
+    state = {names[k]: v for k, v in ours.state_dict().items() if k in names}
+    state["visual.proj"] = ours.vision_projection.weight.T
+    state["text_projection"] = ours.text_projection.weight.T
+    for key, value in ours.state_dict().items():
+        for before, after in norms.items():
+            if key.startswith(before):
+                state[key.replace(before, after)] = value
+        if ".blocks." in key:
+            tower, _, number, rest = key.split(".", 3)
+            for before, after in parts.items():
+                rest = rest.replace(before, after)
+            rest = rest.replace("attn.qkv.", "attn.in_proj_")
+            state[f"{'visual.' if tower == 'vision' else ''}transformer.resblocks.{number}.{rest}"] = value
+    theirs.load_state_dict(state)
+    return theirs
+
+
+def transformers_twin(ours: CLIP) -> torch.nn.Module:
+    from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
+
+    vision, text, act = ours.config.vision, ours.config.text, ours.config.activation
+    shared = {"hidden_act": act, "projection_dim": ours.config.embed}
+    theirs = CLIPModel(
+        CLIPConfig(
+            text_config=CLIPTextConfig(
+                vocab_size=text.vocab,
+                hidden_size=text.width,
+                intermediate_size=4 * text.width,
+                num_hidden_layers=text.depth,
+                num_attention_heads=text.heads,
+                max_position_embeddings=text.length,
+                bos_token_id=1,
+                eos_token_id=text.end_id,
+                **shared,
+            ).to_dict(),
+            vision_config=CLIPVisionConfig(
+                hidden_size=vision.width,
+                intermediate_size=4 * vision.width,
+                num_hidden_layers=vision.depth,
+                num_attention_heads=vision.heads,
+                image_size=vision.image_size,
+                patch_size=vision.patch,
+                **shared,
+            ).to_dict(),
+            projection_dim=ours.config.embed,
+        )
+    )
+    names = {
+        "logit_scale": "logit_scale",
+        "vision_projection.weight": "visual_projection.weight",
+        "text_projection.weight": "text_projection.weight",
+        "vision.class_token": "vision_model.embeddings.class_embedding",
+        "vision.patch.weight": "vision_model.embeddings.patch_embedding.weight",
+        "vision.position": "vision_model.embeddings.position_embedding.weight",
+        "text.token.weight": "text_model.embeddings.token_embedding.weight",
+        "text.position": "text_model.embeddings.position_embedding.weight",
+    }
+    norms = {
+        "vision.ln_pre": "vision_model.pre_layrnorm",
+        "vision.ln_post": "vision_model.post_layernorm",
+        "text.ln_post": "text_model.final_layer_norm",
+    }
+    parts = {
+        "ln_1": "layer_norm1",
+        "ln_2": "layer_norm2",
+        "attn.out": "self_attn.out_proj",
+        "mlp.wide": "mlp.fc1",
+        "mlp.narrow": "mlp.fc2",
+    }
+    state = {names[k]: v for k, v in ours.state_dict().items() if k in names}
+    for key, value in ours.state_dict().items():
+        for before, after in norms.items():
+            if key.startswith(before):
+                state[key.replace(before, after)] = value
+        if ".blocks." in key:
+            tower, _, number, rest = key.split(".", 3)
+            where = f"{tower}_model.encoder.layers.{number}."
+            if rest.startswith("attn.qkv"):
+                for one, part in zip("qkv", value.chunk(3), strict=True):
+                    state[f"{where}self_attn.{one}_proj.{rest.rsplit('.', 1)[1]}"] = part
+                continue
+            for before, after in parts.items():
+                rest = rest.replace(before, after)
+            state[where + rest] = value
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert all("position_ids" in key for key in missing)
+    return theirs
+
+
+def encoded_by_open_clip(theirs, pixels, tokens):
+    return theirs.encode_image(pixels, normalize=True), theirs.encode_text(tokens, normalize=True)
+
+
+def encoded_by_transformers(theirs, pixels, tokens):
+    out = theirs(input_ids=tokens, pixel_values=pixels)
+    return out.image_embeds, out.text_embeds
+
+
+TWINS = {
+    "open_clip": (open_clip_twin, encoded_by_open_clip),
+    "transformers": (transformers_twin, encoded_by_transformers),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("library", TWINS)
+def test_embeddings_loss_and_gradients_equal_the_peers(library, shape):
+    torch.manual_seed(0)
+    ours = CLIP(SHAPES[shape])
+    for weight in ours.parameters():  # biases and norms away from 0 and 1, so that none can be confused
+        weight.data += 0.02 * torch.randn_like(weight)
+    twin, encode = TWINS[library]
+    theirs = twin(ours)
+    text = ours.config.text
+    tokens = torch.randint(1, text.end_id, (6, text.length))
+    for row, end in zip(tokens, (text.length - 1, 3, 7, 9, 2, 5), strict=True):
+        row[end], row[end + 1 :] = text.end_id, 0
+    pixels = torch.randn(6, 3, ours.config.vision.image_size, ours.config.vision.image_size)
+
+    our_image, our_text = ours.embed_pixels(pixels), ours.embed_tokens(tokens)
+    their_image, their_text = encode(theirs, pixels, tokens)
+    assert (our_image - their_image).abs().max() <= TOLERANCE
+    assert (our_text - their_text).abs().max() <= TOLERANCE
+
+    our_loss = losses.softmax_loss(ours.logits(our_image, our_text))
+    logits = theirs.logit_scale.exp() * their_image @ their_text.T
+    true = torch.arange(6)
+    their_loss = (F.cross_entropy(logits, true) + F.cross_entropy(logits.T, true)) / 2
+    assert abs(our_loss - their_loss) <= TOLERANCE
+    our_loss.backward()
+    their_loss.backward()
+
+    # The peers' gradients, laid out as ours by the same mapping that carried the weights over.
+    grads = CLIP(ours.config)
+    grads.load_state_dict({name: weight.grad for name, weight in ours.named_parameters()})
+    expected = {name: value for name, value in twin(grads).state_dict().items() if "position_ids" not in name}
+    for name, weight in theirs.named_parameters():
+        assert (weight.grad - expected[name]).abs().max() <= TOLERANCE, name
