@@ -52,6 +52,10 @@ class VisionConfig:
             0 < self.patch <= self.image_size and self.image_size % self.patch == 0,
             f"image_size {self.image_size} is not a multiple of patch {self.patch}",
         )
+        require(
+            self.stem == "patch" or self.patch.bit_count() == 1,
+            f"a conv stem halves the picture, so patch must be a power of two, not {self.patch}",
+        )
         require(min(self.std) > 0, f"std must be positive, not {self.std}")
 
     @property
@@ -115,15 +119,15 @@ class TrainConfig:
     """Pairs never trained on, for the retrieval scores."""
     tokenizer: str = "bpe"
     """bpe (learned from the captions), char (33 letters and marks), or the path of a CLIP vocabulary."""
-    epochs: int = 20
+    epochs: int = 6
     """Passes over the data."""
     batch: int = 256
     """Pairs in one contrastive batch: each is told from the others."""
     lr: float = 1e-3
     """Peak learning rate."""
-    warmup: float = 0.05
+    warmup: float = 0.1
     """Part of the run in which the rate climbs to its peak; a cosine takes it down again."""
-    weight_decay: float = 0.2
+    weight_decay: float = 0.1
     """Pull of the matrices towards zero; biases, norms and embeddings are exempt."""
     beta2: float = 0.98
     """Memory of AdamW's second moment."""
@@ -139,7 +143,7 @@ class TrainConfig:
     """CPU threads; 0 leaves it to torch."""
     log_every: int = 10
     """Steps between two lines of metrics; scalars are read from the device only then."""
-    eval_every: int = 5
+    eval_every: int = 1
     """Epochs between two held-out evaluations; there is always one at the end."""
     save_minutes: float = 5.0
     """Minutes between two checkpoints; there is always one at the end and on Ctrl-C."""
@@ -231,8 +235,8 @@ PRESETS: dict[str, TrainConfig] = {
     config.preset: config
     for config in [
         _preset("nano", _light(_clip((64, 16, 128, 4, 2), (1024, 32, 128, 2, 2), 128))),
-        _preset("tiny", _light(_clip((112, 16, 256, 6, 4), (4096, 48, 256, 4, 4), 256)), lr=1e-3),
-        _preset("small", _clip((112, 16, 384, 12, 6), (16384, 64, 384, 6, 6), 384), batch=128, lr=5e-4),
+        _preset("tiny", _light(_clip((112, 16, 256, 6, 4), (4096, 48, 256, 4, 4), 256)), batch=128),
+        _preset("small", _clip((112, 16, 384, 12, 6), (16384, 64, 384, 6, 6), 384), batch=64, lr=5e-4),
         _preset(
             "seed",
             _clip((224, 16, 768, 12, 12), (33, 77, 512, 6, 8), 512),
@@ -250,16 +254,16 @@ PRESETS: dict[str, TrainConfig] = {
         _preset(
             "base",
             _clip((224, 32, 768, 12, 12), (*_OPENAI, 512, 12, 8), 512, activation="quick_gelu"),
-            batch=64,
+            batch=32,
             lr=5e-4,
         ),
-        _preset("medium", _clip((224, 16, 896, 14, 14), (*_OPENAI, 640, 12, 10), 640), batch=32, lr=4e-4),
+        _preset("medium", _clip((224, 16, 896, 14, 14), (*_OPENAI, 640, 12, 10), 640), batch=16, lr=4e-4),
         _preset(
             "large",
             _clip((224, 14, 1024, 24, 16), (*_OPENAI, 768, 12, 12), 768, activation="quick_gelu"),
-            batch=16,
+            batch=8,
             lr=4e-4,
         ),
-        _preset("1b", _clip((224, 14, 1280, 32, 16), (*_OPENAI, 1024, 24, 16), 1024), batch=8, lr=3e-4),
+        _preset("1b", _clip((224, 14, 1280, 32, 16), (*_OPENAI, 1024, 24, 16), 1024), batch=4, lr=3e-4),
     ]
 }

@@ -71,6 +71,8 @@ def new_path(runs: Path, name: str, exact: bool, fresh: bool) -> Path:
 
     A name that is not `exact` gets the next free number: nano-1, nano-2, …
     """
+    if name in (".", "..") or set(name) & set("/\\\0"):
+        raise ValueError(f"a run's name is a plain word, not {name!r}; --runs says in which folder it goes")
     path = runs / (name if exact else next_name(runs, name))
     if path.exists() and not is_run(path):
         raise FileExistsError(f"{path} exists and is not a run; choose another --name")

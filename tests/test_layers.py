@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "m1clip"
 FLOOR = {"config", "run", "devices", "sensors", "pictures"}
 # What a room or file may import of ours, beside itself. "" is the package: its version, its lazy names.
 MAY_IMPORT = {
-    **dict.fromkeys(FLOOR, set()),
+    **{floor: set[str]() for floor in FLOOR},
     "": {"model"},
     "losses": FLOOR,
     "data": FLOOR,

@@ -22,16 +22,15 @@ SHAPES = {
 
 
 def open_clip_twin(ours: CLIP) -> torch.nn.Module:
-    from open_clip.model import CLIP as Theirs
-    from open_clip.model import CLIPTextCfg, CLIPVisionCfg
+    import open_clip
 
     vision, text = ours.config.vision, ours.config.text
-    theirs = Theirs(
+    theirs = open_clip.CLIP(
         ours.config.embed,
-        CLIPVisionCfg(
+        open_clip.CLIPVisionCfg(
             vision.depth, vision.width, vision.width // vision.heads, 4.0, vision.patch, vision.image_size
         ),
-        CLIPTextCfg(text.length, text.vocab, width=text.width, heads=text.heads, layers=text.depth),
+        open_clip.CLIPTextCfg(text.length, text.vocab, width=text.width, heads=text.heads, layers=text.depth),
         quick_gelu=ours.config.activation == "quick_gelu",
     )
     names = {

@@ -92,9 +92,9 @@ def test_a_batch_is_padded_to_the_smallest_bucket_that_holds_it():
     assert letters(["a" * 10], 14).shape[1] == 14  # never beyond the model's own length
 
 
-@pytest.mark.parametrize("empty", ["", "   ", "\n\t", "\u200b"[:0]])
+@pytest.mark.parametrize("empty", ["", "   ", "\n\t"])
 def test_an_empty_caption_is_an_error_that_names_the_row(empty):
-    with pytest.raises(ValueError, match="cats.csv line 7"):
+    with pytest.raises(ValueError, match=r"cats\.csv line 7"):
         Tokenizer.characters()(["fine", empty], 77, ["cats.csv line 6", "cats.csv line 7"])
 
 

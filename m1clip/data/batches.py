@@ -3,9 +3,10 @@
 Shapes: B pairs, L tokens, C colours, S pixels a side.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,8 +16,11 @@ from torch import Tensor
 from m1clip.data.pairs import Pairs
 from m1clip.pictures import Pixels
 
-# (captions, where each came from) to token ids
-Tokenize = Callable[[Sequence[str], Sequence[str]], Tensor]
+
+class Tokenize(Protocol):
+    """Captions, and for messages where each came from, to token ids (B, L)."""
+
+    def __call__(self, texts: Sequence[str], *, rows: Sequence[str]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Batches:
         captions = [self.pairs.captions(int(row)) for row in rows]
         which = draws(self.seed, epoch, rows, stream=0)
         chosen = [ways[int(u * len(ways))] for ways, u in zip(captions, which, strict=True)]
-        tokens_BL = self.tokenize(chosen, [self.pairs.row(int(row)) for row in rows])
+        tokens_BL = self.tokenize(chosen, rows=[self.pairs.row(int(row)) for row in rows])
         pixels = self.pixels[np.sort(rows)][np.argsort(np.argsort(rows))]  # the file is read in its own order
         if self.shift:
             most = self.shift * pixels.shape[1]

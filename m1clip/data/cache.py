@@ -3,7 +3,9 @@
 Built by all cores, kept between runs, complete or absent. No torch, so its workers start quickly.
 """
 
+import math
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -23,6 +25,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("M1CLIP_CACHE") or Path.home() / ".cache" / "m1clip")
 
 
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
 def pixels(pairs: Pairs, size: int, progress: Callable[[int], None] = lambda done: None) -> Pixels:
     """All pictures (N, size, size, 3); `progress` hears how many more are done."""
     name = sha256(f"{pairs.fingerprint}/{size}".encode()).hexdigest()[:16]
@@ -31,10 +37,17 @@ def pixels(pairs: Pairs, size: int, progress: Callable[[int], None] = lambda don
     try:
         found = np.load(path, mmap_mode="r")
         if found.shape == shape:
+            progress(len(pairs))
             return found  # type: ignore[no-any-return]
     except (FileNotFoundError, ValueError, EOFError):
         pass  # absent or damaged: made anew below
     path.parent.mkdir(parents=True, exist_ok=True)
+    need, free = math.prod(shape), free_bytes(path.parent)
+    if need > free:
+        sizes = (
+            f"{need / 1e9:.2f} GB of decoded pictures do not fit in {path.parent} ({free / 1e9:.2f} GB free)"
+        )
+        raise OSError(f"{sizes}; set M1CLIP_CACHE to a folder elsewhere")
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         whole = np.lib.format.open_memmap(aside, mode="w+", dtype=np.uint8, shape=shape)

@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from m1clip.data.cache import pixels
 from m1clip.data.pairs import Pairs, open_pairs
 from m1clip.evals.embed import embed_pairs
 from m1clip.evals.retrieval import Retrieval, retrieval
-from m1clip.model import tokenizer
 from m1clip.model.clip import CLIP
+from m1clip.model.tokenizer import Tokenizer
+from m1clip.model.tokenizer import make as make_tokenizer
 from m1clip.pictures import Pixels
 from m1clip.run import Run, write_whole
 from m1clip.train import checkpoint
@@ -39,6 +41,7 @@ class Setup:
     why: str
     pairs: Pairs
     held_out: Pairs
+    tokenizer: Tokenizer
 
 
 @dataclass(frozen=True)
@@ -62,15 +65,16 @@ def check(config: TrainConfig, runs: Path) -> Setup:
         raise ValueError(
             f"batch {config.batch} is larger than the {len(pairs)} training pairs of {config.data}"
         )
+    words = make_tokenizer(config.tokenizer, captions(pairs), config.model.text.vocab)
     with torch.device("meta"):
-        need = checkpoint.needed_bytes(CLIP(config.model))
+        need = checkpoint.needed_bytes(CLIP(config.model, words))
     there = next(folder for folder in (runs, *runs.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
     if free < need:
         raise OSError(
             f"{there} has {free / 1e9:.2f} GB free; checkpoints of this model need {need / 1e9:.2f} GB"
         )
-    return Setup(device, why, pairs, held_out)
+    return Setup(device, why, pairs, held_out, words)
 
 
 def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result:
@@ -85,12 +89,10 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
     side, length = config.model.vision.image_size, config.model.text.length
     with screen.drawing(len(pairs) + len(held_out)) as drawn:
         train_pixels, held_pixels = (pixels(some, side, drawn) for some in (pairs, held_out))
-    words = tokenizer.make(config.tokenizer, captions(pairs), config.model.text.vocab)
-    model = CLIP(config.model, words).to(device)
+    model = CLIP(config.model, setup.tokenizer).to(device)
     optimizer = make_optimizer(model, config)
-    batches = Batches(
-        pairs, train_pixels, lambda t, r: words(t, length, r), config.batch, config.seed, config.shift
-    )
+    tokenize = partial(setup.tokenizer, length=length)
+    batches = Batches(pairs, train_pixels, tokenize, config.batch, config.seed, config.shift)
     total = config.epochs * batches.per_epoch
     step = checkpoint.resume(run, model, optimizer)
     run.log("event", step, event="start" if step == 0 else "resume")
@@ -174,7 +176,7 @@ def facts(run: Run, setup: Setup, model: CLIP, step: int, total: int) -> dict[st
     """What a person wants to know before it starts."""
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
     return {
-        "run": f"{run.path}, {f'from step {step:,} of' if step else ''} {total:,} steps",
+        "run": f"{run.path}, {f'step {step:,} of ' if step else ''}{total:,} steps",
         "device": f"{setup.device}: {setup.why}; {torch.get_num_threads()} CPU threads",
         "model": f"{millions:.2f} M parameters, pictures of {model.config.vision.image_size} px",
         "data": f"{len(setup.pairs):,} pairs to learn from, {len(setup.held_out):,} held out",

@@ -38,13 +38,14 @@ def parse(prog: str, flags: list[str]) -> Args:
 
 def main(args: Args) -> int:
     folder, trained = find(args)
-    from m1clip import devices
-    from m1clip.data.cache import pixels
-    from m1clip.data.pairs import open_pairs
-    from m1clip.evals.embed import embed_pairs
-    from m1clip.evals.negatives import edit_scores, is_editable
-    from m1clip.evals.retrieval import retrieval
-    from m1clip.model.clip import load
+    with tables.loading():
+        from m1clip import devices
+        from m1clip.data.cache import pixels
+        from m1clip.data.pairs import open_pairs
+        from m1clip.evals.embed import embed_pairs
+        from m1clip.evals.negatives import edit_scores, is_editable
+        from m1clip.evals.retrieval import retrieval
+        from m1clip.model.clip import load
 
     device, _ = devices.choose(args.device)
     model = load(folder).to(device)

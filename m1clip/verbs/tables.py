@@ -3,11 +3,17 @@
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 if TYPE_CHECKING:  # they bring torch, which --help must not wait for
     from m1clip.evals.negatives import EditScore
     from m1clip.evals.retrieval import Retrieval
+
+
+def loading() -> Status:
+    """A sign of life while torch is imported and the first things are made ready."""
+    return Console(stderr=True).status("loading torch")
 
 
 def percent(part: float) -> str:

@@ -33,10 +33,7 @@ class Args:
 
 def parse(prog: str, flags: list[str]) -> Args:
     base = defaults(flags)
-    args = tyro.cli(Args, prog=prog, args=flags, default=Args(base), config=(tyro.conf.FlagCreatePairsOff,))
-    if args.resume and args.fresh:
-        raise ValueError("--resume continues a run, --fresh deletes it: give one of them")
-    return args
+    return tyro.cli(Args, prog=prog, args=flags, default=Args(base), config=(tyro.conf.FlagCreatePairsOff,))
 
 
 def defaults(flags: list[str]) -> TrainConfig:
@@ -44,6 +41,8 @@ def defaults(flags: list[str]) -> TrainConfig:
     if "--help" in flags or "-h" in flags:
         name = value_of("--preset", flags)
         return preset(name if name in PRESETS else "nano")
+    if "--resume" in flags and "--fresh" in flags:
+        raise ValueError("--resume continues a run, --fresh deletes it: give one of them")
     if "--resume" in flags:
         run = runs.open_run(Path(value_of("--runs", flags) or "runs"), value_of("--name", flags))
         return from_json(TrainConfig, run.path / "config.json")
@@ -68,16 +67,18 @@ def main(args: Args) -> int:
         if args.resume
         else runs.new_path(args.runs, args.name or config.preset, bool(args.name), args.fresh)
     )
-    from m1clip.train import loop  # only now: torch takes seconds to import
-    from m1clip.train.screen import Screen
+    with tables.loading():
+        from m1clip.train import loop  # only now: torch takes seconds to import
+        from m1clip.train.screen import Screen
 
-    setup = loop.check(config, args.runs)
+        setup = loop.check(config, args.runs)
     run = runs.open_run(args.runs, args.name) if path is None else runs.create(path)
     with run.outcome():
         result = loop.train(config, setup, run, Screen())
     if args.json:
         print(json.dumps({"run": str(run.path), **result.record()}))
     elif result.finished and result.scores:
+        print()
         tables.show_retrieval(result.scores)
         print(f"\nlearned in {tables.clock(result.seconds)}; the model is {run.model}")
         print(f"next:  m1clip eval {run.path}    the same figures, and which words it reads")

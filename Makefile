@@ -1,0 +1,47 @@
+# make train   installs into .venv and trains the nano preset on built-in data
+# make test    installs and runs the tests
+# make check   format, lint, types, tests: what CI runs
+# make fmt     formats and mends what ruff can;  make clean removes .venv and caches (runs/ is kept)
+# Flags go in ARGS:  make train ARGS="--epochs 2"
+
+BIN := .venv/bin
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+# uv installs in seconds what takes pip minutes; where it is missing, pip does.
+UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
+INSTALL := $(if $(UV),uv pip install --python $(BIN)/python,$(BIN)/python -m pip install)
+
+.PHONY: train test check fmt clean
+.DELETE_ON_ERROR:
+
+train: .venv/installed
+	$(BIN)/m1clip train $(ARGS)
+
+test: .venv/installed-dev
+	$(BIN)/pytest $(ARGS)
+
+check: .venv/installed-dev
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+fmt: .venv/installed-dev
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@[ -n "$(PYTHON)" ] || { echo "m1clip needs Python 3.11 or newer; none was found. On a Mac: brew install python"; exit 1; }
+	$(if $(UV),uv venv --quiet --python $(PYTHON) .venv,$(PYTHON) -m venv .venv)
+
+.venv/installed: pyproject.toml | .venv/bin/python
+	$(INSTALL) --quiet --editable .
+	@touch $@
+
+.venv/installed-dev: pyproject.toml | .venv/bin/python
+	$(INSTALL) --quiet --editable '.[dev]'
+	@touch $@ .venv/installed

@@ -1,0 +1,109 @@
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from m1clip.data import cache
+from m1clip.data.batches import Batches, draws, shifted
+from m1clip.data.pairs import open_pairs
+from m1clip.data.synthetic import Synthetic
+from m1clip.model.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def batches() -> Batches:
+    pairs = Synthetic(40)
+    letters = Tokenizer.characters()
+    return Batches(pairs, cache.pixels(pairs, 32), partial(letters, length=77), size=8, seed=1, shift=0.1)
+
+
+def same(a, b):
+    return torch.equal(a.bytes_BSSC, b.bytes_BSSC) and torch.equal(a.tokens_BL, b.tokens_BL)
+
+
+def test_an_epoch_shows_every_pair_once(batches):
+    rows = np.concatenate([batches.at(step).rows for step in range(batches.per_epoch)])
+    assert sorted(rows) == list(range(40))
+
+
+def test_epochs_differ_in_order_augmentation_and_wording(batches):
+    first, second = batches.at(0), batches.at(batches.per_epoch)
+    assert list(first.rows) != list(second.rows)
+
+
+def test_a_stream_begun_in_the_middle_gives_the_same_batches(batches):
+    whole = list(batches.stream(0, 12))
+    rest = list(batches.stream(7, 12))
+    assert len(rest) == 5
+    assert all(same(a, b) for a, b in zip(whole[7:], rest, strict=True))
+
+
+def test_pixels_belong_to_their_rows(batches):
+    plain = Batches(batches.pairs, batches.pixels, batches.tokenize, 8, 1)
+    batch = plain.at(3)
+    for picture, row in zip(batch.bytes_BSSC, batch.rows, strict=True):
+        assert np.array_equal(picture, batches.pixels[row])
+
+
+def test_draws_depend_on_the_row_not_on_its_neighbours():
+    rows = np.array([5, 900, 31])
+    assert draws(0, 2, rows, 0)[1] == draws(0, 2, np.array([900]), 0)[0]
+    many = draws(0, 0, np.arange(20000), 0)
+    assert 0 <= many.min() < many.max() < 1
+    assert abs(many.mean() - 0.5) < 0.01
+    assert abs(np.corrcoef(many[:-1], many[1:])[0, 1]) < 0.03
+    assert not np.allclose(many, draws(0, 1, np.arange(20000), 0))
+
+
+def test_shifted_moves_and_repeats_the_edge():
+    picture = np.arange(16, dtype=np.uint8).reshape(1, 4, 4, 1)
+    moved = shifted(picture, np.array([[1, 0]]))[0, :, :, 0]
+    assert moved.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_a_failing_batch_raises_in_the_loop_not_in_the_thread(batches):
+    def refuse(texts, rows):
+        raise ValueError(f"bad caption in {rows[0]}")
+
+    broken = Batches(batches.pairs, batches.pixels, refuse, 8, 1)
+    with pytest.raises(ValueError, match="bad caption in synthetic train scene"):
+        next(broken.stream(0, 3))
+
+
+def test_cache_is_made_once_and_survives_damage(tmp_path, monkeypatch):
+    monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path))
+    heard = []
+    first = cache.pixels(Synthetic(20), 16, heard.append)
+    assert (sum(heard), first.shape) == (20, (20, 16, 16, 3))
+    again = cache.pixels(Synthetic(20), 16, heard.append)
+    assert sum(heard) == 40  # counted as done at once, not drawn again
+    assert np.array_equal(first, again)
+    (file,) = tmp_path.iterdir()
+    expected = np.array(first)
+    file.write_bytes(file.read_bytes()[:100])
+    assert np.array_equal(cache.pixels(Synthetic(20), 16), expected)
+
+
+def test_cache_made_by_several_processes_equals_one_made_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path))
+    monkeypatch.setattr(cache, "CHUNK", 8)
+    many = cache.pixels(Synthetic(20), 16)
+    assert np.array_equal(many, cache._decode(Synthetic(20), 16, range(20)))
+
+
+def test_a_cache_that_would_fill_the_disk_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "free_bytes", lambda folder: 1000)
+    with pytest.raises(OSError, match="M1CLIP_CACHE"):
+        cache.pixels(Synthetic(20), 16)
+    assert not list(tmp_path.rglob("*.npy*"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [("sinthetic:5", "did you mean synthetic"), ("synthetic:ten", "whole number"), ("synthetic:0", "1 to")],
+)
+def test_a_spec_that_means_nothing_is_refused(spec, words):
+    with pytest.raises(ValueError, match=words):
+        open_pairs(spec, 10, 0)

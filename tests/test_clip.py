@@ -1,0 +1,173 @@
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import m1clip
+from m1clip.config import PRESETS, ModelConfig
+from m1clip.model.clip import CLIP
+from m1clip.model.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def model(tiny: ModelConfig) -> CLIP:
+    torch.manual_seed(0)
+    return CLIP(tiny, Tokenizer.characters()).eval()
+
+
+def test_a_picture_and_a_string_meet_in_two_lines(model, tmp_path):
+    model.save(tmp_path / "m")
+    loaded = m1clip.load(tmp_path / "m")
+    score = loaded.encode_image(Image.new("RGB", (300, 200), "red")) @ loaded.encode_text("a red thing").T
+    assert score.shape == (1, 1)
+
+
+def test_saved_and_loaded_encodes_the_same(model, tmp_path):
+    model.save(tmp_path / "m")
+    loaded = m1clip.load(tmp_path / "m")
+    pictures = [
+        Image.fromarray(np.random.default_rng(i).integers(0, 255, (40, 50, 3), np.uint8)) for i in range(3)
+    ]
+    assert torch.equal(model.encode_image(pictures), loaded.encode_image(pictures))
+    assert torch.equal(model.encode_text(["a", "b c"]), loaded.encode_text(["a", "b c"]))
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+
+
+def test_embeddings_have_length_one(model):
+    assert model.encode_text(["one", "two three"]).norm(dim=1).tolist() == pytest.approx([1, 1])
+
+
+def test_padding_does_not_change_a_caption(model):
+    alone = model.encode_text("short")
+    beside_a_long_one = model.encode_text(["short", "a much longer caption"])[:1]
+    assert torch.allclose(alone, beside_a_long_one, atol=1e-6)
+
+
+def test_text_is_causal_and_vision_is_not(model):
+    tokens = model.tokenize("abcdef")
+    states = {}
+    hook = model.text.blocks.register_forward_hook(lambda m, i, out: states.__setitem__("x", out))
+    model.embed_tokens(tokens)
+    before = states["x"].clone()
+    tokens[0, 4] = 20
+    model.embed_tokens(tokens)
+    hook.remove()
+    assert torch.equal(before[0, :4], states["x"][0, :4])
+    assert not torch.equal(before[0, 4:], states["x"][0, 4:])
+
+    hook = model.vision.blocks.register_forward_hook(lambda m, i, out: states.__setitem__("x", out))
+    pixels = torch.zeros(1, 3, 32, 32)
+    model.embed_pixels(pixels)
+    before = states["x"].clone()
+    pixels[..., 16:, 16:] = 1  # the last patch
+    model.embed_pixels(pixels)
+    hook.remove()
+    assert not torch.equal(before[0, 0], states["x"][0, 0])
+
+
+def test_temperature_starts_at_clips_and_is_clamped(model):
+    assert model.logit_scale.exp().item() == pytest.approx(1 / 0.07)
+    model.logit_scale.data.fill_(9.0)
+    model.clamp_scale()
+    assert model.logit_scale.item() == pytest.approx(math.log(100))
+
+
+def test_sigmoid_models_have_siglips_start(tiny):
+    from dataclasses import replace
+
+    model = CLIP(replace(tiny, loss="sigmoid"))
+    assert model.logit_scale.exp().item() == pytest.approx(10)
+    assert model.logit_bias.item() == -10
+
+
+def test_seed_preset_is_the_documented_model():
+    with torch.device("meta"):
+        model = CLIP(PRESETS["seed"].model)
+    assert sum(w.numel() for w in model.parameters()) == 105_426_433
+    assert sum(w.numel() for w in model.vision.parameters()) == 85_799_424
+    assert sum(w.numel() for w in model.text.parameters()) == 18_971_648
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"), [("base", 151_277_313), ("large", 427_616_513), ("1b", 986_109_441)]
+)
+def test_known_shapes_have_the_known_counts(preset, count):
+    with torch.device("meta"):
+        assert sum(w.numel() for w in CLIP(PRESETS[preset].model).parameters()) == count
+
+
+def test_residual_branches_start_small_and_the_stream_keeps_its_size():
+    torch.manual_seed(0)
+    model = CLIP(PRESETS["tiny"].model)
+    block = model.vision.blocks[0]
+    assert block.attn.out.weight.std().item() == pytest.approx((2 * 256 * 6) ** -0.5, rel=0.05)
+    assert block.mlp.narrow.bias.abs().max() == 0
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_missing_file_is_named(model, tmp_path, name):
+    model.save(tmp_path / "m")
+    (tmp_path / "m" / name).unlink()
+    with pytest.raises(FileNotFoundError, match=name):
+        m1clip.load(tmp_path / "m")
+
+
+def test_weights_of_another_shape_are_named(model, tmp_path):
+    model.save(tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["embed"] = 48
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"text_projection.weight is \(24, 32\), config.json says \(48, 32\)"
+    ):
+        m1clip.load(tmp_path / "m")
+
+
+def test_weights_of_another_depth_are_named(model, tmp_path):
+    model.save(tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["text"]["depth"] = 3
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"text\.blocks\.2.* is missing.*more"):
+        m1clip.load(tmp_path / "m")
+
+
+def test_damaged_files_get_a_sentence(model, tmp_path):
+    model.save(tmp_path / "m")
+    for name, words in {
+        "model.safetensors": "damaged",
+        "tokenizer.json": "tokenizer",
+        "config.json": "config",
+    }.items():
+        shutil.copytree(tmp_path / "m", tmp_path / name)
+        file = tmp_path / name / name
+        file.write_bytes(file.read_bytes()[:50])
+        with pytest.raises(ValueError, match=words):
+            m1clip.load(tmp_path / name)
+
+
+def test_a_tokenizer_too_large_for_the_table_is_refused(tiny):
+    from dataclasses import replace
+
+    with pytest.raises(ValueError, match="33 tokens"):
+        CLIP(replace(tiny, text=replace(tiny.text, vocab=20)), Tokenizer.characters())
+
+
+def test_a_failed_save_leaves_the_old_model(model, tmp_path, monkeypatch):
+    model.save(tmp_path / "m")
+    before = (tmp_path / "m" / "model.safetensors").read_bytes()
+    monkeypatch.setattr(
+        "m1clip.model.clip.save_file", lambda *a: (_ for _ in ()).throw(OSError(28, "No space"))
+    )
+    with pytest.raises(OSError, match="No space"):
+        model.save(tmp_path / "m")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    assert (tmp_path / "m" / "model.safetensors").read_bytes() == before

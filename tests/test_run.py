@@ -1,0 +1,75 @@
+import json
+import os
+
+import pytest
+
+from m1clip import run as runs
+from m1clip.run import Run
+
+
+def made(path) -> Run:
+    run = runs.create(path)
+    run.write("config.json", {})
+    run.status("running", 0)
+    return run
+
+
+def test_records_come_back_and_a_cut_line_is_passed_over(tmp_path):
+    run = made(tmp_path / "r")
+    run.log("step", 1, loss=2.5, power_w=None)
+    run.log("eval", 1, mean_r1=0.5)
+    with open(run.path / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "step", "st')
+    assert [record["kind"] for record in run.records()] == ["step", "eval"]
+    (step,) = run.records("step")
+    assert (step["loss"], step["power_w"]) == (2.5, None)
+
+
+def test_new_runs_are_numbered(tmp_path):
+    assert runs.new_path(tmp_path, "nano", exact=False, fresh=False).name == "nano-1"
+    for name in ("nano-2", "nano-10", "nano-x", "nano-tiny-50"):
+        made(tmp_path / name)
+    assert runs.new_path(tmp_path, "nano", exact=False, fresh=False).name == "nano-11"
+
+
+def test_an_existing_run_is_refused_with_the_ways_out(tmp_path):
+    made(tmp_path / "mine")
+    with pytest.raises(FileExistsError, match=r"--resume continues it, --fresh deletes it"):
+        runs.new_path(tmp_path, "mine", exact=True, fresh=False)
+    runs.create(runs.new_path(tmp_path, "mine", exact=True, fresh=True))
+    assert not list((tmp_path / "mine").iterdir())
+
+
+def test_fresh_never_deletes_what_is_not_a_run(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").touch()
+    with pytest.raises(FileExistsError, match="not a run"):
+        runs.new_path(tmp_path, "photos", exact=True, fresh=True)
+
+
+def test_the_newest_run_is_the_default(tmp_path):
+    for age, name in ((30, "old"), (10, "new"), (20, "middle")):
+        os.utime(made(tmp_path / name).path / "config.json", (1e9 - age, 1e9 - age))
+    assert runs.open_run(tmp_path, None).name == "new"
+    assert runs.open_run(tmp_path, "old").name == "old"
+    with pytest.raises(FileNotFoundError, match="no run 'gone'"):
+        runs.open_run(tmp_path, "gone")
+    with pytest.raises(FileNotFoundError, match="m1clip train"):
+        runs.open_run(tmp_path / "empty", None)
+
+
+def test_an_error_is_written_in_the_status_and_goes_on(tmp_path):
+    run = made(tmp_path / "r")
+    run.status("running", 7)
+    with pytest.raises(RuntimeError), run.outcome():
+        raise RuntimeError("the disk is full")
+    status = json.loads((run.path / "status.json").read_text())
+    assert (status["state"], status["reason"], status["step"]) == ("failed", "the disk is full", 7)
+
+
+def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path):
+    runs.write_whole(tmp_path / "f", "old")
+    with pytest.raises(UnicodeEncodeError):
+        runs.write_whole(tmp_path / "f", "\udc80")
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
+    assert (tmp_path / "f").read_text() == "old"

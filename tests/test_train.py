@@ -1,0 +1,163 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from m1clip import run as runs
+from m1clip.config import TrainConfig, preset
+from m1clip.model.clip import CLIP, load
+from m1clip.train import checkpoint, loop
+from m1clip.train.optim import make_optimizer, rate
+from m1clip.train.screen import Screen
+from m1clip.train.stop import Stop
+
+
+class Quiet(Screen):
+    """A screen that shows nothing, and may stop the run after some step."""
+
+    def __init__(self, stop_at: int | None = None):
+        import io
+
+        from rich.console import Console
+
+        super().__init__(Console(file=io.StringIO()))
+        self.stop_at = stop_at
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        super().step(step, values)
+        if self.stop_at is not None and step >= self.stop_at:
+            import signal
+
+            signal.raise_signal(signal.SIGINT)
+
+
+def trained(config: TrainConfig, path, stop_at: int | None = None) -> loop.Result:
+    run = runs.Run(path) if path.exists() else runs.create(path)
+    return loop.train(config, loop.check(config, path.parent), run, Quiet(stop_at))
+
+
+def test_a_run_leaves_the_folder_of_the_design(tiny_run, tmp_path):
+    result = trained(tiny_run, tmp_path / "r")
+    run = runs.Run(tmp_path / "r")
+    assert result.finished
+    assert {path.name for path in run.path.iterdir()} == {
+        *("config.json", "machine.json", "metrics.jsonl", "status.json", "checkpoints", "last", "model")
+    }
+    assert run.read("status.json")["state"] == "finished"
+    assert run.read("machine.json")["why"] == "asked for with --device cpu"
+    assert [record["step"] for record in run.records("step")] == [2, 4, 6, 8]
+    step = next(run.records("step"))
+    assert {
+        "loss",
+        "accuracy",
+        "chance_loss",
+        "chance_accuracy",
+        "temperature",
+        "lr",
+        "grad_norm",
+    } <= step.keys()
+    assert len(list(run.records("eval"))) == len(list(run.records("epoch"))) == 2
+    assert load(run.path).encode_text("a cat").shape == (1, 24)
+
+
+def test_a_run_learns(tiny_run, tmp_path):
+    trained(replace(tiny_run, epochs=15, lr=3e-3), tmp_path / "r")
+    records = list(runs.Run(tmp_path / "r").records("epoch"))
+    assert records[0]["loss"] > 2.3
+    assert records[-1]["loss"] < 0.7 * records[0]["loss"]
+
+
+def test_resumed_run_ends_with_the_same_weights_as_an_unbroken_one(tiny_run, tmp_path):
+    trained(tiny_run, tmp_path / "whole")
+    broken = trained(tiny_run, tmp_path / "broken", stop_at=5)
+    assert (broken.finished, broken.step) == (False, 6)
+    assert trained(tiny_run, tmp_path / "broken").finished
+    whole, mended = (load(tmp_path / name).state_dict() for name in ("whole", "broken"))
+    assert all(torch.equal(whole[name], mended[name]) for name in whole)
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_does_not(tiny_run, tmp_path):
+    weights = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        trained(replace(tiny_run, seed=seed, epochs=1), tmp_path / name)
+        weights.append(load(tmp_path / name).text_projection.weight)
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_sigmoid_run_trains_its_bias(tiny_run, tmp_path):
+    config = replace(tiny_run, model=replace(tiny_run.model, loss="sigmoid"))
+    assert trained(config, tmp_path / "r").finished
+    assert load(tmp_path / "r").logit_bias.item() != -10
+
+
+def test_a_non_finite_loss_stops_the_run_and_names_the_step(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "train_step", lambda *a: torch.tensor([float("nan"), 0, 0, 0]))
+    with pytest.raises(FloatingPointError, match="nan at step 2"):
+        trained(tiny_run, tmp_path / "r")
+    assert not (tmp_path / "r" / "checkpoints").exists()
+
+
+def test_a_batch_larger_than_the_data_is_refused_before_anything_is_written(tiny_run, tmp_path):
+    with pytest.raises(ValueError, match="batch 65 is larger than the 64 training pairs"):
+        loop.check(replace(tiny_run, batch=65), tmp_path / "runs")
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_room_for_checkpoints_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**9))
+    with pytest.raises(OSError, match=r"1\.00 GB free; checkpoints of this model need 2\.95 GB"):
+        loop.check(preset("seed"), tmp_path / "deep" / "runs")
+    assert not list(tmp_path.iterdir())
+
+
+def test_rate_climbs_to_its_peak_and_falls_to_nothing():
+    config = replace(preset("nano"), lr=1.0, warmup=0.1)
+    rates = [rate(step, 100, config) for step in range(100)]
+    assert rates.index(max(rates)) == 10
+    assert rates[10] == 1.0
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert 0 < rates[0] < 0.1
+    assert rates[-1] < 1e-3
+    assert rate(0, 100, replace(config, warmup=0.0)) == 1.0
+
+
+def test_only_matrices_decay(tiny):
+    model = CLIP(replace(tiny, loss="sigmoid"))
+    decayed, free = make_optimizer(model, preset("nano")).param_groups
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    assert all(weight.ndim >= 2 for weight in decayed["params"])
+    kept = {names[id(weight)] for weight in free["params"]}
+    assert {"text.token.weight", "text.position", "vision.position", "vision.class_token"} <= kept
+    assert {"logit_scale", "logit_bias", "vision.ln_pre.weight", "text.blocks.0.mlp.wide.bias"} <= kept
+    assert len(decayed["params"]) + len(kept) == len(names)
+
+
+def test_a_checkpoint_that_fails_leaves_the_one_before(tiny_run, tmp_path, monkeypatch):
+    trained(tiny_run, tmp_path / "r")
+    run = runs.Run(tmp_path / "r")
+    before = checkpoint.last(run)
+    model = load(run.path)
+    monkeypatch.setattr(
+        checkpoint, "save_file", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.save(run, 99, model, make_optimizer(model, tiny_run))
+    assert checkpoint.last(run) == before
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_000008"]
+
+
+def test_a_second_ctrl_c_means_at_once():
+    import signal
+
+    said = []
+    with Stop(said.append) as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert "once more" in said[0]
