@@ -7,9 +7,10 @@
 BIN := .venv/bin
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
-# uv installs in seconds what takes pip minutes; where it is missing, pip does.
+# uv installs in seconds what takes pip minutes; where it is missing, pip fetches it into .venv first.
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
-INSTALL := $(if $(UV),uv pip install --python $(BIN)/python,$(BIN)/python -m pip install)
+install = uv=$(or $(UV),$(BIN)/uv); if $$uv --version >/dev/null 2>&1; \
+	then $$uv pip install --quiet --python $(BIN)/python $(1); else $(BIN)/python -m pip install --quiet $(1); fi
 
 .PHONY: train test check fmt clean
 .DELETE_ON_ERROR:
@@ -35,13 +36,14 @@ clean:
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/bin/python:
-	@[ -n "$(PYTHON)" ] || { echo "m1clip needs Python 3.11 or newer; none was found. On a Mac: brew install python"; exit 1; }
+	@[ -n "$(PYTHON)" ] || { echo "m1clip needs Python 3.11 or newer, and found none (on a Mac: brew install python)"; exit 1; }
 	$(if $(UV),uv venv --quiet --python $(PYTHON) .venv,$(PYTHON) -m venv .venv)
+	$(if $(UV),,-$(BIN)/python -m pip install --quiet uv)
 
 .venv/installed: pyproject.toml | .venv/bin/python
-	$(INSTALL) --quiet --editable .
+	$(call install,--editable .)
 	@touch $@
 
 .venv/installed-dev: pyproject.toml | .venv/bin/python
-	$(INSTALL) --quiet --editable '.[dev]'
+	$(call install,--editable '.[dev]')
 	@touch $@ .venv/installed
