@@ -41,9 +41,11 @@ clean:
 	$(if $(UV),,-$(BIN)/python -m pip install --quiet uv)
 
 .venv/installed: pyproject.toml | .venv/bin/python
-	$(call install,--editable .)
+	@echo 'installing m1clip into .venv (torch is large: the first time takes a minute or two)'
+	@$(call install,--editable .)
 	@touch $@
 
 .venv/installed-dev: pyproject.toml | .venv/bin/python
-	$(call install,--editable '.[dev]')
+	@echo 'installing m1clip and its development tools into .venv'
+	@$(call install,--editable '.[dev]')
 	@touch $@ .venv/installed

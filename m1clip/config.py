@@ -235,8 +235,8 @@ PRESETS: dict[str, TrainConfig] = {
     config.preset: config
     for config in [
         _preset("nano", _light(_clip((64, 16, 128, 4, 2), (1024, 32, 128, 2, 2), 128))),
-        _preset("tiny", _light(_clip((112, 16, 256, 6, 4), (4096, 48, 256, 4, 4), 256)), batch=128),
-        _preset("small", _clip((112, 16, 384, 12, 6), (16384, 64, 384, 6, 6), 384), batch=64, lr=5e-4),
+        _preset("tiny", _light(_clip((112, 16, 256, 6, 4), (4096, 48, 256, 4, 4), 256))),
+        _preset("small", _clip((112, 16, 384, 12, 6), (16384, 64, 384, 6, 6), 384), batch=128, lr=5e-4),
         _preset(
             "seed",
             _clip((224, 16, 768, 12, 12), (33, 77, 512, 6, 8), 512),

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+UMASK = os.umask(0o022)
+os.umask(UMASK)  # it can only be read by setting it
+
 
 class Run:
     def __init__(self, path: Path):
@@ -132,6 +135,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         aside.mkdir()
         yield aside
         for file in aside.iterdir():
+            file.chmod(0o666 & ~UMASK)  # safetensors writes files that only their owner may read
             _fsync(file)
         _fsync(aside)
         if path.exists():

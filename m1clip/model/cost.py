@@ -41,17 +41,18 @@ class Cost:
 
 
 def cost(config: ModelConfig, pairs: int = 2) -> Cost:
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, torch.nn.Parameter):
-            storage = tensor.untyped_storage()
-            kept[storage._cdata] = storage.nbytes()  # views of one storage count once
-        return tensor
-
     side = config.vision.image_size
     with FakeTensorMode():
         model = CLIP(config)
+        weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in weights:  # a layer also keeps a view of its weight
+                kept[storage._cdata] = storage.nbytes()
+            return tensor
+
         pixels_BCSS = torch.empty(pairs, 3, side, side)
         tokens_BL = torch.zeros(pairs, config.text.length, dtype=torch.long)
         with FlopCounterMode(display=False) as counter, saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -17,9 +17,11 @@ def train_step(
     model: CLIP, optimizer: torch.optim.Optimizer, bytes_BSSC: Tensor, tokens_BL: Tensor, clip_norm: float
 ) -> Tensor:
     """One update from one batch, already on the model's device."""
+    optimizer.zero_grad(
+        set_to_none=True
+    )  # before the forward pass, so that old gradients do not add to its peak
     logit_BB = model(model.normalise(bytes_BSSC), tokens_BL)
     loss = losses.LOSSES[model.config.loss](logit_BB)
-    optimizer.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
     optimizer.step()

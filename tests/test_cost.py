@@ -1,0 +1,46 @@
+import pytest
+import torch
+
+from m1clip.config import PRESETS, ModelConfig, TextConfig, VisionConfig
+from m1clip.model.clip import CLIP
+from m1clip.model.cost import cost
+
+
+def test_flops_equal_the_arithmetic_of_a_transformer():
+    vision, text = VisionConfig(64, 16, 128, 3, 4, pool="mean"), TextConfig(100, 20, 64, 2, 2)
+    made = cost(ModelConfig(vision, text, 32))
+    expected = 2 * (3 * 16 * 16) * 128 * 16 + 2 * (128 + 64) * 32  # patches and projections
+    for tower, tokens in ((vision, 16), (text, 20)):
+        matrices = 2 * 12 * tower.width**2 * tokens
+        attention = 4 * tokens**2 * tower.width
+        expected += tower.depth * (matrices + attention)
+    assert made.forward_gflop * 1e9 == pytest.approx(expected, rel=0.01)
+    assert made.step_gflop == pytest.approx(3 * made.forward_gflop, rel=0.05)
+
+
+def test_kept_activations_are_those_of_real_tensors(tiny):
+    """The same hooks on real tensors, with the bytes of every distinct storage that is no weight."""
+    model = CLIP(tiny)
+    weights = {w.untyped_storage().data_ptr() for w in model.parameters()}
+    kept, alive = {}, []
+
+    def keep(tensor):
+        alive.append(tensor)
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.zeros(2, tiny.text.length, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(torch.zeros(2, 3, 32, 32), tokens).sum().backward()
+    assert cost(tiny).activation_mb == pytest.approx(sum(kept.values()) / 2 / 1e6, rel=0.1)
+
+
+def test_memory_of_the_seed_preset_is_weights_four_times_and_activations():
+    memory = cost(PRESETS["seed"].model).memory_gb(12)
+    assert memory["parameters"] == memory["gradients"] == pytest.approx(0.4217, abs=1e-3)
+    assert memory["optimiser"] == pytest.approx(0.8434, abs=1e-3)
+    # 16 numbers per token, block and feature: norms, q k v, attention, and the wide layer twice
+    expected = 12 * 16 * 4 * (197 * 768 * 12 + 77 * 512 * 6) / 1e9
+    assert memory["activations"] == pytest.approx(expected, rel=0.1)
