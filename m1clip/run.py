@@ -69,14 +69,15 @@ class Run:
         return value
 
 
-def new_path(runs: Path, name: str, exact: bool, fresh: bool) -> Path:
-    """Where a new run goes; a folder that exists is refused unless `fresh` says to start it again.
+def new_path(runs: Path, name: str | None, preset: str, fresh: bool) -> Path:
+    """Where a new run goes: its name, or the preset's with the next free number (nano-1, nano-2, …).
 
-    A name that is not `exact` gets the next free number: nano-1, nano-2, …
+    A folder that exists is refused, unless it is a run and `fresh` says to start it again.
     """
+    name = name or next_name(runs, preset)
     if name in (".", "..") or set(name) & set("/\\\0"):
         raise ValueError(f"a run's name is a plain word, not {name!r}; --runs says in which folder it goes")
-    path = runs / (name if exact else next_name(runs, name))
+    path = runs / name
     if path.exists() and not is_run(path):
         raise FileExistsError(f"{path} exists and is not a run; choose another --name")
     if path.exists() and not fresh:

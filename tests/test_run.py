@@ -26,17 +26,17 @@ def test_records_come_back_and_a_cut_line_is_passed_over(tmp_path):
 
 
 def test_new_runs_are_numbered(tmp_path):
-    assert runs.new_path(tmp_path, "nano", exact=False, fresh=False).name == "nano-1"
+    assert runs.new_path(tmp_path, None, "nano", fresh=False).name == "nano-1"
     for name in ("nano-2", "nano-10", "nano-x", "nano-tiny-50"):
         made(tmp_path / name)
-    assert runs.new_path(tmp_path, "nano", exact=False, fresh=False).name == "nano-11"
+    assert runs.new_path(tmp_path, None, "nano", fresh=False).name == "nano-11"
 
 
 def test_an_existing_run_is_refused_with_the_ways_out(tmp_path):
     made(tmp_path / "mine")
     with pytest.raises(FileExistsError, match=r"--resume continues it, --fresh deletes it"):
-        runs.new_path(tmp_path, "mine", exact=True, fresh=False)
-    runs.create(runs.new_path(tmp_path, "mine", exact=True, fresh=True))
+        runs.new_path(tmp_path, "mine", "nano", fresh=False)
+    runs.create(runs.new_path(tmp_path, "mine", "nano", fresh=True))
     assert not list((tmp_path / "mine").iterdir())
 
 
@@ -44,7 +44,7 @@ def test_fresh_never_deletes_what_is_not_a_run(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").touch()
     with pytest.raises(FileExistsError, match="not a run"):
-        runs.new_path(tmp_path, "photos", exact=True, fresh=True)
+        runs.new_path(tmp_path, "photos", "nano", fresh=True)
 
 
 def test_the_newest_run_is_the_default(tmp_path):

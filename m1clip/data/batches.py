@@ -56,7 +56,7 @@ class Batches:
         which = draws(self.seed, epoch, rows, stream=0)
         chosen = [ways[int(u * len(ways))] for ways, u in zip(captions, which, strict=True)]
         tokens_BL = self.tokenize(chosen, rows=[self.pairs.row(int(row)) for row in rows])
-        pixels = self.pixels[np.sort(rows)][np.argsort(np.argsort(rows))]  # the file is read in its own order
+        pixels = self.pixels[rows]
         if self.shift:
             most = self.shift * pixels.shape[1]
             moves = np.stack([draws(self.seed, epoch, rows, stream) for stream in (1, 2)], axis=1)

@@ -87,6 +87,9 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         self.core.save(str(path))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tokenizer) and self.core.to_str() == other.core.to_str()
+
     def __len__(self) -> int:
         return self.core.get_vocab_size()
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from m1clip.model.clip import CLIP, read_weights
+from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run, replacing_folder
 
 
@@ -30,6 +31,8 @@ def resume(run: Run, model: CLIP, optimizer: torch.optim.Optimizer) -> int:
 
 def load(path: Path, model: CLIP, optimizer: torch.optim.Optimizer) -> int:
     """Put the checkpoint's weights, moments and random state in place; the step to go on from."""
+    if Tokenizer.load(path / "tokenizer.json") != model.tokenizer:
+        raise ValueError(f"{path} was made with another tokenizer: its data or --tokenizer has changed since")
     model.load_state_dict(read_weights(path / "model.safetensors", model))
     tensors = load_file(path / "optimizer.safetensors")
     torch.set_rng_state(tensors.pop("random_state"))

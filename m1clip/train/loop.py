@@ -62,93 +62,107 @@ def check(config: TrainConfig, runs: Path) -> Setup:
     device, why = devices.choose(config.device)
     pairs, held_out = open_pairs(config.data, config.held_out, config.seed)
     if config.batch > len(pairs):
-        raise ValueError(
-            f"batch {config.batch} is larger than the {len(pairs)} training pairs of {config.data}"
-        )
+        raise ValueError(f"batch {config.batch} is larger than the {len(pairs)} training pairs")
     words = make_tokenizer(config.tokenizer, captions(pairs), config.model.text.vocab)
     with torch.device("meta"):
         need = checkpoint.needed_bytes(CLIP(config.model, words))
     there = next(folder for folder in (runs, *runs.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
     if free < need:
-        raise OSError(
-            f"{there} has {free / 1e9:.2f} GB free; checkpoints of this model need {need / 1e9:.2f} GB"
-        )
+        raise OSError(f"{there} has {free / 1e9:.2f} GB free; checkpoints need {need / 1e9:.2f} GB")
     return Setup(device, why, pairs, held_out, words)
 
 
 def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result:
     """Start the run, or go on from its last checkpoint if it has one."""
     device, pairs, held_out = setup.device, setup.pairs, setup.held_out
-    write_whole(run.path / "config.json", to_json(config))
-    run.write("machine.json", machine(setup))
-    run.status("running", 0)
     devices.prepare(device, config.threads)
     torch.manual_seed(config.seed)
-
-    side, length = config.model.vision.image_size, config.model.text.length
-    with screen.drawing(len(pairs) + len(held_out)) as drawn:
-        train_pixels, held_pixels = (pixels(some, side, drawn) for some in (pairs, held_out))
     model = CLIP(config.model, setup.tokenizer).to(device)
     optimizer = make_optimizer(model, config)
-    tokenize = partial(setup.tokenizer, length=length)
+    step = checkpoint.resume(run, model, optimizer)
+    introduce(run, config, setup, step)
+    with screen.drawing(len(pairs) + len(held_out)) as drawn:
+        side = config.model.vision.image_size
+        train_pixels, held_pixels = (pixels(some, side, drawn) for some in (pairs, held_out))
+    tokenize = partial(setup.tokenizer, length=config.model.text.length)
     batches = Batches(pairs, train_pixels, tokenize, config.batch, config.seed, config.shift)
     total = config.epochs * batches.per_epoch
-    step = checkpoint.resume(run, model, optimizer)
-    run.log("event", step, event="start" if step == 0 else "resume")
-    screen.start(
-        facts(run, setup, model, step, total), math.log(config.batch), 1 / config.batch, 1 / len(held_out)
-    )
+    screen.start(facts(run, setup, model, step, total), config.batch, len(held_out))
 
-    meter = Meter(config.batch, step, total)
-    scores = None
+    meter, scores = Meter(config.batch, total), None
     with Stop(screen.say) as stop, screen.training(step, total):
         for batch in batches.stream(step, total):
             lr = set_rate(optimizer, rate(step, total, config))
-            bytes_BSSC, tokens_BL = (
-                devices.copy(batch.bytes_BSSC, device),
-                devices.copy(batch.tokens_BL, device),
-            )
-            meter.add(train_step(model, optimizer, bytes_BSSC, tokens_BL, config.clip_norm))
+            inputs = (devices.copy(part, device) for part in (batch.bytes_BSSC, batch.tokens_BL))
+            meter.add(train_step(model, optimizer, *inputs, clip_norm=config.clip_norm))
             step += 1
             epoch, into_epoch = divmod(step, batches.per_epoch)
-            if step % config.log_every == 0 or into_epoch == 0 or stop.asked:
-                values = meter.read(step)
+            stopping, epoch_ends = stop.asked, into_epoch == 0
+            saving = stopping or step == total or meter.minutes_since_save >= config.save_minutes
+            if step % config.log_every == 0 or epoch_ends or saving:
+                values = {"lr": lr, **meter.read(step)}
                 refuse_non_finite(values["loss"], step, run)
-                run.log("step", step, lr=lr, mem_gb=sensors.memory_gb(), **values)
+                run.log("step", step, mem_gb=sensors.memory_gb(), **values)
                 run.status("running", step, total=total, eta_s=values["eta_s"])
                 screen.step(step, values)
-            if into_epoch == 0:
-                scores = None
-                if due(epoch, config.eval_every, config.epochs):
-                    with meter.paused():
-                        scores = evaluate(model, held_out, held_pixels)
-                    run.log("eval", step, epoch=epoch, **scores.record())
-                summary = meter.epoch()
-                run.log("epoch", step, epoch=epoch, **summary)
-                screen.epoch(epoch, config.epochs, summary, scores)
-            if stop.asked or step == total or meter.minutes_since_save >= config.save_minutes:
+            if epoch_ends:
+                with meter.paused():
+                    scores = evaluate(model, held_out, held_pixels) if due(epoch, config) else None
+                end_epoch(run, screen, step, epoch, config.epochs, meter.epoch(), scores)
+            if saving:
                 with meter.paused():
                     checkpoint.save(run, step, model, optimizer)
                 meter.saved()
-            if stop.asked:
+            if stopping:
                 break
-    finished = step == total
+
+    finished = step >= total
     if finished:
-        scores = scores or evaluate(
-            model, held_out, held_pixels
-        )  # a resumed run may have had nothing left to do
+        # A run that was finished before it was resumed has no scores yet.
+        scores = scores or evaluate(model, held_out, held_pixels)
         model.save(run.model)
     run.status("finished" if finished else "stopped", step, total=total)
     return Result(finished, step, meter.seconds, scores)
+
+
+def introduce(run: Run, config: TrainConfig, setup: Setup, step: int) -> None:
+    """What the run is, where it runs and why there. Written once the checkpoint, if any, is known to fit."""
+    machine = {
+        **sensors.machine(),
+        "torch": torch.__version__,
+        "device": str(setup.device),
+        "why": setup.why,
+        "cpu_threads": torch.get_num_threads(),
+        "m1clip": __version__,
+    }
+    write_whole(run.path / "config.json", to_json(config))
+    run.write("machine.json", machine)
+    run.log("event", step, event="resume" if step else "start")
+    run.status("running", step)
+
+
+def end_epoch(
+    run: Run,
+    screen: Screen,
+    step: int,
+    epoch: int,
+    epochs: int,
+    means: dict[str, float],
+    scores: Retrieval | None,
+) -> None:
+    if scores:
+        run.log("eval", step, epoch=epoch, **scores.record())
+    run.log("epoch", step, epoch=epoch, **means)
+    screen.epoch(epoch, epochs, means, scores)
 
 
 def captions(pairs: Pairs) -> Iterator[str]:
     return (caption for row in range(len(pairs)) for caption in pairs.captions(row))
 
 
-def due(now: int, every: int, last: int) -> bool:
-    return now % every == 0 or now == last
+def due(epoch: int, config: TrainConfig) -> bool:
+    return epoch % config.eval_every == 0 or epoch == config.epochs
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> float:
@@ -180,15 +194,4 @@ def facts(run: Run, setup: Setup, model: CLIP, step: int, total: int) -> dict[st
         "device": f"{setup.device}: {setup.why}; {torch.get_num_threads()} CPU threads",
         "model": f"{millions:.2f} M parameters, pictures of {model.config.vision.image_size} px",
         "data": f"{len(setup.pairs):,} pairs to learn from, {len(setup.held_out):,} held out",
-    }
-
-
-def machine(setup: Setup) -> dict[str, Any]:
-    return {
-        **sensors.machine(),
-        "torch": torch.__version__,
-        "device": str(setup.device),
-        "why": setup.why,
-        "cpu_threads": torch.get_num_threads(),
-        "m1clip": __version__,
     }

@@ -12,8 +12,8 @@ from m1clip.train.step import STATS
 
 
 class Meter:
-    def __init__(self, batch: int, step: int, total: int):
-        self.batch, self.step, self.total = batch, step, total
+    def __init__(self, batch: int, total: int):
+        self.batch, self.total = batch, total
         self.unread: list[Tensor] = []
         self.epoch_rows: list[list[float]] = []
         self.started = self.read_at = self.epoch_at = self.saved_at = time.perf_counter()

@@ -1,10 +1,12 @@
 """What a person sees of a run: a header, a bar that moves, a row an epoch. Everything on stderr."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -14,7 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from m1clip.evals.retrieval import Retrieval
+if TYPE_CHECKING:
+    from m1clip.evals.retrieval import Retrieval
 
 COLUMNS = ("epoch", "loss", "accuracy", "image→text", "text→image", "temperature", "pairs/s", "seconds")
 WIDTHS = (8, 9, 10, 12, 12, 13, 9, 9)
@@ -34,24 +37,20 @@ class Screen:
         with self._bar(TextColumn("preparing pictures"), total) as bar:
             yield lambda done: bar.advance(bar.task_ids[0], done)
 
-    def start(self, facts: dict[str, str], loss: float, accuracy: float, recall: float) -> None:
+    def start(self, facts: dict[str, str], batch: int, held_out: int) -> None:
         """What is about to happen, the head of the table, and as its first row what guessing gives."""
         for name, fact in facts.items():
-            self.say(f"[dim]{name:>8}[/]  {fact}")
-        self.say()
-        self.say(f"[bold]{row(COLUMNS)}[/]")
+            self.say(f"[dim]{name:>8}[/]  {escape(fact)}")
+        chance = ("chance", f"{math.log(batch):.3f}", percent(1 / batch), *2 * [percent(1 / held_out)])
+        self.say(f"\n[bold]{row(COLUMNS)}[/]")
         self.say(f"[dim]{row(('', '', 'in batch', 'R@1', 'R@1'))}[/]")
-        self.say(
-            f"[dim]{row(('chance', f'{loss:.3f}', percent(accuracy), percent(recall), percent(recall)))}[/]"
-        )
+        self.say(f"[dim]{row(chance)}[/]")
 
     @contextmanager
     def training(self, step: int, total: int) -> Iterator[None]:
-        with self._bar(
-            TextColumn("{task.fields[news]}"), total, completed=step, news="first steps"
-        ) as self.bar:
+        news = TextColumn("{task.fields[news]}")
+        with self._bar(news, total, completed=step, news="first steps") as self.bar:
             yield
-        self.bar = None
 
     def step(self, step: int, values: dict[str, float]) -> None:
         assert self.bar is not None
@@ -62,38 +61,27 @@ class Screen:
         )
         self.bar.update(self.bar.task_ids[0], completed=step, news=news)
 
-    def epoch(self, epoch: int, epochs: int, values: dict[str, float], scores: Retrieval | None) -> None:
-        found = (
-            [percent(way.r1) for way in (scores.image_to_text, scores.text_to_image)] if scores else ["", ""]
+    def epoch(self, epoch: int, epochs: int, values: dict[str, float], scores: "Retrieval | None") -> None:
+        ways = (scores.image_to_text, scores.text_to_image) if scores else ()
+        cells = (
+            f"{epoch}/{epochs}",
+            f"{values['loss']:.3f}",
+            percent(values["accuracy"]),
+            *([percent(way.r1) for way in ways] or ["", ""]),
+            f"{values['temperature']:.4f}",
+            f"{values['pairs_per_s']:.0f}",
+            f"{values['seconds']:.1f}",
         )
-        self.say(
-            row(
-                (
-                    f"{epoch}/{epochs}",
-                    f"{values['loss']:.3f}",
-                    percent(values["accuracy"]),
-                    *found,
-                    f"{values['temperature']:.4f}",
-                    f"{values['pairs_per_s']:.0f}",
-                    f"{values['seconds']:.1f}",
-                )
-            )
-        )
+        self.say(row(cells))
 
     def _bar(self, first: ProgressColumn, total: int, **fields: Any) -> Progress:
-        bar = Progress(
-            first,
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=self.console,
-            transient=True,
-        )
+        columns = (first, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        bar = Progress(*columns, console=self.console, transient=True)
         bar.add_task("", total=total, **fields)
         return bar
 
 
-def row(cells: tuple[str, ...]) -> str:
+def row(cells: Sequence[str]) -> str:
     return "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=False))
 
 

@@ -14,7 +14,7 @@ STATS = ("loss", "accuracy", "grad_norm", "temperature")
 
 
 def train_step(
-    model: CLIP, optimizer: torch.optim.Optimizer, bytes_BSSC: Tensor, tokens_BL: Tensor, clip_norm: float
+    model: CLIP, optimizer: torch.optim.Optimizer, bytes_BSSC: Tensor, tokens_BL: Tensor, *, clip_norm: float
 ) -> Tensor:
     """One update from one batch, already on the model's device."""
     optimizer.zero_grad(

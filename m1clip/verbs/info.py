@@ -7,6 +7,7 @@ from typing import Any
 import tyro
 
 from m1clip.config import PRESETS, preset
+from m1clip.train.screen import percent
 from m1clip.verbs import tables
 
 
@@ -71,7 +72,7 @@ def show_one(row: dict[str, Any]) -> None:
     )
     parts = tables.table("part", "number", "share")
     for part, number in row["parameters"].items():
-        parts.add_row(part, f"{number:,}", tables.percent(number / total))
+        parts.add_row(part, f"{number:,}", percent(number / total))
     parts.add_row("total", f"{total:,}", "", style="bold")
     tables.show("parameters", parts)
     print(

@@ -6,6 +6,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
+from m1clip.train.screen import percent
+
 if TYPE_CHECKING:  # they bring torch, which --help must not wait for
     from m1clip.evals.negatives import EditScore
     from m1clip.evals.retrieval import Retrieval
@@ -14,10 +16,6 @@ if TYPE_CHECKING:  # they bring torch, which --help must not wait for
 def loading() -> Status:
     """A sign of life while torch is imported and the first things are made ready."""
     return Console(stderr=True).status("loading torch")
-
-
-def percent(part: float) -> str:
-    return f"{100 * part:.1f} %"
 
 
 def clock(seconds: float) -> str:

@@ -62,11 +62,7 @@ def value_of(flag: str, flags: list[str]) -> str | None:
 
 def main(args: Args) -> int:
     config = args.training
-    path = (
-        None
-        if args.resume
-        else runs.new_path(args.runs, args.name or config.preset, bool(args.name), args.fresh)
-    )
+    path = None if args.resume else runs.new_path(args.runs, args.name, config.preset, args.fresh)
     with tables.loading():
         from m1clip.train import loop  # only now: torch takes seconds to import
         from m1clip.train.screen import Screen
