@@ -105,7 +105,7 @@ def test_a_batch_larger_than_the_data_is_refused_before_anything_is_written(tiny
 def test_no_room_for_checkpoints_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**9))
-    with pytest.raises(OSError, match=r"1\.00 GB free; checkpoints of this model need 2\.95 GB"):
+    with pytest.raises(OSError, match=r"1\.00 GB free; checkpoints need 2\.95 GB"):
         loop.check(preset("seed"), tmp_path / "deep" / "runs")
     assert not list(tmp_path.iterdir())
 
