@@ -2,14 +2,14 @@
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 
 Pixels = NDArray[np.uint8]
 
 
 def square(picture: Image.Image, size: int) -> Pixels:
-    """RGB bytes (size, size, 3): the shorter side scaled to `size`, the middle cut out, as in CLIP."""
-    picture = picture.convert("RGB")
+    """RGB bytes (size, size, 3): upright, the shorter side scaled to `size`, the middle cut out, as in CLIP."""
+    picture = ImageOps.exif_transpose(picture).convert("RGB")
     scale = size / min(picture.size)
     width, height = (max(size, round(side * scale)) for side in picture.size)
     if (width, height) != picture.size:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -85,11 +86,10 @@ class CLIP(nn.Module):
 
     def normalise(self, bytes_BSSC: Tensor) -> Tensor:
         """Pixels as the vision tower wants them, from bytes, on the device where the bytes are."""
-        mean, std = (
-            torch.tensor(values, device=bytes_BSSC.device).view(3, 1, 1)
-            for values in (self.config.vision.mean, self.config.vision.std)
+        vision, device = self.config.vision, bytes_BSSC.device
+        return (bytes_BSSC.permute(0, 3, 1, 2).float() - of_255(vision.mean, device)) / of_255(
+            vision.std, device
         )
-        return (bytes_BSSC.permute(0, 3, 1, 2).float() / 255 - mean) / std
 
     def clamp_scale(self) -> None:
         """Keep the temperature above 0.01, as CLIP does: beyond it, training becomes unstable."""
@@ -104,10 +104,15 @@ class CLIP(nn.Module):
         if self.tokenizer is None:
             raise ValueError("a model is saved with its tokenizer; this one has none")
         (folder / "config.json").write_text(configs.to_json(self.config))
-        save_file(
-            {name: w.contiguous() for name, w in self.state_dict().items()}, folder / "model.safetensors"
-        )
+        weights = {name: weight.cpu().contiguous() for name, weight in self.state_dict().items()}
+        save_file(weights, folder / "model.safetensors")
         self.tokenizer.save(folder / "tokenizer.json")
+
+
+@lru_cache
+def of_255(colours: tuple[float, float, float], device: torch.device) -> Tensor:
+    """Colour constants in units of bytes, kept on the device: sending them anew would make a GPU wait."""
+    return 255 * torch.tensor(colours, device=device).view(3, 1, 1)
 
 
 def fit(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:

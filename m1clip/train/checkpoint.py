@@ -50,7 +50,7 @@ def load(path: Path, model: CLIP, optimizer: torch.optim.Optimizer) -> int:
 def optimizer_tensors(model: CLIP, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """AdamW's state by parameter name, and the generator's."""
     moments: dict[str, Any] = {
-        f"{name}/{key}": value.contiguous()
+        f"{name}/{key}": value.cpu().contiguous()
         for name, weight in model.named_parameters()
         for key, value in optimizer.state[weight].items()
     }

@@ -1,5 +1,8 @@
 """How results look on stdout, wherever they come from."""
 
+import os
+import shutil
+import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -16,6 +19,11 @@ if TYPE_CHECKING:  # they bring torch, which --help must not wait for
 def loading() -> Status:
     """A sign of life while torch is imported and the first things are made ready."""
     return Console(stderr=True).status("loading torch")
+
+
+def program() -> str:
+    """How this program can be called from where the user is: it may not be on the path."""
+    return "m1clip" if shutil.which("m1clip") else os.path.relpath(sys.argv[0])
 
 
 def clock(seconds: float) -> str:

@@ -77,7 +77,8 @@ def main(args: Args) -> int:
         print()
         tables.show_retrieval(result.scores)
         print(f"\nlearned in {tables.clock(result.seconds)}; the model is {run.model}")
-        print(f"next:  m1clip eval {run.path}    the same figures, and which words it reads")
+        print(f"next:  {tables.program()} eval {run.path}    the same figures, and which words it reads")
     else:
-        print(f"stopped and saved at step {result.step}; m1clip train --resume --name {run.name} continues")
+        again = f"{tables.program()} train --resume --name {run.name}"
+        print(f"stopped and saved at step {result.step}; {again} continues")
     return 0 if result.finished else 130
