@@ -8,7 +8,7 @@ Pixels = NDArray[np.uint8]
 
 
 def square(picture: Image.Image, size: int) -> Pixels:
-    """RGB bytes (size, size, 3): upright, the shorter side scaled to `size`, the middle cut out, as in CLIP."""
+    """RGB bytes (size, size, 3): upright, shorter side scaled to `size`, middle cut out, as in CLIP."""
     picture = ImageOps.exif_transpose(picture).convert("RGB")
     scale = size / min(picture.size)
     width, height = (max(size, round(side * scale)) for side in picture.size)

@@ -103,7 +103,7 @@ def test_train_eval_and_repeat_from_the_command_line(capsys, tmp_path, monkeypat
     code, out, err = said(capsys, "train", *TINY)
     assert code == 0
     assert "chance" in out
-    assert "m1clip eval runs/nano-1" in out
+    assert "eval runs/nano-1" in out
     assert "1/1" in err
 
     code, out, _ = said(capsys, "eval", "--json")
