@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
 from m1clip.data.pairs import open_pairs
 from m1clip.data.sheet import contact_sheet
+from m1clip.verbs import flags
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class Args:
     """The file to write; its ending says the format."""
 
 
-def parse(prog: str, flags: list[str]) -> Args:
-    args = tyro.cli(Args, prog=prog, args=flags)
+def parse(prog: str, words: list[str]) -> Args:
+    args = flags.read(Args, prog, words)
     if args.columns < 1 or args.rows < 1 or args.columns * args.rows > 1000:
         raise ValueError(f"a sheet has 1 to 1000 pictures, not {args.columns} × {args.rows}")
     return args

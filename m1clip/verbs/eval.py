@@ -9,20 +9,25 @@ import tyro
 
 from m1clip import run as runs
 from m1clip.config import TrainConfig, from_json
-from m1clip.verbs import tables
+from m1clip.verbs import flags, tables
 
 
 @dataclass(frozen=True)
 class Args:
-    """Held-out retrieval (R@1/5/10 both ways, with chance) and, on built-in data, one-word edits."""
+    """Held-out retrieval (R@1/5/10 both ways, with chance) and, on built-in data, one-word edits.
 
-    model: Annotated[str | None, tyro.conf.Positional] = None
+    m1clip eval                                     the newest run
+    m1clip eval runs/mine --held-out 5000           a harder test: more pictures to choose from
+    m1clip eval path/to/model --json                any saved model
+    """
+
+    model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN|MODEL]")] = None
     """A run (name or path) or a model folder; by default the newest run."""
-    data: str | None = None
+    data: Annotated[str | None, tyro.conf.arg(metavar="SPEC")] = None
     """Whose held-out pairs: by default those of the run; for a model folder, synthetic."""
-    held_out: int | None = None
+    held_out: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """How many pairs; by default the run's number, or 240."""
-    seed: int | None = None
+    seed: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Which scenes are drawn; by default the run's seed, or 0."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
@@ -32,8 +37,8 @@ class Args:
     """Print the figures as one line of JSON."""
 
 
-def parse(prog: str, flags: list[str]) -> Args:
-    return tyro.cli(Args, prog=prog, args=flags, config=(tyro.conf.FlagCreatePairsOff,))
+def parse(prog: str, words: list[str]) -> Args:
+    return flags.read(Args, prog, words)
 
 
 def main(args: Args) -> int:

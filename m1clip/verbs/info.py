@@ -2,29 +2,29 @@
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
 from m1clip.config import PRESETS, preset
 from m1clip.train.screen import percent
-from m1clip.verbs import tables
+from m1clip.verbs import flags, tables
 
 
 @dataclass(frozen=True)
 class Args:
     """Parameters by part, FLOPs per pair and memory of a batch, computed without allocating the model."""
 
-    preset: str | None = None
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """One preset in detail; by default a table of all."""
-    batch: int | None = None
+    batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Batch for the memory estimate; by default the preset's."""
     json: bool = False
     """Print as one line of JSON."""
 
 
-def parse(prog: str, flags: list[str]) -> Args:
-    args = tyro.cli(Args, prog=prog, args=flags, config=(tyro.conf.FlagCreatePairsOff,))
+def parse(prog: str, words: list[str]) -> Args:
+    args = flags.read(Args, prog, words)
     if args.preset is not None:
         preset(args.preset)
     if args.batch is not None and args.batch < 1:

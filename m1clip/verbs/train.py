@@ -9,17 +9,23 @@ import tyro
 
 from m1clip import run as runs
 from m1clip.config import PRESETS, TrainConfig, from_json, preset
-from m1clip.verbs import tables
+from m1clip.verbs import flags, tables
 
 
 @dataclass(frozen=True)
 class Args:
-    """Train a CLIP model. Each run is a folder; the last lines say what was learned and what to type next."""
+    """Train a CLIP model. Each run is a folder; the last lines say what was learned and what to type next.
+
+    m1clip train                                    the nano preset on built-in data
+    m1clip train --preset small --data synthetic:50000 --name mine
+    m1clip train --resume                           go on with the newest run
+    m1clip train --config runs/mine/config.json     the same run again
+    """
 
     training: Annotated[TrainConfig, tyro.conf.arg(name="")]
-    config: Path | None = None
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Take every default from this config.json: repeats that run."""
-    name: str | None = None
+    name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Name of the run's folder; by default the preset's with the next free number."""
     runs: Path = Path("runs")
     """Where runs are kept."""
@@ -31,30 +37,29 @@ class Args:
     """Print the result as one line of JSON."""
 
 
-def parse(prog: str, flags: list[str]) -> Args:
-    base = defaults(flags)
-    return tyro.cli(Args, prog=prog, args=flags, default=Args(base), config=(tyro.conf.FlagCreatePairsOff,))
+def parse(prog: str, words: list[str]) -> Args:
+    return flags.read(Args, prog, words, default=Args(defaults(words)))
 
 
-def defaults(flags: list[str]) -> TrainConfig:
+def defaults(words: list[str]) -> TrainConfig:
     """Where the other flags' defaults come from: a resumed run, a config.json, or a preset."""
-    if "--help" in flags or "-h" in flags:
-        name = value_of("--preset", flags)
+    if "--help" in words or "-h" in words:
+        name = value_of("--preset", words)
         return preset(name if name in PRESETS else "nano")
-    if "--resume" in flags and "--fresh" in flags:
+    if "--resume" in words and "--fresh" in words:
         raise ValueError("--resume continues a run, --fresh deletes it: give one of them")
-    if "--resume" in flags:
-        run = runs.open_run(Path(value_of("--runs", flags) or "runs"), value_of("--name", flags))
+    if "--resume" in words:
+        run = runs.open_run(Path(value_of("--runs", words) or "runs"), value_of("--name", words))
         return from_json(TrainConfig, run.path / "config.json")
-    if path := value_of("--config", flags):
+    if path := value_of("--config", words):
         return from_json(TrainConfig, Path(path))
-    return preset(value_of("--preset", flags) or "nano")
+    return preset(value_of("--preset", words) or "nano")
 
 
-def value_of(flag: str, flags: list[str]) -> str | None:
-    for i, word in enumerate(flags):
-        if word == flag and i + 1 < len(flags):
-            return flags[i + 1]
+def value_of(flag: str, words: list[str]) -> str | None:
+    for i, word in enumerate(words):
+        if word == flag and i + 1 < len(words):
+            return words[i + 1]
         if word.startswith(f"{flag}="):
             return word.removeprefix(f"{flag}=")
     return None

@@ -1,0 +1,17 @@
+"""Flags from a dataclass: its fields are the flags, its docstring is the head of the help."""
+
+from inspect import cleandoc
+from typing import Any, TypeVar
+
+import tyro
+
+T = TypeVar("T")
+
+
+def read(kind: type[T], prog: str, words: list[str], default: T | None = None) -> T:
+    """Prints the help, or what is wrong with the nearest flags, and exits by itself where that is due."""
+    start: dict[str, Any] = {} if default is None else {"default": default}
+    shown = cleandoc(kind.__doc__ or "")  # given as it stands, or tyro would run its lines together
+    config = (tyro.conf.FlagCreatePairsOff,)
+    made: T = tyro.cli(kind, prog=prog, args=words, description=shown, config=config, **start)
+    return made
