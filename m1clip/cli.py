@@ -1,5 +1,6 @@
 """The table of verbs. A verb's file is imported when it is called; errors end here, as one sentence."""
 
+import os
 import sys
 import traceback
 from importlib import import_module
@@ -37,6 +38,9 @@ def run(words: list[str]) -> int:
         module = import_module(f"m1clip.verbs.{verb.replace(' ', '_')}")
         code: int = module.main(module.parse(f"m1clip {verb}", flags))
         return code
+    except BrokenPipeError:  # the reader has had enough, as in `m1clip info | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130

@@ -11,7 +11,8 @@ T = TypeVar("T")
 def read(kind: type[T], prog: str, words: list[str], default: T | None = None) -> T:
     """Prints the help, or what is wrong with the nearest flags, and exits by itself where that is due."""
     start: dict[str, Any] = {} if default is None else {"default": default}
-    shown = cleandoc(kind.__doc__ or "")  # given as it stands, or tyro would run its lines together
+    # tyro runs lines together, but not indented ones: these are the examples.
+    shown = "\n  ".join(cleandoc(kind.__doc__ or "").splitlines())
     config = (tyro.conf.FlagCreatePairsOff,)
     made: T = tyro.cli(kind, prog=prog, args=words, description=shown, config=config, **start)
     return made
