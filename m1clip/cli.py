@@ -1,6 +1,7 @@
 """The table of verbs. A verb's file is imported when it is called; errors end here, as one sentence."""
 
 import os
+import signal
 import sys
 import traceback
 from importlib import import_module
@@ -25,6 +26,8 @@ Exit codes: 0 done, 1 failed, 2 the command was not understood, 130 stopped by C
 
 
 def main() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: what is half-made is removed on the way out
+        signal.signal(number, signal.default_int_handler)
     sys.exit(run(sys.argv[1:]))
 
 

@@ -1,3 +1,4 @@
+import os
 from functools import partial
 
 import numpy as np
@@ -83,6 +84,22 @@ def test_cache_is_made_once_and_survives_damage(tmp_path, monkeypatch):
     expected = np.array(first)
     file.write_bytes(file.read_bytes()[:100])
     assert np.array_equal(cache.pixels(Synthetic(20), 16), expected)
+
+
+def test_what_a_killed_process_left_in_the_cache_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path))
+    cache.pixels(Synthetic(5), 16)
+    (whole,) = tmp_path.iterdir()
+    gone, alive = (
+        whole.with_name(f"{whole.name}.{2**22 + 1}"),
+        whole.with_name(f"{whole.name}.{os.getpid()}9"),
+    )
+    monkeypatch.setattr("psutil.pid_exists", lambda pid: str(pid).endswith("9"))
+    gone.touch()
+    alive.touch()
+    whole.unlink()
+    cache.pixels(Synthetic(5), 16)
+    assert sorted(tmp_path.iterdir()) == sorted([whole, alive])
 
 
 def test_cache_made_by_several_processes_equals_one_made_here(tmp_path, monkeypatch):

@@ -9,11 +9,14 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+import psutil
 
 from m1clip.data.pairs import Pairs
 from m1clip.pictures import Pixels, square
@@ -35,32 +38,44 @@ def pixels(pairs: Pairs, size: int, progress: Callable[[int], None] = lambda don
     path = cache_folder() / f"pixels-{name}.npy"
     shape = (len(pairs), size, size, 3)
     try:
-        found = np.load(path, mmap_mode="r")
+        found = _open(path)
         if found.shape == shape:
             progress(len(pairs))
-            return found  # type: ignore[no-any-return]
+            return found
     except (FileNotFoundError, ValueError, EOFError):
-        pass  # absent or damaged: made anew below
+        pass  # absent or damaged: made anew
     path.parent.mkdir(parents=True, exist_ok=True)
     need, free = math.prod(shape), free_bytes(path.parent)
     if need > free:
-        sizes = (
-            f"{need / 1e9:.2f} GB of decoded pictures do not fit in {path.parent} ({free / 1e9:.2f} GB free)"
-        )
-        raise OSError(f"{sizes}; set M1CLIP_CACHE to a folder elsewhere")
+        room = f"{path.parent} has {free / 1e9:.2f} GB free, the decoded pictures need {need / 1e9:.2f} GB"
+        raise OSError(f"{room}; set M1CLIP_CACHE to a folder elsewhere")
+    with _aside(path) as file:
+        # Written, not mapped: on a full disk a write fails with an error, a mapped page kills the process.
+        np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+        for part in _decoded(pairs, size):
+            file.write(part.tobytes())
+            progress(len(part))
+    return _open(path)
+
+
+def _open(path: Path) -> Pixels:
+    mapped: Pixels = np.load(path, mmap_mode="r")
+    return mapped
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that becomes `path` if the block ends well, and vanishes if it does not."""
+    for left in path.parent.glob(f"{path.name}.*"):  # by a process that was killed
+        if left.suffix[1:].isdecimal() and not psutil.pid_exists(int(left.suffix[1:])):
+            left.unlink(missing_ok=True)
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        whole = np.lib.format.open_memmap(aside, mode="w+", dtype=np.uint8, shape=shape)
-        start = 0
-        for part in _decoded(pairs, size):
-            whole[start : start + len(part)] = part
-            start += len(part)
-            progress(len(part))
-        whole.flush()
+        with open(aside, "wb") as file:
+            yield file
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
-    return np.load(path, mmap_mode="r")  # type: ignore[no-any-return]
 
 
 def _decoded(pairs: Pairs, size: int) -> Iterator[Pixels]:
