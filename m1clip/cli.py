@@ -65,7 +65,9 @@ def split_verb(words: list[str]) -> tuple[str | None, list[str]]:
         verb = " ".join(words[:length])
         if verb in VERBS:
             return verb, words[length:]
-    raise ValueError(f"no verb {words[0]!r}; {nearest(words[0], VERBS)} (m1clip --help lists them)")
+    two = any(verb.startswith(f"{words[0]} ") for verb in VERBS)
+    asked = " ".join(words[: 2 if two else 1])
+    raise ValueError(f"no verb {asked!r}; {nearest(asked, VERBS)} (m1clip --help lists them)")
 
 
 def explain(error: Exception) -> int:

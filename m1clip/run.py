@@ -106,7 +106,8 @@ def open_run(runs: Path, name: str | None) -> Run:
 
 
 def is_run(path: Path) -> bool:
-    return (path / "config.json").is_file() and (path / "status.json").is_file()
+    files = ("status.json", "metrics.jsonl")  # a saved model has a config.json too, but neither of these
+    return (path / "config.json").is_file() and any((path / name).is_file() for name in files)
 
 
 def next_name(runs: Path, stem: str) -> str:

@@ -33,6 +33,7 @@ def said(capsys, *words: str) -> tuple[int, str, str]:
     [
         ("trian", "did you mean train"),
         ("data", "did you mean data preview"),
+        ("data previw", "did you mean data preview"),
         ("train --preset nanno", "did you mean nano"),
         ("train --batchh 3", "--batch"),
         ("train --batch many", "many"),
@@ -138,7 +139,7 @@ def test_info_counts_the_seed_preset(capsys):
     assert row["total"] == 105_426_433
     assert row["forward_gflop"] == pytest.approx(38.1, rel=0.01)
     assert row["memory_gb"]["optimiser"] == pytest.approx(2 * row["memory_gb"]["parameters"])
-    assert "105,426,433" in said(capsys, "info", "--preset", "seed")[1]
+    assert "105,426,433" in said(capsys, "info", "seed")[1]
 
 
 def test_preview_writes_a_sheet(capsys, tmp_path):

@@ -1,3 +1,4 @@
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -38,6 +39,12 @@ def test_a_collapsed_model_scores_at_chance_not_perfectly():
     scores = r.retrieval(same, same)
     assert scores.image_to_text.median_rank == 50
     assert scores.image_to_text.r1 == scores.text_to_image.r10 == 0
+
+
+def test_a_broken_model_is_refused_not_ranked_first():
+    broken = torch.full((9, 4), float("nan"))
+    with pytest.raises(FloatingPointError, match="not finite"):
+        r.retrieval(broken, torch.eye(9, 4))
 
 
 def test_a_perfect_model_scores_one_and_chance_is_shown_beside_it():

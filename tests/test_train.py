@@ -139,12 +139,39 @@ def test_a_checkpoint_that_fails_leaves_the_one_before(tiny_run, tmp_path, monke
     before = checkpoint.last(run)
     model = load(run.path)
     monkeypatch.setattr(
-        checkpoint, "save_file", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left"))
+        checkpoint, "write_tensors", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left"))
     )
     with pytest.raises(OSError, match="No space"):
         checkpoint.save(run, 99, model, make_optimizer(model, tiny_run))
     assert checkpoint.last(run) == before
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_000008"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("state.json", "{}"),
+        ("state.json", '{"step": -5}'),
+        ("optimizer.safetensors", "cut"),
+        ("model.safetensors", None),
+        ("tokenizer.json", "[]"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_nothing_is_changed(tiny_run, tmp_path, name, content):
+    trained(replace(tiny_run, epochs=1), tmp_path / "r")
+    file = tmp_path / "r" / "checkpoints" / "step_000004" / name
+    file.unlink() if content is None else file.write_text(content)
+    config = (tmp_path / "r" / "config.json").read_text()
+    with pytest.raises(ValueError, match=r"cannot go on from .*step_000004"):
+        trained(tiny_run, tmp_path / "r")
+    assert (tmp_path / "r" / "config.json").read_text() == config
+
+
+def test_a_lost_link_loses_no_work(tiny_run, tmp_path):
+    trained(replace(tiny_run, epochs=1), tmp_path / "r")
+    (tmp_path / "r" / "last").unlink()
+    trained(tiny_run, tmp_path / "r")
+    assert [record["step"] for record in runs.Run(tmp_path / "r").records("event")] == [0, 4]
 
 
 def test_a_second_ctrl_c_means_at_once():

@@ -54,6 +54,9 @@ def retrieval(image_NE: Tensor, text_ME: Tensor, owner_M: Tensor | None = None) 
 
     A picture finds its captions when any of them is among the first k.
     """
+    if not (image_NE.isfinite().all() and text_ME.isfinite().all()):
+        # NaN is neither above nor below anything: unnoticed, it would rank first everywhere.
+        raise FloatingPointError("the embeddings are not finite; this model is broken")
     owner_M = torch.arange(len(text_ME)) if owner_M is None else owner_M
     to_image = ranks(text_ME, image_NE, owner_M, torch.arange(len(image_NE)))
     to_text = ranks(image_NE, text_ME, torch.arange(len(image_NE)), owner_M)

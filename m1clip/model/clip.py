@@ -105,7 +105,7 @@ class CLIP(nn.Module):
             raise ValueError("a model is saved with its tokenizer; this one has none")
         (folder / "config.json").write_text(configs.to_json(self.config))
         weights = {name: weight.cpu().contiguous() for name, weight in self.state_dict().items()}
-        save_file(weights, folder / "model.safetensors")
+        write_tensors(folder / "model.safetensors", weights)
         self.tokenizer.save(folder / "tokenizer.json")
 
 
@@ -136,6 +136,13 @@ def load(folder: str | os.PathLike[str]) -> CLIP:
         model = CLIP(config, tokenizer)
     model.load_state_dict(read_weights(path / "model.safetensors", model), assign=True)
     return model.eval()
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # its name for a full disk, among others
+        raise OSError(f"cannot write {path}: {error}") from None
 
 
 def read_weights(path: Path, model: CLIP) -> dict[str, Tensor]:

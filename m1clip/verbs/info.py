@@ -24,6 +24,8 @@ class Args:
 
 
 def parse(prog: str, words: list[str]) -> Args:
+    if words and not words[0].startswith("-"):
+        words = ["--preset", *words]  # `m1clip info seed` is what one types first
     args = flags.read(Args, prog, words)
     if args.preset is not None:
         preset(args.preset)
