@@ -78,6 +78,8 @@ def new_path(runs: Path, name: str | None, preset: str, fresh: bool) -> Path:
     if name in (".", "..") or set(name) & set("/\\\0"):
         raise ValueError(f"a run's name is a plain word, not {name!r}; --runs says in which folder it goes")
     path = runs / name
+    if path.is_dir() and not any(path.iterdir()):
+        return path
     if path.exists() and not is_run(path):
         raise FileExistsError(f"{path} exists and is not a run; choose another --name")
     if path.exists() and not fresh:

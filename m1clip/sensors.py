@@ -33,6 +33,11 @@ def chip() -> str | None:
     return names[0] if names else platform.machine() or None
 
 
+def readable(size: int) -> str:
+    """Bytes as people say them."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
 def memory_gb() -> float:
     """What this process holds in RAM now."""
     return round(psutil.Process().memory_info().rss / 1e9, 3)

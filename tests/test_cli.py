@@ -50,6 +50,8 @@ def said(capsys, *words: str) -> tuple[int, str, str]:
         ("train --config nowhere.json", "nowhere.json"),
         ("train --resume", "no run in"),
         ("train --resume --fresh", "give one of them"),
+        ("train --config c.json --preset tiny", "give one of them"),
+        ("train --preset nano --preset tyni", "did you mean tiny"),
         ("train --resume --name gone", "no run 'gone'"),
         ("train --name ../up", "plain word"),
         ("eval gone", "no run 'gone'"),
@@ -126,6 +128,13 @@ def test_train_eval_and_repeat_from_the_command_line(capsys, tmp_path, monkeypat
     assert said(capsys, "train", *TINY, "--name", "nano-2", "--fresh")[0] == 0
     code, out, _ = said(capsys, "train", "--resume", "--name", "nano-2", "--epochs", "2", "--json")
     assert json.loads(out)["step"] == 8
+
+    code, _, err = said(capsys, "train", "--resume", "--name", "nano-2", "--batch", "4", "--seed", "3")
+    assert code == 2
+    assert "keeps its batch, seed" in err
+    code, _, err = said(capsys, "train", "--resume", "--name", "nano-2", "--epochs", "1")
+    assert code == 2
+    assert "has done 8 steps; 1 epochs are only 4" in err
 
 
 def test_preset_flags_show_that_presets_defaults(capsys):

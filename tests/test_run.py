@@ -40,6 +40,11 @@ def test_an_existing_run_is_refused_with_the_ways_out(tmp_path):
     assert not list((tmp_path / "mine").iterdir())
 
 
+def test_an_empty_folder_may_become_a_run(tmp_path):
+    (tmp_path / "mine").mkdir()
+    assert runs.create(runs.new_path(tmp_path, "mine", "nano", fresh=False)).path == tmp_path / "mine"
+
+
 def test_fresh_never_deletes_what_is_not_a_run(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").touch()

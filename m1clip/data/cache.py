@@ -3,15 +3,16 @@
 Built by all cores, kept between runs, complete or absent. No torch, so its workers start quickly.
 """
 
-import math
+import multiprocessing
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from hashlib import sha256
-from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,6 +21,7 @@ import psutil
 
 from m1clip.data.pairs import Pairs
 from m1clip.pictures import Pixels, square
+from m1clip.sensors import readable
 
 CHUNK = 256
 
@@ -34,28 +36,41 @@ def free_bytes(folder: Path) -> int:
 
 def pixels(pairs: Pairs, size: int, progress: Callable[[int], None] = lambda done: None) -> Pixels:
     """All pictures (N, size, size, 3); `progress` hears how many more are done."""
-    name = sha256(f"{pairs.fingerprint}/{size}".encode()).hexdigest()[:16]
-    path = cache_folder() / f"pixels-{name}.npy"
-    shape = (len(pairs), size, size, 3)
-    try:
-        found = _open(path)
-        if found.shape == shape:
-            progress(len(pairs))
-            return found
-    except (FileNotFoundError, ValueError, EOFError):
-        pass  # absent or damaged: made anew
-    path.parent.mkdir(parents=True, exist_ok=True)
-    need, free = math.prod(shape), free_bytes(path.parent)
-    if need > free:
-        room = f"{path.parent} has {free / 1e9:.2f} GB free, the decoded pictures need {need / 1e9:.2f} GB"
-        raise OSError(f"{room}; set M1CLIP_CACHE to a folder elsewhere")
+    path, found = _find(pairs, size)
+    if found is not None:
+        progress(len(pairs))
+        return found
+    require_room(size, pairs)
     with _aside(path) as file:
         # Written, not mapped: on a full disk a write fails with an error, a mapped page kills the process.
-        np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+        header = {"descr": "|u1", "fortran_order": False, "shape": (len(pairs), size, size, 3)}
+        np.lib.format.write_array_header_1_0(file, header)
         for part in _decoded(pairs, size):
             file.write(part.tobytes())
             progress(len(part))
     return _open(path)
+
+
+def require_room(size: int, *sources: Pairs) -> None:
+    """Refuses what would not fit on the disk, before it is begun."""
+    need = sum(len(pairs) * size * size * 3 for pairs in sources if _find(pairs, size)[1] is None)
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    free = free_bytes(folder)
+    if need > free:
+        room = f"{folder} has {readable(free)} free, the decoded pictures need {readable(need)}"
+        raise OSError(f"{room}; set M1CLIP_CACHE to a folder elsewhere")
+
+
+def _find(pairs: Pairs, size: int) -> tuple[Path, Pixels | None]:
+    """Where the pictures' file is or would be, and its content if it is there and whole."""
+    name = sha256(f"{pairs.fingerprint}/{size}".encode()).hexdigest()[:16]
+    path = cache_folder() / f"pixels-{name}.npy"
+    try:
+        found = _open(path)
+    except (FileNotFoundError, ValueError, EOFError):
+        return path, None
+    return path, found if found.shape == (len(pairs), size, size, 3) else None
 
 
 def _open(path: Path) -> Pixels:
@@ -84,7 +99,9 @@ def _decoded(pairs: Pairs, size: int) -> Iterator[Pixels]:
         yield _decode(pairs, size, chunks[0])
         return
     # Spawned, because forking a process that has threads (torch's, say) can deadlock.
-    with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=_ignore_ctrl_c) as pool:
+    with ProcessPoolExecutor(
+        mp_context=multiprocessing.get_context("spawn"), initializer=_follow_parent
+    ) as pool:
         yield from pool.map(_decode, *zip(*((pairs, size, chunk) for chunk in chunks), strict=True))
 
 
@@ -92,6 +109,14 @@ def _decode(pairs: Pairs, size: int, rows: range) -> Pixels:
     return np.stack([square(pairs.image(i), size) for i in rows])
 
 
-def _ignore_ctrl_c() -> None:
-    """The parent hears it and ends the pool; workers that also raise would only litter the screen."""
+def _follow_parent() -> None:
+    """Leave Ctrl-C to the parent, which ends the pool; and end with it, should it be killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with(parent: BaseProcess) -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()

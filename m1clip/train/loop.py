@@ -16,7 +16,7 @@ import torch
 from m1clip import __version__, devices, sensors
 from m1clip.config import TrainConfig, to_json
 from m1clip.data.batches import Batches
-from m1clip.data.cache import pixels
+from m1clip.data.cache import pixels, require_room
 from m1clip.data.pairs import Pairs, open_pairs
 from m1clip.evals.embed import embed_pairs
 from m1clip.evals.retrieval import Retrieval, retrieval
@@ -25,6 +25,7 @@ from m1clip.model.tokenizer import Tokenizer
 from m1clip.model.tokenizer import make as make_tokenizer
 from m1clip.pictures import Pixels
 from m1clip.run import Run, write_whole
+from m1clip.sensors import readable
 from m1clip.train import checkpoint
 from m1clip.train.meter import Meter
 from m1clip.train.optim import make_optimizer, rate
@@ -69,7 +70,8 @@ def check(config: TrainConfig, runs: Path) -> Setup:
     there = next(folder for folder in (runs, *runs.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
     if free < need:
-        raise OSError(f"{there} has {free / 1e9:.2f} GB free; checkpoints need {need / 1e9:.2f} GB")
+        raise OSError(f"{there} has {readable(free)} free; checkpoints need {readable(need)}")
+    require_room(config.model.vision.image_size, pairs, held_out)
     return Setup(device, why, pairs, held_out, words)
 
 
@@ -80,14 +82,15 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
     torch.manual_seed(config.seed)
     model = CLIP(config.model, setup.tokenizer).to(device)
     optimizer = make_optimizer(model, config)
-    step = checkpoint.resume(run, model, optimizer)
+    step, total = checkpoint.resume(run, model, optimizer), config.epochs * (len(pairs) // config.batch)
+    if step > total:
+        raise ValueError(f"{run.path} has done {step} steps; {config.epochs} epochs are only {total}")
     introduce(run, config, setup, step)
     with screen.drawing(len(pairs) + len(held_out)) as drawn:
         side = config.model.vision.image_size
         train_pixels, held_pixels = (pixels(some, side, drawn) for some in (pairs, held_out))
     tokenize = partial(setup.tokenizer, length=config.model.text.length)
     batches = Batches(pairs, train_pixels, tokenize, config.batch, config.seed, config.shift)
-    total = config.epochs * batches.per_epoch
     screen.start(facts(run, setup, model, step, total), config.batch, len(held_out))
 
     meter, scores = Meter(config.batch, total), None

@@ -1,5 +1,6 @@
 """m1clip train: flags to a configuration and a run folder, then the loop, then what was learned."""
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,10 @@ import tyro
 from m1clip import run as runs
 from m1clip.config import PRESETS, TrainConfig, from_json, preset
 from m1clip.verbs import flags, tables
+
+# What the order of the data, the weights and the optimiser's memory depend on.
+FIXED = ("model", "data", "tokenizer", "batch", "shift", "seed")
+COMPATIBLE = {("--fresh", "--config"), ("--fresh", "--preset")}
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,12 @@ class Args:
 
 
 def parse(prog: str, words: list[str]) -> Args:
-    return flags.read(Args, prog, words, default=Args(defaults(words)))
+    base = defaults(words)
+    args = flags.read(Args, prog, words, default=Args(base))
+    changed = [key for key in FIXED if getattr(args.training, key) != getattr(base, key)]
+    if args.resume and changed:
+        raise ValueError(f"a resumed run keeps its {', '.join(changed)}: what is learned so far rests on it")
+    return args
 
 
 def defaults(words: list[str]) -> TrainConfig:
@@ -46,9 +56,10 @@ def defaults(words: list[str]) -> TrainConfig:
     if "--help" in words or "-h" in words:
         name = value_of("--preset", words)
         return preset(name if name in PRESETS else "nano")
-    if "--resume" in words and "--fresh" in words:
-        raise ValueError("--resume continues a run, --fresh deletes it: give one of them")
-    if "--resume" in words:
+    for one, other in itertools.combinations(("--resume", "--fresh", "--config", "--preset"), 2):
+        if given(one, words) and given(other, words) and (one, other) not in COMPATIBLE:
+            raise ValueError(f"{one} and {other} contradict each other: give one of them")
+    if given("--resume", words):
         run = runs.open_run(Path(value_of("--runs", words) or "runs"), value_of("--name", words))
         return from_json(TrainConfig, run.path / "config.json")
     if path := value_of("--config", words):
@@ -56,13 +67,19 @@ def defaults(words: list[str]) -> TrainConfig:
     return preset(value_of("--preset", words) or "nano")
 
 
+def given(flag: str, words: list[str]) -> bool:
+    return any(word == flag or word.startswith(f"{flag}=") for word in words)
+
+
 def value_of(flag: str, words: list[str]) -> str | None:
-    for i, word in enumerate(words):
-        if word == flag and i + 1 < len(words):
-            return words[i + 1]
-        if word.startswith(f"{flag}="):
-            return word.removeprefix(f"{flag}=")
-    return None
+    """The last value given, as the parser proper will take it."""
+    found = None
+    for word, following in zip(words, [*words[1:], None], strict=True):
+        if word == flag:
+            found = following
+        elif word.startswith(f"{flag}="):
+            found = word.removeprefix(f"{flag}=")
+    return found
 
 
 def main(args: Args) -> int:
