@@ -42,7 +42,7 @@ class Tokenizer:
         return cls(core)
 
     @classmethod
-    def learned(cls, captions: Iterable[str], vocab: int, most: int = 200_000) -> "Tokenizer":
+    def learned(cls, captions: Iterable[str], vocab: int, most: int = 50_000) -> "Tokenizer":
         """BPE over bytes, so nothing is unknown; learned from the first `most` captions."""
         core = tokenizers.Tokenizer(models.BPE())
         core.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # they bring torch, which --help must not wait for
 
 def loading() -> Status:
     """A sign of life while torch is imported and the first things are made ready."""
-    return Console(stderr=True).status("loading torch")
+    return Console(stderr=True).status("getting ready")
 
 
 def program() -> str:
