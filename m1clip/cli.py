@@ -26,8 +26,10 @@ Exit codes: 0 done, 1 failed, 2 the command was not understood, 130 stopped by C
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: what is half-made is removed on the way out
-        signal.signal(number, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asks us to ignore it
+            # As Ctrl-C: what is half-made is removed on the way out.
+            signal.signal(number, signal.default_int_handler)
     sys.exit(run(sys.argv[1:]))
 
 

@@ -1,5 +1,6 @@
 """A run is a folder: open, append, read. No torch, so watching one is instant and cannot disturb it."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -52,8 +53,16 @@ class Run:
         )
 
     @contextmanager
-    def outcome(self) -> Iterator[None]:
-        """Whatever ends the block early is written in the status before it goes on its way."""
+    def owned(self) -> Iterator[None]:
+        """The run is ours alone for the block; what ends the block early is written in the status."""
+        with locked(self.path) as ours:
+            if not ours:
+                raise RuntimeError(f"{self.path} is being trained by another process")
+            with self._outcome():
+                yield
+
+    @contextmanager
+    def _outcome(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -84,6 +93,10 @@ def new_path(runs: Path, name: str | None, preset: str, fresh: bool) -> Path:
         raise FileExistsError(f"{path} exists and is not a run; choose another --name")
     if path.exists() and not fresh:
         raise FileExistsError(f"{path} exists; --resume continues it, --fresh deletes it and starts again")
+    if path.exists():
+        with locked(path) as ours:
+            if not ours:
+                raise FileExistsError(f"{path} is being trained by another process")
     return path
 
 
@@ -115,6 +128,21 @@ def is_run(path: Path) -> bool:
 def next_name(runs: Path, stem: str) -> str:
     numbers = [path.name.removeprefix(f"{stem}-") for path in runs.glob(f"{stem}-*")]
     return f"{stem}-{max((int(n) for n in numbers if n.isdecimal()), default=0) + 1}"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Whether the folder's lock could be had, held for the block. The system frees it if the process dies."""
+    handle = os.open(folder, os.O_RDONLY)
+    ours = True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        ours = False
+    try:
+        yield ours
+    finally:
+        os.close(handle)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -58,22 +58,29 @@ def test_a_file_imports_only_what_stands_below_it(path):
     assert not beyond, f"{path.name} ({here}) must not import {beyond}"
 
 
-def test_only_devices_names_a_backend():
-    for path in FILES:
-        if place(path) == "devices":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.value, ast.Name)
-                and node.value.id == "torch"
-            ):
-                assert node.attr not in ("cuda", "mps", "backends"), (
-                    f"{path}:{node.lineno} names torch.{node.attr}"
-                )
-            if isinstance(node, ast.Compare):
-                words = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
-                assert not words & {"cuda", "mps"}, f"{path}:{node.lineno} asks for a backend by name"
+BACKENDS = {"cuda", "mps", "backends"}
+
+
+def names(node: ast.AST) -> set[str]:
+    """Every way a line can name something: an import, an attribute, a string of that one word."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {part for alias in node.names for part in alias.name.split(".")} | set(
+            (getattr(node, "module", None) or "").split(".")
+        )
+    if isinstance(node, ast.Attribute):
+        return {node.attr}
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return {node.value}
+    return set()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_devices_names_a_backend_and_only_cli_imports_by_string(path):
+    here, tree = place(path), ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        assert here == "devices" or not names(node) & BACKENDS, f"{path}:{node.lineno} names a backend"
+        by_string = isinstance(node, ast.Import | ast.ImportFrom) and "importlib" in names(node)
+        assert here == "cli" or not by_string, f"{path}:{node.lineno} hides an import from the ladder"
 
 
 @pytest.mark.parametrize(

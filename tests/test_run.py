@@ -66,10 +66,21 @@ def test_the_newest_run_is_the_default(tmp_path):
 def test_an_error_is_written_in_the_status_and_goes_on(tmp_path):
     run = made(tmp_path / "r")
     run.status("running", 7)
-    with pytest.raises(RuntimeError), run.outcome():
+    with pytest.raises(RuntimeError), run.owned():
         raise RuntimeError("the disk is full")
     status = json.loads((run.path / "status.json").read_text())
     assert (status["state"], status["reason"], status["step"]) == ("failed", "the disk is full", 7)
+
+
+def test_a_run_has_one_owner(tmp_path):
+    run = made(tmp_path / "r")
+    with run.owned():
+        with pytest.raises(RuntimeError, match="another process"), Run(run.path).owned():
+            pass
+        with pytest.raises(FileExistsError, match="another process"):
+            runs.new_path(tmp_path, "r", "nano", fresh=True)
+    with run.owned():
+        pass
 
 
 def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path):

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 
 from m1clip import run as runs
 from m1clip.config import TrainConfig, preset
@@ -20,7 +19,7 @@ class Quiet(Screen):
     """A screen that shows nothing, and may stop the run after some step."""
 
     def __init__(self, stop_at: int | None = None):
-        super().__init__(Console(file=io.StringIO()))
+        super().__init__(io.StringIO())
         self.stop_at = stop_at
 
     def step(self, step: int, values: dict[str, float]) -> None:

@@ -1,9 +1,10 @@
 """What a person sees of a run: a header, a bar that moves, a row an epoch. Everything on stderr."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -23,9 +24,28 @@ COLUMNS = ("epoch", "loss", "accuracy", "image→text", "text→image", "tempera
 WIDTHS = (8, 9, 10, 12, 12, 13, 9, 9)
 
 
+class Unbreakable:
+    """A terminal that may be closed under us: training goes on without it."""
+
+    def __init__(self, stream: IO[str]):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self.stream.flush()
+
+
 class Screen:
-    def __init__(self, console: Console | None = None):
-        self.console = console or Console(stderr=True, highlight=False)
+    def __init__(self, stream: IO[str] | None = None):
+        self.console = Console(file=cast(IO[str], Unbreakable(stream or sys.stderr)), highlight=False)
         self.bar: Progress | None = None
 
     def say(self, text: str = "") -> None:

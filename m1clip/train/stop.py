@@ -14,7 +14,10 @@ class Stop:
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
-        self.before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        heard = [
+            number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+        ]  # as by nohup
+        self.before = {number: signal.signal(number, self._hear) for number in heard}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

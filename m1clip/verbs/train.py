@@ -91,7 +91,7 @@ def main(args: Args) -> int:
 
         setup = loop.check(config, args.runs)
     run = runs.open_run(args.runs, args.name) if path is None else runs.create(path)
-    with run.outcome():
+    with run.owned():
         result = loop.train(config, setup, run, Screen())
     if args.json:
         print(json.dumps({"run": str(run.path), **result.record()}))
