@@ -23,7 +23,8 @@ def loading() -> Status:
 
 def program() -> str:
     """How this program can be called from where the user is: it may not be on the path."""
-    return "m1clip" if shutil.which("m1clip") else os.path.relpath(sys.argv[0])
+    here = (os.path.relpath(sys.argv[0]), os.path.abspath(sys.argv[0]))
+    return "m1clip" if shutil.which("m1clip") else min(here, key=len)
 
 
 def clock(seconds: float) -> str:
