@@ -36,8 +36,8 @@ clean:
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/bin/python:
-	@[ -n "$(PYTHON)" ] || { echo "m1clip needs Python 3.11 or newer, and found none (on a Mac: brew install python)"; exit 1; }
-	$(if $(UV),uv venv --quiet --python $(PYTHON) .venv,$(PYTHON) -m venv .venv)
+	@[ -n "$(PYTHON)$(UV)" ] || { echo "m1clip needs Python 3.11 or newer, and found none (on a Mac: brew install python)"; exit 1; }
+	$(if $(UV),uv venv --quiet --python $(or $(PYTHON),'>=3.11') .venv,$(PYTHON) -m venv .venv)
 	$(if $(UV),,-$(BIN)/python -m pip install --quiet uv)
 
 .venv/installed: pyproject.toml | .venv/bin/python

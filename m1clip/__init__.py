@@ -9,6 +9,10 @@ __version__ = "0.1.0"
 __all__ = ["CLIP", "load"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """The public names, imported when first used: torch takes seconds, `m1clip --help` should not."""
     if name not in __all__:

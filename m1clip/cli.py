@@ -5,6 +5,7 @@ import signal
 import sys
 import traceback
 from importlib import import_module
+from io import TextIOWrapper
 
 from m1clip import __version__
 from m1clip.config import nearest
@@ -26,6 +27,9 @@ Exit codes: 0 done, 1 failed, 2 the command was not understood, 130 stopped by C
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an arrow is no reason to fail where only ASCII is spoken
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asks us to ignore it
             # As Ctrl-C: what is half-made is removed on the way out.

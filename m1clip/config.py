@@ -53,8 +53,8 @@ class VisionConfig:
             f"image_size {self.image_size} is not a multiple of patch {self.patch}",
         )
         require(
-            self.stem == "patch" or self.patch.bit_count() == 1,
-            f"a conv stem halves the picture, so patch must be a power of two, not {self.patch}",
+            self.stem == "patch" or (self.patch.bit_count() == 1 and self.patch > 1),
+            f"a conv stem halves the picture, so patch must be 2, 4, 8, 16 …, not {self.patch}",
         )
         require(min(self.std) > 0, f"std must be positive, not {self.std}")
 
@@ -75,8 +75,6 @@ class TextConfig:
     """Transformer blocks."""
     heads: int = 8
     """Attention heads."""
-    end_id: int = 2
-    """Id of the end-of-text token, where the caption's meaning is read; set by the tokenizer."""
 
     def __post_init__(self) -> None:
         _check_tower("text", self)
@@ -150,16 +148,19 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for key in ("epochs", "log_every", "eval_every", "held_out"):
-            require(getattr(self, key) >= 1, f"{key} must be at least 1, not {getattr(self, key)}")
+            value = getattr(self, key)
+            require(value >= 1, f"{key} must be at least 1, not {value}")
         for key in ("lr", "clip_norm", "save_minutes"):
-            require(0 < getattr(self, key) < float("inf"), f"{key} must be above 0, not {getattr(self, key)}")
+            value = getattr(self, key)
+            require(0 < value < float("inf"), f"{key} must be above 0 and finite, not {value}")
         for key in ("warmup", "shift", "beta2"):
-            require(0 <= getattr(self, key) < 1, f"{key} must be in 0…1, not {getattr(self, key)}")
+            value = getattr(self, key)
+            require(0 <= value < 1, f"{key} must be at least 0 and below 1, not {value}")
         require(
             self.batch >= 2, f"batch must be at least 2, not {self.batch}: a pair is learned against others"
         )
-        require(self.weight_decay >= 0, f"weight_decay must not be negative, not {self.weight_decay}")
-        require(self.threads >= 0, f"threads must not be negative, not {self.threads}")
+        require(self.weight_decay >= 0, f"weight_decay must be 0 or more, not {self.weight_decay}")
+        require(0 <= self.threads <= 1024, f"threads must be 0 to 1024, not {self.threads}")
         require(0 <= self.seed < 2**63, f"seed must be in 0…2^63-1, not {self.seed}")
 
 

@@ -12,9 +12,18 @@ def available() -> list[str]:
     names = ["cpu"]
     if torch.cuda.is_available():
         names.append("cuda")
-    if torch.backends.mps.is_available():
+    if torch.backends.mps.is_available() and _mps_works():
         names.append("mps")
     return names
+
+
+def _mps_works() -> bool:
+    """Virtual Macs report a GPU on which nothing can be allocated (actions/runner-images#9918)."""
+    try:
+        torch.zeros(1, device="mps")
+    except RuntimeError:
+        return False
+    return True
 
 
 def choose(wish: str) -> tuple[torch.device, str]:
@@ -43,14 +52,6 @@ def copy(tensor: Tensor, device: torch.device) -> Tensor:
     """To the device; asynchronous only where that is safe."""
     # Asynchronous copies to MPS corrupt data (pytorch#139550, #189690).
     return tensor.to(device, non_blocking=device.type == "cuda")
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for queued work; without it a clock stops when the work is queued, not when it is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 def attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> Tensor:

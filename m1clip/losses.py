@@ -2,6 +2,8 @@
 the diagonal (B pairs). Knows nothing of models or devices.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,13 @@ def sigmoid_loss(logit_BB: Tensor) -> Tensor:
     """SigLIP: each of the B x B couples is judged on its own. The logits already hold the bias."""
     sign_BB = 2 * torch.eye(len(logit_BB), device=logit_BB.device, dtype=logit_BB.dtype) - 1
     return -F.logsigmoid(sign_BB * logit_BB).sum() / len(logit_BB)
+
+
+def chance(kind: str, batch: int) -> float:
+    """The loss of a model that has learned nothing but how many pairs match: 1 of `batch`."""
+    if kind == "softmax":
+        return math.log(batch)
+    return math.log(batch) + (batch - 1) * math.log(batch / (batch - 1))
 
 
 LOSSES = {"softmax": softmax_loss, "sigmoid": sigmoid_loss}

@@ -8,11 +8,9 @@ Pixels = NDArray[np.uint8]
 
 
 def square(picture: Image.Image, size: int) -> Pixels:
-    """RGB bytes (size, size, 3): upright, shorter side scaled to `size`, middle cut out, as in CLIP."""
+    """RGB bytes (size, size, 3): upright, the largest square in the middle, scaled, as in CLIP."""
     picture = ImageOps.exif_transpose(picture).convert("RGB")
-    scale = size / min(picture.size)
-    width, height = (max(size, round(side * scale)) for side in picture.size)
-    if (width, height) != picture.size:
-        picture = picture.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = (width - size) // 2, (height - size) // 2
-    return np.asarray(picture.crop((left, top, left + size, top + size)))
+    side = min(picture.size)
+    left, top = ((whole - side) / 2 for whole in picture.size)
+    box = (left, top, left + side, top + side)
+    return np.asarray(picture.resize((size, size), Image.Resampling.BICUBIC, box))

@@ -19,7 +19,7 @@ class Run:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
-        self.step = 0
+        self.step: int | None = None  # known once this process has written a status
 
     @property
     def name(self) -> str:
@@ -67,7 +67,8 @@ class Run:
             yield
         except BaseException as error:
             state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-            self.status(state, self.step, reason=str(error) or type(error).__name__)
+            if self.step is not None:
+                self.status(state, self.step, reason=str(error) or type(error).__name__)
             raise
 
     def write(self, name: str, value: Any) -> None:
@@ -83,8 +84,8 @@ def new_path(runs: Path, name: str | None, preset: str, fresh: bool) -> Path:
 
     A folder that exists is refused, unless it is a run and `fresh` says to start it again.
     """
-    name = name or next_name(runs, preset)
-    if name in (".", "..") or set(name) & set("/\\\0"):
+    name = next_name(runs, preset) if name is None else name
+    if name in ("", ".", "..") or set(name) & set("/\\\0"):
         raise ValueError(f"a run's name is a plain word, not {name!r}; --runs says in which folder it goes")
     path = runs / name
     if path.is_dir() and not any(path.iterdir()):
@@ -100,10 +101,21 @@ def new_path(runs: Path, name: str | None, preset: str, fresh: bool) -> Path:
     return path
 
 
-def create(path: Path) -> Run:
-    if path.exists():
-        shutil.rmtree(path)
-    path.mkdir(parents=True)
+def create(runs: Path, name: str | None, preset: str, fresh: bool) -> Run:
+    """The folder of a new run; nothing is ever deleted but, with `fresh`, a run that nobody is training."""
+    path = new_path(runs, name, preset, fresh)
+    if is_run(path):
+        with locked(path) as ours:
+            if ours:
+                shutil.rmtree(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if name is None:  # another process has just taken the number
+            return create(runs, name, preset, fresh)
+        if any(path.iterdir()):
+            raise
     return Run(path)
 
 
@@ -162,9 +174,9 @@ def write_whole(path: Path, text: str) -> None:
 def replacing_folder(path: Path) -> Iterator[Path]:
     """A folder to fill; it takes the place of `path` if the block ends well, and vanishes if it does not."""
     aside, old = (path.with_name(f".{path.name}.{os.getpid()}.{word}") for word in ("new", "old"))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed and had our number
+    aside.mkdir(parents=True)
     try:
-        aside.mkdir()
         yield aside
         for file in aside.iterdir():
             file.chmod(0o666 & ~UMASK)  # safetensors writes files that only their owner may read
@@ -175,6 +187,8 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         aside.rename(path)
         _fsync(path.parent)
     finally:
+        if old.exists() and not path.exists():
+            old.rename(path)
         shutil.rmtree(aside, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 

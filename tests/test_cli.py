@@ -109,11 +109,11 @@ def test_train_eval_and_repeat_from_the_command_line(capsys, tmp_path, monkeypat
     assert "eval runs/nano-1" in out
     assert "1/1" in err
 
-    code, out, _ = said(capsys, "eval", "--json")
+    code, out, _ = said(capsys, "eval", "--device", "cpu", "--json")
     scores = json.loads(out)
     assert scores["pictures"] == 8
     assert {edit["changed"] for edit in scores["edits"]} >= {"colour", "sky"}
-    _, out, _ = said(capsys, "eval", "runs/nano-1/model", "--held-out", "8", "--json")
+    _, out, _ = said(capsys, "eval", "runs/nano-1/model", "--device", "cpu", "--held-out", "8", "--json")
     assert json.loads(out)["edits"] == scores["edits"]
 
     code, out, _ = said(capsys, "train", "--config", "runs/nano-1/config.json", "--json")
@@ -183,7 +183,7 @@ def test_a_signal_ends_a_real_process_cleanly_with_its_state_saved(tmp_path, sig
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
-    assert "--resume --name r" in out
+    assert "--resume --name runs/r" in out
     status = json.loads((tmp_path / "runs" / "r" / "status.json").read_text())
     assert status["state"] == "stopped"
     assert (tmp_path / "runs" / "r" / "last" / "state.json").exists()

@@ -1,6 +1,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,8 +82,6 @@ def test_temperature_starts_at_clips_and_is_clamped(model):
 
 
 def test_sigmoid_models_have_siglips_start(tiny):
-    from dataclasses import replace
-
     model = CLIP(replace(tiny, loss="sigmoid"))
     assert model.logit_scale.exp().item() == pytest.approx(10)
     assert model.logit_bias.item() == -10
@@ -104,12 +103,31 @@ def test_known_shapes_have_the_known_counts(preset, count):
         assert sum(w.numel() for w in CLIP(PRESETS[preset].model).parameters()) == count
 
 
-def test_residual_branches_start_small_and_the_stream_keeps_its_size():
+def test_weights_start_as_in_clip():
     torch.manual_seed(0)
-    model = CLIP(PRESETS["tiny"].model)
+    model = CLIP(PRESETS["tiny"].model)  # width 256; depth 6 and 4
     block = model.vision.blocks[0]
-    assert block.attn.out.weight.std().item() == pytest.approx((2 * 256 * 6) ** -0.5, rel=0.05)
+    stds = {
+        block.attn.qkv: 256**-0.5,
+        block.attn.out: (2 * 256 * 6) ** -0.5,
+        block.mlp.wide: (2 * 256) ** -0.5,
+        block.mlp.narrow: (2 * 256 * 6) ** -0.5,
+        model.text.blocks[0].mlp.narrow: (2 * 256 * 4) ** -0.5,
+        model.text.token: 0.02,
+        model.text_projection: 256**-0.5,
+    }
+    for layer, std in stds.items():
+        assert layer.weight.std().item() == pytest.approx(std, rel=0.05)
+    assert model.text.position.std().item() == pytest.approx(0.01, rel=0.05)
     assert block.mlp.narrow.bias.abs().max() == 0
+
+
+def test_mean_pooling_weighs_every_patch_alike(tiny):
+    vision = CLIP(replace(tiny, vision=replace(tiny.vision, pool="mean"))).eval().vision
+    states = {}
+    vision.blocks.register_forward_hook(lambda m, i, out: states.__setitem__("x", out))
+    out = vision(torch.randn(2, 3, 32, 32))
+    assert torch.allclose(out, vision.ln_post(states["x"].mean(1)), atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
@@ -155,8 +173,6 @@ def test_damaged_files_get_a_sentence(model, tmp_path):
 
 
 def test_a_tokenizer_too_large_for_the_table_is_refused(tiny):
-    from dataclasses import replace
-
     with pytest.raises(ValueError, match="33 tokens"):
         CLIP(replace(tiny, text=replace(tiny.text, vocab=20)), Tokenizer.characters())
 

@@ -2,7 +2,13 @@ import pytest
 import torch
 
 from m1clip import devices, losses
+from m1clip import run as runs
+from m1clip.config import preset
 from m1clip.model.clip import CLIP
+from m1clip.model.tokenizer import Tokenizer
+from m1clip.train import checkpoint
+from m1clip.train.optim import make_optimizer
+from m1clip.train.step import train_step
 
 GPUS = ["cuda", "mps"]
 
@@ -49,12 +55,30 @@ def test_attention_of_strided_tensors_equals_the_cpus(name, length):
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_forward_loss_and_gradients_equal_the_cpus(name, tiny):
+def test_a_checkpoint_made_there_goes_on_there(name, tiny, tmp_path):
+    device, tokenizer = here(name), Tokenizer.characters()
+    run = runs.create(tmp_path, "r", "x", fresh=False)
+    tokens = torch.tensor([[1, i + 5, 2] for i in range(4)], device=device)
+    pixels = torch.randint(0, 256, (4, 32, 32, 3), dtype=torch.uint8, device=device)
+    models = [CLIP(tiny, tokenizer).to(device) for _ in range(2)]
+    optimizers = [make_optimizer(model, preset("nano")) for model in models]
+    train_step(models[0], optimizers[0], pixels, tokens, clip_norm=1.0)
+    checkpoint.save(run, 1, models[0], optimizers[0])
+    assert checkpoint.resume(run, models[1], optimizers[1]) == 1
+    losses_after = [
+        train_step(m, o, pixels, tokens, clip_norm=1.0)[0].item()
+        for m, o in zip(models, optimizers, strict=True)
+    ]
+    assert losses_after[0] == pytest.approx(losses_after[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_gradients_equal_the_cpus(name, tiny):
     device = here(name)
     torch.manual_seed(0)
     model = CLIP(tiny)
     pixels, tokens = torch.randn(6, 3, 32, 32), torch.randint(3, 500, (6, 16))
-    tokens[:, -1] = tiny.text.end_id
+    tokens[:, -1] = model.text.end_id
     grads = []
     for where in (torch.device("cpu"), device):
         model.to(where).zero_grad()

@@ -93,6 +93,9 @@ def test_only_devices_names_a_backend_and_only_cli_imports_by_string(path):
         "m1clip.sensors",
         "m1clip.data.cache",
         "m1clip.verbs.train",
+        "m1clip.verbs.eval",
+        "m1clip.verbs.info",
+        "m1clip.verbs.data_preview",
     ],
 )
 def test_starts_without_torch(module):

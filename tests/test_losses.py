@@ -44,6 +44,14 @@ def test_softmax_loss_of_equal_logits_is_chance():
     assert losses.softmax_loss(torch.zeros(12, 12)).item() == pytest.approx(math.log(12))
 
 
+@pytest.mark.parametrize("kind", losses.LOSSES)
+def test_chance_is_the_best_that_a_constant_can_do(kind):
+    best = min(
+        losses.LOSSES[kind](torch.full((12, 12), c)).item() for c in torch.linspace(-6, 0, 601).tolist()
+    )
+    assert losses.chance(kind, 12) == pytest.approx(best, abs=1e-4)
+
+
 def test_accuracy_is_the_mean_of_both_directions():
     logits = torch.tensor([[2.0, 3.0], [0.0, 1.0]])  # rows: 1 of 2 right; columns: 1 of 2 right
     assert losses.accuracy(logits).item() == 0.5

@@ -14,9 +14,9 @@ from m1clip.model.clip import CLIP
 TOLERANCE = 1e-5
 
 SHAPES = {
-    "small": ModelConfig(VisionConfig(32, 8, 48, 3, 4), TextConfig(99, 20, 32, 2, 2, end_id=98), 24),
+    "small": ModelConfig(VisionConfig(32, 8, 48, 3, 4), TextConfig(99, 20, 32, 2, 2), 24),
     "quick": ModelConfig(
-        VisionConfig(48, 16, 64, 2, 1), TextConfig(300, 16, 64, 3, 4, end_id=299), 40, activation="quick_gelu"
+        VisionConfig(48, 16, 64, 2, 1), TextConfig(300, 16, 64, 3, 4), 40, activation="quick_gelu"
     ),
 }
 
@@ -75,7 +75,7 @@ def transformers_twin(ours: CLIP) -> torch.nn.Module:
                 num_attention_heads=text.heads,
                 max_position_embeddings=text.length,
                 bos_token_id=1,
-                eos_token_id=text.end_id,
+                eos_token_id=ours.text.end_id,
                 **shared,
             ).to_dict(),
             vision_config=CLIPVisionConfig(
@@ -153,14 +153,15 @@ TWINS = {
 def test_embeddings_loss_and_gradients_equal_the_peers(library, shape):
     torch.manual_seed(0)
     ours = CLIP(SHAPES[shape])
+    ours.text.end_id = ours.config.text.vocab - 1  # open_clip looks for the highest id
     for weight in ours.parameters():  # biases and norms away from 0 and 1, so that none can be confused
         weight.data += 0.02 * torch.randn_like(weight)
     twin, encode = TWINS[library]
     theirs = twin(ours)
     text = ours.config.text
-    tokens = torch.randint(1, text.end_id, (6, text.length))
+    tokens = torch.randint(1, ours.text.end_id, (6, text.length))
     for row, end in zip(tokens, (text.length - 1, 3, 7, 9, 2, 5), strict=True):
-        row[end], row[end + 1 :] = text.end_id, 0
+        row[end], row[end + 1 :] = ours.text.end_id, 0
     pixels = torch.randn(6, 3, ours.config.vision.image_size, ours.config.vision.image_size)
 
     our_image, our_text = ours.embed_pixels(pixels), ours.embed_tokens(tokens)

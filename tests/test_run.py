@@ -8,7 +8,7 @@ from m1clip.run import Run
 
 
 def made(path) -> Run:
-    run = runs.create(path)
+    run = runs.create(path.parent, path.name, "nano", fresh=False)
     run.write("config.json", {})
     run.status("running", 0)
     return run
@@ -36,13 +36,38 @@ def test_an_existing_run_is_refused_with_the_ways_out(tmp_path):
     made(tmp_path / "mine")
     with pytest.raises(FileExistsError, match=r"--resume continues it, --fresh deletes it"):
         runs.new_path(tmp_path, "mine", "nano", fresh=False)
-    runs.create(runs.new_path(tmp_path, "mine", "nano", fresh=True))
+    runs.create(tmp_path, "mine", "nano", fresh=True)
     assert not list((tmp_path / "mine").iterdir())
 
 
 def test_an_empty_folder_may_become_a_run(tmp_path):
     (tmp_path / "mine").mkdir()
-    assert runs.create(runs.new_path(tmp_path, "mine", "nano", fresh=False)).path == tmp_path / "mine"
+    assert runs.create(tmp_path, "mine", "nano", fresh=False).path == tmp_path / "mine"
+
+
+def test_a_number_taken_meanwhile_is_not_taken_twice(tmp_path, monkeypatch):
+    made(tmp_path / "nano-1")
+    names = iter(("nano-1", "nano-2"))
+    monkeypatch.setattr(runs, "new_path", lambda *a: tmp_path / next(names))
+    monkeypatch.setattr(runs, "is_run", lambda path: False)  # as it was when the number was chosen
+    assert runs.create(tmp_path, None, "nano", fresh=False).name == "nano-2"
+    assert (tmp_path / "nano-1" / "config.json").exists()
+
+
+def test_a_swap_that_fails_half_way_keeps_the_old_folder(tmp_path, monkeypatch):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "old").touch()
+    rename = type(tmp_path).rename
+
+    def fail_on_the_second(self, target):
+        if self.name.endswith(".new"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(type(tmp_path), "rename", fail_on_the_second)
+    with pytest.raises(KeyboardInterrupt), runs.replacing_folder(tmp_path / "m") as aside:
+        (aside / "new").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["m", "old"]
 
 
 def test_fresh_never_deletes_what_is_not_a_run(tmp_path):

@@ -34,6 +34,7 @@ def nasty() -> list[str]:
         "\u200bzero\u200dwidth\ufeff",
         "control \x07 bell \x1b[31mred\x1b[0m",
         "İstanbul DŽ ß ẞ ſ ﬀ",
+        "ΛΟΓΟΣ ΟΔΥΣΣΕΥΣ",
         "e\u0301 combining e\u0301",
         "“curly” ‘quotes’ – dash — long …",
     ]

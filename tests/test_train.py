@@ -12,6 +12,7 @@ from m1clip.model.clip import CLIP, load
 from m1clip.train import checkpoint, loop
 from m1clip.train.optim import make_optimizer, rate
 from m1clip.train.screen import Screen
+from m1clip.train.step import STATS, train_step
 from m1clip.train.stop import Stop
 
 
@@ -29,8 +30,9 @@ class Quiet(Screen):
 
 
 def trained(config: TrainConfig, path, stop_at: int | None = None) -> loop.Result:
-    run = runs.Run(path) if path.exists() else runs.create(path)
-    return loop.train(config, loop.check(config, path.parent), run, Quiet(stop_at))
+    old = runs.Run(path) if path.exists() else None
+    setup = loop.check(config, path.parent, old)
+    return loop.train(config, setup, old or runs.create(path.parent, path.name, "x", False), Quiet(stop_at))
 
 
 def test_a_run_leaves_the_folder_of_the_design(tiny_run, tmp_path):
@@ -65,6 +67,7 @@ def test_a_run_learns(tiny_run, tmp_path):
 
 
 def test_resumed_run_ends_with_the_same_weights_as_an_unbroken_one(tiny_run, tmp_path):
+    tiny_run = replace(tiny_run, shift=0.1)
     trained(tiny_run, tmp_path / "whole")
     broken = trained(tiny_run, tmp_path / "broken", stop_at=4)
     assert (broken.finished, broken.step) == (False, 5)
@@ -90,22 +93,22 @@ def test_a_sigmoid_run_trains_its_bias(tiny_run, tmp_path):
 
 def test_a_non_finite_loss_stops_the_run_and_names_the_step(tiny_run, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "train_step", lambda *a, **k: torch.tensor([float("nan"), 0, 0, 0]))
-    with pytest.raises(FloatingPointError, match="nan at step 2"):
+    with pytest.raises(FloatingPointError, match="loss is nan at step 2"):
         trained(tiny_run, tmp_path / "r")
     assert not (tmp_path / "r" / "checkpoints").exists()
 
 
 def test_a_batch_larger_than_the_data_is_refused_before_anything_is_written(tiny_run, tmp_path):
     with pytest.raises(ValueError, match="batch 65 is larger than the 64 training pairs"):
-        loop.check(replace(tiny_run, batch=65), tmp_path / "runs")
+        loop.check(replace(tiny_run, batch=65), tmp_path / "runs", None)
     assert not list(tmp_path.iterdir())
 
 
 def test_no_room_for_checkpoints_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**9))
-    with pytest.raises(OSError, match=r"1\.00 GB free; checkpoints need 2\.95 GB"):
-        loop.check(preset("seed"), tmp_path / "deep" / "runs")
+    with pytest.raises(OSError, match=r"1\.00 GB free; checkpoints need 4\.22 GB"):
+        loop.check(preset("seed"), tmp_path / "deep" / "runs", None)
     assert not list(tmp_path.iterdir())
 
 
@@ -121,10 +124,75 @@ def test_rate_climbs_to_its_peak_and_falls_to_nothing():
     assert rate(0, 100, replace(config, warmup=0.0)) == 1.0
 
 
+def one_step(model: CLIP, lr: float, clip_norm: float) -> torch.Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    bytes_BSSC = torch.randint(0, 256, (4, 32, 32, 3), dtype=torch.uint8)
+    tokens_BL = torch.tensor([[1, i + 5, 2] for i in range(4)])
+    return train_step(model, optimizer, bytes_BSSC, tokens_BL, clip_norm=clip_norm)
+
+
+def test_a_step_moves_no_further_than_the_clipped_gradient_allows(tiny):
+    torch.manual_seed(0)
+    model = CLIP(tiny)
+    before = torch.cat([weight.detach().clone().flatten() for weight in model.parameters()])
+    stats = dict(zip(STATS, one_step(model, lr=1.0, clip_norm=0.01).tolist(), strict=True))
+    after = torch.cat([weight.detach().flatten() for weight in model.parameters()])
+    assert stats["grad_norm"] > 1  # what is reported is the length before the cut
+    assert (after - before).norm().item() == pytest.approx(0.01, rel=0.01)
+
+
+def test_a_step_clamps_the_temperature(tiny):
+    model = CLIP(tiny)
+    model.logit_scale.data.fill_(6.0)
+    stats = one_step(model, lr=1e-6, clip_norm=1.0)
+    assert stats[STATS.index("temperature")].item() == pytest.approx(0.01)
+
+
+def test_weights_follow_the_seed_and_not_only_the_data(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "train_step", lambda *a, **k: torch.zeros(len(STATS)))
+    for seed in (0, 1):
+        trained(replace(tiny_run, seed=seed, epochs=1), tmp_path / str(seed))
+    zero, one = (load(tmp_path / name).text_projection.weight for name in "01")
+    assert not torch.equal(zero, one)
+
+
+def test_checkpoints_come_by_the_clock_and_only_the_newest_are_kept(tiny_run, tmp_path):
+    trained(replace(tiny_run, save_minutes=1e-9), tmp_path / "r")
+    kept = sorted(path.name for path in (tmp_path / "r" / "checkpoints").iterdir())
+    assert kept == ["step_000007", "step_000008"]
+    assert [record["step"] for record in runs.Run(tmp_path / "r").records("step")] == list(range(1, 9))
+    trained(tiny_run, tmp_path / "s")
+    assert [path.name for path in (tmp_path / "s" / "checkpoints").iterdir()] == ["step_000008"]
+
+
+def test_evaluation_keeps_its_rhythm_and_comes_at_the_end(tiny_run, tmp_path):
+    trained(replace(tiny_run, epochs=5, eval_every=2), tmp_path / "r")
+    assert [record["epoch"] for record in runs.Run(tmp_path / "r").records("eval")] == [2, 4, 5]
+
+
+def test_broken_weights_are_not_saved_over_good_ones(tiny_run, tmp_path):
+    trained(tiny_run, tmp_path / "r")
+    run, model = runs.Run(tmp_path / "r"), load(tmp_path / "r")
+    model.text_projection.weight.data[0, 0] = float("inf")
+    with pytest.raises(FloatingPointError, match=r"the last good state is .*step_000008"):
+        checkpoint.save(run, 9, model, make_optimizer(model, tiny_run))
+    assert checkpoint.last(run).name == "step_000008"
+
+
+def test_a_refused_resume_does_not_touch_a_finished_run(tiny_run, tmp_path):
+    trained(tiny_run, tmp_path / "r")
+    run = runs.Run(tmp_path / "r")
+    (checkpoint.last(run) / "optimizer.safetensors").write_text("cut")
+    with pytest.raises(ValueError, match="cannot go on"), runs.Run(run.path).owned():
+        trained(tiny_run, run.path)
+    assert run.read("status.json")["state"] == "finished"
+
+
 def test_only_matrices_decay(tiny):
     model = CLIP(replace(tiny, loss="sigmoid"))
     decayed, free = make_optimizer(model, preset("nano")).param_groups
     names = {id(weight): name for name, weight in model.named_parameters()}
+    assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
     assert all(weight.ndim >= 2 for weight in decayed["params"])
     kept = {names[id(weight)] for weight in free["params"]}
     assert {"text.token.weight", "text.position", "vision.position", "vision.class_token"} <= kept
@@ -153,7 +221,6 @@ def test_a_checkpoint_that_fails_leaves_the_one_before(tiny_run, tmp_path, monke
         ("state.json", '{"step": -5}'),
         ("optimizer.safetensors", "cut"),
         ("model.safetensors", None),
-        ("tokenizer.json", "[]"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_nothing_is_changed(tiny_run, tmp_path, name, content):
@@ -173,11 +240,13 @@ def test_a_lost_link_loses_no_work(tiny_run, tmp_path):
     assert [record["step"] for record in runs.Run(tmp_path / "r").records("event")] == [0, 4]
 
 
-def test_a_second_ctrl_c_means_at_once():
-    said = []
+def test_a_second_ctrl_c_means_at_once_but_not_within_a_second(monkeypatch):
+    said, clock = [], iter((100.0, 100.1, 105.0))
+    monkeypatch.setattr("m1clip.train.stop.time.monotonic", lambda: next(clock))
     with Stop(said.append) as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.asked
+        signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert "once more" in said[0]

@@ -19,6 +19,7 @@ from typing import BinaryIO
 import numpy as np
 import psutil
 
+from m1clip import pictures
 from m1clip.data.pairs import Pairs
 from m1clip.pictures import Pixels, square
 from m1clip.sensors import readable
@@ -64,7 +65,8 @@ def require_room(size: int, *sources: Pairs) -> None:
 
 def _find(pairs: Pairs, size: int) -> tuple[Path, Pixels | None]:
     """Where the pictures' file is or would be, and its content if it is there and whole."""
-    name = sha256(f"{pairs.fingerprint}/{size}".encode()).hexdigest()[:16]
+    how = Path(pictures.__file__).read_text()  # a picture squared otherwise is another picture
+    name = sha256(f"{pairs.fingerprint}/{size}/{how}".encode()).hexdigest()[:16]
     path = cache_folder() / f"pixels-{name}.npy"
     try:
         found = _open(path)

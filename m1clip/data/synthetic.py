@@ -171,7 +171,8 @@ def shuffled(index: int, size: int, key: str) -> int:
 @lru_cache
 def _drawing_code() -> str:
     """Changes when any line that draws does, so that no stale picture is ever taken from a cache."""
-    source = b"".join(Path(str(module.__file__)).read_bytes() for module in (sketch, drawings, paint))
+    files = (__file__, sketch.__file__, drawings.__file__, paint.__file__)
+    source = b"".join(Path(file).read_bytes() for file in files)
     return blake2b(source, digest_size=8).hexdigest()
 
 

@@ -28,11 +28,14 @@ def embed_pictures(model: CLIP, pixels: Pixels) -> Tensor:
 
 
 @torch.inference_mode()
-def embed_captions(model: CLIP, captions: Sequence[str]) -> Tensor:
-    """(M, E) on the CPU."""
-    return torch.cat(
-        [model.encode_text(captions[start : start + CHUNK]).cpu() for start in range(0, len(captions), CHUNK)]
-    )
+def embed_captions(model: CLIP, captions: Sequence[str], rows: Sequence[str] | None = None) -> Tensor:
+    """(M, E) on the CPU; `rows` says where each caption came from."""
+    parts = []
+    for start in range(0, len(captions), CHUNK):
+        chunk = slice(start, start + CHUNK)
+        tokens_BL = model.tokenize(captions[chunk], rows and rows[chunk])
+        parts.append(model.embed_tokens(devices.copy(tokens_BL, model.logit_scale.device)).cpu())
+    return torch.cat(parts)
 
 
 def embed_pairs(model: CLIP, pairs: Pairs, pixels: Pixels) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,4 +43,5 @@ def embed_pairs(model: CLIP, pairs: Pairs, pixels: Pixels) -> tuple[Tensor, Tens
     captions = [pairs.captions(row) for row in range(len(pairs))]
     owner_M = torch.tensor([row for row, some in enumerate(captions) for _ in some])
     flat = [caption for some in captions for caption in some]
-    return embed_pictures(model, pixels), embed_captions(model, flat), owner_M
+    rows = [pairs.row(int(row)) for row in owner_M]
+    return embed_pictures(model, pixels), embed_captions(model, flat, rows), owner_M

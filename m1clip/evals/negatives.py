@@ -36,8 +36,8 @@ def edit_scores(model: CLIP, pairs: Editable, image_NE: Tensor, text_NE: Tensor)
     edits = [(row, what, wrong) for row in range(len(pairs)) for what, wrong in pairs.edits(row)]
     wrong_ME = embed_captions(model, [wrong for _, _, wrong in edits])
     rows = [row for row, _, _ in edits]
-    true_M = (image_NE[rows] * text_NE[rows]).sum(1)
-    won_M = (true_M > (image_NE[rows] * wrong_ME).sum(1)).float()
+    margin_M = (image_NE[rows] * (text_NE[rows] - wrong_ME)).sum(1)
+    won_M = (margin_M.sign() + 1) / 2  # a tie is half a win, as a guess would be
     scores = []
     for name in dict.fromkeys(what for _, what, _ in edits):
         mine = won_M[[what == name for _, what, _ in edits]]

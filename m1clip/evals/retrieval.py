@@ -81,4 +81,4 @@ def ranks(query_QE: Tensor, target_TE: Tensor, key_Q: Tensor, key_T: Tensor) -> 
 
 def direction(rank_Q: Tensor) -> Direction:
     r1, r5, r10 = ((rank_Q <= k).float().mean().item() for k in AT)
-    return Direction(r1, r5, r10, rank_Q.median().item())
+    return Direction(r1, r5, r10, rank_Q.quantile(0.5).item())

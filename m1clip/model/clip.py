@@ -6,7 +6,6 @@ Shapes: B items, L tokens, E embedding, C colours, S pixels a side.
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -27,17 +26,20 @@ from m1clip.run import replacing_folder
 
 MAX_SCALE = math.log(100)
 START = {"softmax": (math.log(1 / 0.07), None), "sigmoid": (math.log(10), -10.0)}
+END_ID = 2  # where no tokenizer says otherwise: that of our own
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 class CLIP(nn.Module):
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None = None):
         super().__init__()
-        if tokenizer is not None:
-            config = fit(config, tokenizer)
+        if tokenizer is not None and len(tokenizer) > config.text.vocab:
+            raise ValueError(
+                f"the tokenizer has {len(tokenizer)} tokens, the model's table {config.text.vocab}"
+            )
         self.config, self.tokenizer = config, tokenizer
         self.vision = Vision(config.vision, config.activation)
-        self.text = Text(config.text, config.activation)
+        self.text = Text(config.text, config.activation, END_ID if tokenizer is None else tokenizer.end_id)
         self.vision_projection = nn.Linear(config.vision.width, config.embed, bias=False)
         self.text_projection = nn.Linear(config.text.width, config.embed, bias=False)
         scale, bias = START[config.loss]
@@ -79,10 +81,11 @@ class CLIP(nn.Module):
         """Unit vectors of strings; one string gives one row."""
         return self.embed_tokens(self.tokenize(texts).to(self.logit_scale.device))
 
-    def tokenize(self, texts: str | Sequence[str]) -> Tensor:
+    def tokenize(self, texts: str | Sequence[str], rows: Sequence[str] | None = None) -> Tensor:
+        """Token ids; `rows` says where each text came from, for the message when one is empty."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer; load one that was saved, or pass one to CLIP(…)")
-        return self.tokenizer([texts] if isinstance(texts, str) else texts, self.config.text.length)
+        return self.tokenizer([texts] if isinstance(texts, str) else texts, self.config.text.length, rows)
 
     def normalise(self, bytes_BSSC: Tensor) -> Tensor:
         """Pixels as the vision tower wants them, from bytes, on the device where the bytes are."""
@@ -115,18 +118,11 @@ def of_255(colours: tuple[float, float, float], device: torch.device) -> Tensor:
     return 255 * torch.tensor(colours, device=device).view(3, 1, 1)
 
 
-def fit(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """The configuration with the tokenizer's end token; refuses one that does not fit the token table."""
-    if len(tokenizer) > config.text.vocab:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model's table {config.text.vocab}")
-    return replace(config, text=replace(config.text, end_id=tokenizer.end_id))
-
-
 def load(folder: str | os.PathLike[str]) -> CLIP:
     """A model from its folder (or from a run's), ready to encode pictures and strings."""
     path = Path(folder)
-    if (path / "model").is_dir():
-        path = path / "model"
+    if not (path / "model.safetensors").exists():  # a run: its model, or the last checkpoint before it
+        path = next((path / name for name in ("model", "last") if (path / name).is_dir()), path)
     for name in FILES:
         if not (path / name).is_file():
             raise FileNotFoundError(f"no {name} in {path}; a model is a folder of {', '.join(FILES)}")

@@ -87,11 +87,12 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         self.core.save(str(path))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tokenizer) and self.core.to_str() == other.core.to_str()
-
     def __len__(self) -> int:
         return self.core.get_vocab_size()
+
+    def lengths(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text, start and end included, before any cut."""
+        return [len(one.ids) + 2 for one in self.core.encode_batch_fast([clean(t) for t in texts])]
 
     def __call__(self, texts: Sequence[str], length: int, rows: Sequence[str] | None = None) -> Tensor:
         """Ids (B, L): L is the smallest bucket that holds the longest text; too long is cut, end kept.
@@ -131,7 +132,7 @@ def clean(text: str) -> str:
         import ftfy  # slow to import, and most captions do not need it
 
         text = html.unescape(html.unescape(ftfy.fix_text(text)))
-    return " ".join(text.split())
+    return " ".join(text.split()).lower()  # Python's rules: Rust's differ on a final sigma
 
 
 def _without_marks(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

@@ -112,9 +112,9 @@ class Vision(nn.Module):
 class Text(nn.Module):
     """A causal transformer: the end-of-text token has seen the whole caption, and only the caption."""
 
-    def __init__(self, config: TextConfig, activation: str):
+    def __init__(self, config: TextConfig, activation: str, end_id: int):
         super().__init__()
-        self.config = config
+        self.config, self.end_id = config, end_id
         self.token = nn.Embedding(config.vocab, config.width)
         self.position = nn.Parameter(torch.empty(config.length, config.width))
         self.blocks = blocks(config, causal=True, activation=activation)
@@ -124,7 +124,7 @@ class Text(nn.Module):
         x_BLD = self.token(tokens_BL) + self.position[: tokens_BL.shape[1]]
         x_BLD = self.blocks(x_BLD)
         # Padding follows the end token, and causality hides it: no mask is needed.
-        end_B = (tokens_BL == self.config.end_id).int().argmax(dim=1)
+        end_B = (tokens_BL == self.end_id).int().argmax(dim=1)
         x_BD = x_BLD[torch.arange(len(end_B), device=end_B.device), end_B]
         y_BD: Tensor = self.ln_post(x_BD)
         return y_BD

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +15,44 @@ from m1clip.model.clip import CLIP, read_weights, write_tensors
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run, replacing_folder
 
+KEEP = 2
+
 
 def save(run: Run, step: int, model: CLIP, optimizer: torch.optim.Optimizer) -> Path:
+    """Write a checkpoint, then remove all but the newest; broken weights are not saved over good ones."""
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        raise FloatingPointError(f"the weights are not finite at step {step}; {last_good(run)}")
     path = run.checkpoints / f"step_{step:06d}"
     with replacing_folder(path) as aside:
         model.write(aside)
         write_tensors(aside / "optimizer.safetensors", optimizer_tensors(model, optimizer))
         (aside / "state.json").write_text(json.dumps({"step": step}) + "\n")
-    point(run.path / "last", path)
+    for older in all_of(run)[:-KEEP]:
+        shutil.rmtree(older)
+    with suppress(OSError):  # a file system without links; nothing of ours needs it
+        point(run.path / "last", path)
     return path
 
 
+def all_of(run: Run) -> list[Path]:
+    """The run's checkpoints, oldest first; one that is there is whole."""
+    return sorted(run.checkpoints.glob("step_*"), key=lambda path: int(path.name[5:]))
+
+
 def last(run: Run) -> Path | None:
-    """The checkpoint of the highest step; one that is there is whole, and the link `last` is for people."""
-    return max(run.checkpoints.glob("step_*"), key=lambda path: int(path.name[5:]), default=None)
+    return next(reversed(all_of(run)), None)
+
+
+def last_good(run: Run) -> str:
+    """The end of a message about a run that cannot go on."""
+    path = last(run)
+    return f"the last good state is {path}" if path else "there is no earlier state"
+
+
+def tokenizer(run: Run) -> Tokenizer | None:
+    """What the run's captions have been read with so far."""
+    path = last(run)
+    return Tokenizer.load(path / "tokenizer.json") if path else None
 
 
 def resume(run: Run, model: CLIP, optimizer: torch.optim.Optimizer) -> int:
@@ -45,8 +71,6 @@ def load(path: Path, model: CLIP, optimizer: torch.optim.Optimizer) -> int:
     step = json.loads((path / "state.json").read_text())["step"]
     if type(step) is not int or step < 0:
         raise ValueError(f"state.json says step {step!r}")
-    if Tokenizer.load(path / "tokenizer.json") != model.tokenizer:
-        raise ValueError("it was made with another tokenizer; the data or --tokenizer has changed since")
     weights = read_weights(path / "model.safetensors", model)
     tensors = load_file(path / "optimizer.safetensors")
     random_state = tensors.pop("random_state")
@@ -59,11 +83,7 @@ def load(path: Path, model: CLIP, optimizer: torch.optim.Optimizer) -> int:
         raise ValueError("optimizer.safetensors is not of this model")
     model.load_state_dict(weights)
     for name, weight in names.items():
-        # AdamW's step count, the one scalar, stays on the CPU.
-        optimizer.state[weight] = {
-            moment: value.to(weight.device) if value.ndim else value
-            for moment, value in moments[name].items()
-        }
+        optimizer.state[weight] = {moment: value.to(weight.device) for moment, value in moments[name].items()}
     torch.set_rng_state(random_state)
     return step
 
@@ -87,6 +107,6 @@ def point(link: Path, target: Path) -> None:
 
 
 def needed_bytes(model: CLIP) -> int:
-    """Room for the next checkpoint beside the last, and the final model: weights and two moments of each."""
+    """Room for a new checkpoint beside those kept, weights and two moments each, and for the final model."""
     weights = sum(w.numel() * w.element_size() for w in model.parameters())
-    return 2 * 3 * weights + weights
+    return (KEEP + 1) * 3 * weights + weights

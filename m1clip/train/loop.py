@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from m1clip.train import checkpoint
 from m1clip.train.meter import Meter
 from m1clip.train.optim import make_optimizer, rate
 from m1clip.train.screen import Screen
-from m1clip.train.step import train_step
+from m1clip.train.step import STATS, train_step
 from m1clip.train.stop import Stop
 
 
@@ -58,13 +59,14 @@ class Result:
         return {"finished": self.finished, "step": self.step, "seconds": round(self.seconds, 2), **scores}
 
 
-def check(config: TrainConfig, runs: Path) -> Setup:
+def check(config: TrainConfig, runs: Path, resumed: Run | None) -> Setup:
     """Everything that can be refused at once, before anything is written."""
     device, why = devices.choose(config.device)
     pairs, held_out = open_pairs(config.data, config.held_out, config.seed)
     if config.batch > len(pairs):
         raise ValueError(f"batch {config.batch} is larger than the {len(pairs)} training pairs")
-    words = make_tokenizer(config.tokenizer, captions(pairs), config.model.text.vocab)
+    words = checkpoint.tokenizer(resumed) if resumed else None
+    words = words or make_tokenizer(config.tokenizer, captions(pairs), config.model.text.vocab)
     with torch.device("meta"):
         need = checkpoint.needed_bytes(CLIP(config.model, words))
     there = next(folder for folder in (runs, *runs.absolute().parents) if folder.exists())
@@ -91,9 +93,9 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
         train_pixels, held_pixels = (pixels(some, side, drawn) for some in (pairs, held_out))
     tokenize = partial(setup.tokenizer, length=config.model.text.length)
     batches = Batches(pairs, train_pixels, tokenize, config.batch, config.seed, config.shift)
-    screen.start(facts(run, setup, model, step, total), config.batch, len(held_out))
+    meter, scores = Meter(config.model.loss, config.batch, total), None
+    screen.start(facts(run, setup, model, step, total), meter.chance, 1 / len(held_out))
 
-    meter, scores = Meter(config.batch, total), None
     with Stop(screen.say) as stop, screen.training(step, total):
         for batch in batches.stream(step, total):
             lr = set_rate(optimizer, rate(step, total, config))
@@ -105,7 +107,7 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
             saving = stopping or step == total or meter.minutes_since_save >= config.save_minutes
             if step % config.log_every == 0 or epoch_ends or saving:
                 values = {"lr": lr, **meter.read(step)}
-                refuse_non_finite(values["loss"], step, run)
+                refuse_non_finite(values, step, run)
                 run.log("step", step, mem_gb=sensors.memory_gb(), **values)
                 run.status("running", step, total=total, eta_s=values["eta_s"])
                 screen.step(step, values)
@@ -181,12 +183,11 @@ def evaluate(model: CLIP, pairs: Pairs, pictures: Pixels) -> Retrieval:
     return scores
 
 
-def refuse_non_finite(loss: float, step: int, run: Run) -> None:
-    if math.isfinite(loss):
-        return
-    last = checkpoint.last(run)
-    where = f"the last good state is {last}" if last else "there is no earlier state"
-    raise FloatingPointError(f"the loss is {loss} at step {step}; {where}. A lower --lr usually helps")
+def refuse_non_finite(values: dict[str, float], step: int, run: Run) -> None:
+    for name in STATS:
+        if not math.isfinite(values[name]):
+            where = checkpoint.last_good(run)
+            raise FloatingPointError(f"{name} is {values[name]} at step {step}; {where}. Try a lower --lr")
 
 
 def facts(run: Run, setup: Setup, model: CLIP, step: int, total: int) -> dict[str, str]:
@@ -197,4 +198,13 @@ def facts(run: Run, setup: Setup, model: CLIP, step: int, total: int) -> dict[st
         "device": f"{setup.device}: {setup.why}; {torch.get_num_threads()} CPU threads",
         "model": f"{millions:.2f} M parameters, pictures of {model.config.vision.image_size} px",
         "data": f"{len(setup.pairs):,} pairs to learn from, {len(setup.held_out):,} held out",
+        "captions": reading(setup.tokenizer, setup.pairs, model.config.text.length),
     }
+
+
+def reading(tokenizer: Tokenizer, pairs: Pairs, length: int) -> str:
+    """How long captions are in tokens, from the first thousand, and whether the model sees all of them."""
+    lengths = tokenizer.lengths(list(islice(captions(pairs), 1000)))
+    cut = sum(one > length for one in lengths) / len(lengths)
+    words = f"{len(tokenizer):,} kinds of token, up to {max(lengths)} a caption"
+    return words + (f"; the model reads {length}, so {cut:.0%} are cut short" if cut else "")

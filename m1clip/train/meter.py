@@ -1,6 +1,5 @@
 """Figures of a run as it goes: means since the last reading, speed without the pauses, time to go."""
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +7,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from m1clip import losses
 from m1clip.train.step import STATS
 
 
 class Meter:
-    def __init__(self, batch: int, total: int):
+    def __init__(self, loss: str, batch: int, total: int):
         self.batch, self.total = batch, total
+        self.chance = {"chance_loss": losses.chance(loss, batch), "chance_accuracy": 1 / batch}
         self.unread: list[Tensor] = []
         self.epoch_rows: list[list[float]] = []
         self.started = self.read_at = self.epoch_at = self.saved_at = time.perf_counter()
@@ -46,7 +47,7 @@ class Meter:
 
     def _means(self, rows: list[list[float]]) -> dict[str, float]:
         means = {name: sum(row[i] for row in rows) / len(rows) for i, name in enumerate(STATS)}
-        return {**means, "chance_loss": math.log(self.batch), "chance_accuracy": 1 / self.batch}
+        return {**means, **self.chance}
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -1,6 +1,5 @@
 """What a person sees of a run: a header, a bar that moves, a row an epoch. Everything on stderr."""
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,8 +19,8 @@ from rich.progress import (
 if TYPE_CHECKING:
     from m1clip.evals.retrieval import Retrieval
 
-COLUMNS = ("epoch", "loss", "accuracy", "image→text", "text→image", "temperature", "pairs/s", "seconds")
-WIDTHS = (8, 9, 10, 12, 12, 13, 9, 9)
+COLUMNS = ("epoch", "loss", "accuracy", "image→text", "text→image", "temp.", "pairs/s", "seconds")
+WIDTHS = (8, 8, 10, 12, 12, 9, 9, 9)
 
 
 class Unbreakable:
@@ -57,14 +56,14 @@ class Screen:
         with self._bar(TextColumn("preparing pictures"), total) as bar:
             yield lambda done: bar.advance(bar.task_ids[0], done)
 
-    def start(self, facts: dict[str, str], batch: int, held_out: int) -> None:
+    def start(self, facts: dict[str, str], chance: dict[str, float], recall: float) -> None:
         """What is about to happen, the head of the table, and as its first row what guessing gives."""
         for name, fact in facts.items():
             self.say(f"[dim]{name:>8}[/]  {escape(fact)}")
-        chance = ("chance", f"{math.log(batch):.3f}", percent(1 / batch), *2 * [percent(1 / held_out)])
+        guess = (f"{chance['chance_loss']:.3f}", percent(chance["chance_accuracy"]), *2 * [percent(recall)])
         self.say(f"\n[bold]{row(COLUMNS)}[/]")
         self.say(f"[dim]{row(('', '', 'in batch', 'R@1', 'R@1'))}[/]")
-        self.say(f"[dim]{row(chance)}[/]")
+        self.say(f"[dim]{row(('chance', *guess))}[/]")
 
     @contextmanager
     def training(self, step: int, total: int) -> Iterator[None]:
@@ -75,8 +74,8 @@ class Screen:
     def step(self, step: int, values: dict[str, float]) -> None:
         assert self.bar is not None
         news = (
-            f"loss {values['loss']:.3f} [dim](chance {values['chance_loss']:.2f})[/]  "
-            f"accuracy {percent(values['accuracy'])} [dim](chance {percent(values['chance_accuracy'])})[/]  "
+            f"loss {values['loss']:.3f}, accuracy {percent(values['accuracy'])} [dim](chance "
+            f"{values['chance_loss']:.2f}, {percent(values['chance_accuracy'])})[/] "
             f"{values['pairs_per_s']:.0f} pairs/s"
         )
         self.bar.update(self.bar.task_ids[0], completed=step, news=news)
@@ -95,10 +94,11 @@ class Screen:
         self.say(row(cells))
 
     def _bar(self, first: ProgressColumn, total: int, **fields: Any) -> Progress:
-        columns = (first, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        bar = Progress(*columns, console=self.console, transient=True)
-        bar.add_task("", total=total, **fields)
-        return bar
+        bar = BarColumn(max(4, min(40, self.console.width - 80)))  # the words matter more
+        columns = (first, bar, MofNCompleteColumn(), TimeRemainingColumn(compact=True))
+        progress = Progress(*columns, console=self.console, transient=True)
+        progress.add_task("", total=total, **fields)
+        return progress
 
 
 def row(cells: Sequence[str]) -> str:
@@ -106,4 +106,4 @@ def row(cells: Sequence[str]) -> str:
 
 
 def percent(part: float) -> str:
-    return f"{100 * part:.1f} %"
+    return f"{100 * part:.1f} %" if part >= 0.001 or part == 0 else f"{100 * part:.2g} %"

@@ -17,9 +17,7 @@ def train_step(
     model: CLIP, optimizer: torch.optim.Optimizer, bytes_BSSC: Tensor, tokens_BL: Tensor, *, clip_norm: float
 ) -> Tensor:
     """One update from one batch, already on the model's device."""
-    optimizer.zero_grad(
-        set_to_none=True
-    )  # before the forward pass, so that old gradients do not add to its peak
+    optimizer.zero_grad()  # first, so that old gradients do not add to the peak of the forward pass
     logit_BB = model(model.normalise(bytes_BSSC), tokens_BL)
     loss = losses.LOSSES[model.config.loss](logit_BB)
     loss.backward()  # type: ignore[no-untyped-call]

@@ -1,6 +1,7 @@
 """Ctrl-C as a wish: the step in hand is finished and the state saved. A second one means at once."""
 
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
@@ -10,7 +11,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 class Stop:
     def __init__(self, say: Callable[[str], None]):
-        self.say, self.asked = say, False
+        self.say, self.asked, self.heard_at = say, False, 0.0
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
@@ -25,7 +26,10 @@ class Stop:
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
         if self.asked:
+            if now - self.heard_at < 1:  # one wish, sent twice: by a shell to its group, and by `timeout`
+                return
             raise KeyboardInterrupt
-        self.asked = True
+        self.asked, self.heard_at = True, now
         self.say(f"{signal.Signals(number).name}: finishing this step and saving; once more to stop at once")

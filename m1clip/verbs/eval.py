@@ -51,6 +51,7 @@ def main(args: Args) -> int:
         from m1clip.evals.negatives import edit_scores, is_editable
         from m1clip.evals.retrieval import retrieval
         from m1clip.model.clip import load
+        from m1clip.train.screen import Screen
 
     device, _ = devices.choose(args.device)
     model = load(folder).to(device)
@@ -59,7 +60,8 @@ def main(args: Args) -> int:
         trained.held_out if args.held_out is None else args.held_out,
         trained.seed if args.seed is None else args.seed,
     )
-    pictures = pixels(held_out, model.config.vision.image_size)
+    with Screen().drawing(len(held_out)) as drawn:
+        pictures = pixels(held_out, model.config.vision.image_size, drawn)
     image_NE, text_ME, owner_M = embed_pairs(model, held_out, pictures)
     scores = retrieval(image_NE, text_ME, owner_M)
     edits = edit_scores(model, held_out, image_NE, text_ME) if is_editable(held_out) else []
@@ -68,6 +70,7 @@ def main(args: Args) -> int:
             json.dumps({"model": str(folder), **scores.record(), "edits": [asdict(edit) for edit in edits]})
         )
         return 0
+    print(f"{folder}\n")
     tables.show_retrieval(scores)
     if edits:
         print()

@@ -35,7 +35,8 @@ def parse(prog: str, words: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
-    rows = [describe(name, args.batch) for name in ([args.preset] if args.preset else PRESETS)]
+    with tables.loading():
+        rows = [describe(name, args.batch) for name in ([args.preset] if args.preset else PRESETS)]
     if args.json:
         print(json.dumps(rows[0] if args.preset else rows))
     elif args.preset:
@@ -78,7 +79,7 @@ def show_one(row: dict[str, Any]) -> None:
     parts.add_row("total", f"{total:,}", "", style="bold")
     tables.show("parameters", parts)
     print(
-        f"\nwork per pair   {row['forward_gflop']:.3g} GFLOP forward, {row['step_gflop']:.3g} with backward"
+        f"\nwork per pair   {row['forward_gflop']:,.4g} GFLOP forward, {row['step_gflop']:,.4g} with backward"
         " (text at full length)\n"
     )
     memory = tables.table("part", "GB")

@@ -1,6 +1,7 @@
 """How results look on stdout, wherever they come from."""
 
 import os
+import shlex
 import shutil
 import sys
 from typing import TYPE_CHECKING
@@ -21,10 +22,14 @@ def loading() -> Status:
     return Console(stderr=True).status("getting ready")
 
 
-def program() -> str:
-    """How this program can be called from where the user is: it may not be on the path."""
-    here = (os.path.relpath(sys.argv[0]), os.path.abspath(sys.argv[0]))
-    return "m1clip" if shutil.which("m1clip") else min(here, key=len)
+def command(*words: object) -> str:
+    """A command line of this program as it can be typed here: the program may not be on the path."""
+    program = (
+        ["m1clip"] if shutil.which("m1clip") else [min(os.path.relpath(sys.argv[0]), sys.argv[0], key=len)]
+    )
+    if program[0].endswith("__main__.py"):
+        program = ["python", "-m", "m1clip"]
+    return shlex.join([*program, *map(str, words)])
 
 
 def clock(seconds: float) -> str:

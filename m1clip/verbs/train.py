@@ -59,6 +59,8 @@ def defaults(words: list[str]) -> TrainConfig:
     for one, other in itertools.combinations(("--resume", "--fresh", "--config", "--preset"), 2):
         if given(one, words) and given(other, words) and (one, other) not in COMPATIBLE:
             raise ValueError(f"{one} and {other} contradict each other: give one of them")
+    if given("--fresh", words) and not given("--name", words):
+        raise ValueError("--fresh starts a run again; --name says which")
     if given("--resume", words):
         run = runs.open_run(Path(value_of("--runs", words) or "runs"), value_of("--name", words))
         return from_json(TrainConfig, run.path / "config.json")
@@ -84,13 +86,15 @@ def value_of(flag: str, words: list[str]) -> str | None:
 
 def main(args: Args) -> int:
     config = args.training
-    path = None if args.resume else runs.new_path(args.runs, args.name, config.preset, args.fresh)
+    old = runs.open_run(args.runs, args.name) if args.resume else None
+    if old is None:
+        runs.new_path(args.runs, args.name, config.preset, args.fresh)  # refused at once, if it will be
     with tables.loading():
         from m1clip.train import loop  # only now: torch takes seconds to import
         from m1clip.train.screen import Screen
 
-        setup = loop.check(config, args.runs)
-    run = runs.open_run(args.runs, args.name) if path is None else runs.create(path)
+        setup = loop.check(config, args.runs, old)
+    run = old or runs.create(args.runs, args.name, config.preset, args.fresh)
     with run.owned():
         result = loop.train(config, setup, run, Screen())
     if args.json:
@@ -99,8 +103,8 @@ def main(args: Args) -> int:
         print()
         tables.show_retrieval(result.scores)
         print(f"\nlearned in {tables.clock(result.seconds)}; the model is {run.model}")
-        print(f"next:  {tables.program()} eval {run.path}    the same figures, and which words it reads")
+        print(f"next:  {tables.command('eval', run.path)}    the same figures, and which words it reads")
     else:
-        again = f"{tables.program()} train --resume --name {run.name}"
+        again = tables.command("train", "--resume", "--name", run.path)
         print(f"stopped and saved at step {result.step}; {again} continues")
     return 0 if result.finished else 130
