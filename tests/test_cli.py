@@ -9,7 +9,8 @@ import time
 import pytest
 
 from m1clip import cli
-from m1clip.config import to_json
+from m1clip.config import PRESETS, to_json
+from m1clip.verbs import train
 
 TINY = [
     *("--data", "synthetic:32", "--held-out", "8", "--batch", "8", "--epochs", "1", "--device", "cpu"),
@@ -135,6 +136,14 @@ def test_train_eval_and_repeat_from_the_command_line(capsys, tmp_path, monkeypat
     code, _, err = said(capsys, "train", "--resume", "--name", "nano-2", "--epochs", "1")
     assert code == 2
     assert "has done 8 steps; 1 epochs are only 4" in err
+
+
+def test_no_flags_at_all_mean_the_nano_preset():
+    assert train.parse("m1clip train", []).training == PRESETS["nano"]
+    assert (
+        train.parse("m1clip train", ["--preset=tiny", "--epochs", "3"]).training.model
+        == PRESETS["tiny"].model
+    )
 
 
 def test_preset_flags_show_that_presets_defaults(capsys):

@@ -76,7 +76,7 @@ def given(flag: str, words: list[str]) -> bool:
 def value_of(flag: str, words: list[str]) -> str | None:
     """The last value given, as the parser proper will take it."""
     found = None
-    for word, following in zip(words, [*words[1:], None], strict=True):
+    for word, following in zip(words, [*words[1:], None], strict=False):
         if word == flag:
             found = following
         elif word.startswith(f"{flag}="):
