@@ -36,7 +36,8 @@ def save(run: Run, step: int, model: CLIP, optimizer: torch.optim.Optimizer) -> 
 
 def all_of(run: Run) -> list[Path]:
     """The run's checkpoints, oldest first; one that is there is whole."""
-    return sorted(run.checkpoints.glob("step_*"), key=lambda path: int(path.name[5:]))
+    found = [path for path in run.checkpoints.glob("step_*") if path.name[5:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def last(run: Run) -> Path | None:

@@ -114,7 +114,11 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
             if epoch_ends:
                 with meter.paused():
                     scores = evaluate(model, held_out, held_pixels) if due(epoch, config) else None
-                end_epoch(run, screen, step, epoch, config.epochs, meter.epoch(), scores)
+                if scores:
+                    run.log("eval", step, epoch=epoch, **scores.record())
+                means = meter.epoch()
+                run.log("epoch", step, epoch=epoch, **means)
+                screen.epoch(epoch, config.epochs, means, scores)
             if saving:
                 with meter.paused():
                     checkpoint.save(run, step, model, optimizer)
@@ -145,21 +149,6 @@ def introduce(run: Run, config: TrainConfig, setup: Setup, step: int) -> None:
     run.write("machine.json", machine)
     run.log("event", step, event="resume" if step else "start")
     run.status("running", step)
-
-
-def end_epoch(
-    run: Run,
-    screen: Screen,
-    step: int,
-    epoch: int,
-    epochs: int,
-    means: dict[str, float],
-    scores: Retrieval | None,
-) -> None:
-    if scores:
-        run.log("eval", step, epoch=epoch, **scores.record())
-    run.log("epoch", step, epoch=epoch, **means)
-    screen.epoch(epoch, epochs, means, scores)
 
 
 def captions(pairs: Pairs) -> Iterator[str]:
