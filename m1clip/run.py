@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,12 @@ class Run:
         try:
             yield
         except BaseException as error:
+            if isinstance(error, OSError) and error.strerror and not error.filename:
+                error.filename = str(self.path)  # a full disk does not say which
             state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             if self.step is not None:
-                self.status(state, self.step, reason=str(error) or type(error).__name__)
+                with suppress(OSError):  # on a full disk the old status has to do
+                    self.status(state, self.step, reason=str(error) or type(error).__name__)
             raise
 
     def write(self, name: str, value: Any) -> None:

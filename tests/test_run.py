@@ -97,6 +97,18 @@ def test_an_error_is_written_in_the_status_and_goes_on(tmp_path):
     assert (status["state"], status["reason"], status["step"]) == ("failed", "the disk is full", 7)
 
 
+def test_a_full_disk_is_told_with_its_place(tmp_path, monkeypatch):
+    run = made(tmp_path / "r")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runs, "write_whole", full)
+    with pytest.raises(OSError, match="No space left") as caught, run.owned():
+        run.status("running", 3)
+    assert caught.value.filename == str(run.path)
+
+
 def test_a_run_has_one_owner(tmp_path):
     run = made(tmp_path / "r")
     with run.owned():
