@@ -219,7 +219,7 @@ def _clip(vision: Shape, text: Shape, embed: int, **changes: Any) -> ModelConfig
 
 
 def _light(model: ModelConfig) -> ModelConfig:
-    """With few patches and few pairs, convolutions first: see docs/log.md for what that is worth."""
+    """Convolutions first, and no class token; docs/log.md has what the first is worth (little)."""
     return replace(model, vision=replace(model.vision, stem="conv", pool="mean"))
 
 
