@@ -219,7 +219,7 @@ def _clip(vision: Shape, text: Shape, embed: int, **changes: Any) -> ModelConfig
 
 
 def _light(model: ModelConfig) -> ModelConfig:
-    """Convolutions first, and no class token; docs/log.md has what the first is worth (little)."""
+    """Convolutions first, and no class token; docs/log.md has what the first is worth."""
     return replace(model, vision=replace(model.vision, stem="conv", pool="mean"))
 
 
