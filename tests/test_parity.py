@@ -21,6 +21,16 @@ SHAPES = {
 }
 
 
+def renamed(ours: CLIP, names: dict[str, str], norms: dict[str, str]) -> dict[str, torch.Tensor]:
+    """What stands outside the blocks, under the peer's names."""
+    state = {names[key]: value for key, value in ours.state_dict().items() if key in names}
+    for key, value in ours.state_dict().items():
+        module, _, kind = key.rpartition(".")
+        if module in norms:
+            state[f"{norms[module]}.{kind}"] = value
+    return state
+
+
 def open_clip_twin(ours: CLIP) -> torch.nn.Module:
     import open_clip
 
@@ -43,13 +53,10 @@ def open_clip_twin(ours: CLIP) -> torch.nn.Module:
     }
     norms = {"vision.ln_pre": "visual.ln_pre", "vision.ln_post": "visual.ln_post", "text.ln_post": "ln_final"}
     parts = {"attn.out": "attn.out_proj", "mlp.wide": "mlp.c_fc", "mlp.narrow": "mlp.c_proj"}
-    state = {names[k]: v for k, v in ours.state_dict().items() if k in names}
+    state = renamed(ours, names, norms)
     state["visual.proj"] = ours.vision_projection.weight.T
     state["text_projection"] = ours.text_projection.weight.T
     for key, value in ours.state_dict().items():
-        for before, after in norms.items():
-            if key.startswith(before):
-                state[key.replace(before, after)] = value
         if ".blocks." in key:
             tower, _, number, rest = key.split(".", 3)
             for before, after in parts.items():
@@ -112,11 +119,8 @@ def transformers_twin(ours: CLIP) -> torch.nn.Module:
         "mlp.wide": "mlp.fc1",
         "mlp.narrow": "mlp.fc2",
     }
-    state = {names[k]: v for k, v in ours.state_dict().items() if k in names}
+    state = renamed(ours, names, norms)
     for key, value in ours.state_dict().items():
-        for before, after in norms.items():
-            if key.startswith(before):
-                state[key.replace(before, after)] = value
         if ".blocks." in key:
             tower, _, number, rest = key.split(".", 3)
             where = f"{tower}_model.encoder.layers.{number}."

@@ -126,10 +126,9 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
             if stopping:
                 break
 
-    finished = step >= total
+    finished = step == total
     if finished:
-        # A run that was finished before it was resumed has no scores yet.
-        scores = scores or evaluate(model, held_out, held_pixels)
+        scores = scores or evaluate(model, held_out, held_pixels)  # none yet if it was finished before
         model.save(run.model)
     run.status("finished" if finished else "stopped", step, total=total)
     return Result(finished, step, meter.seconds, scores)
