@@ -12,6 +12,8 @@ from m1clip.config import nearest
 
 VERBS = {
     "train": "train a model; with no flags, the built-in data and the nano preset",
+    "runs": "every run: state, progress, best score, device",
+    "stop": "end a run that trains in the background, with a checkpoint",
     "eval": "held-out retrieval of a run or a saved model, and which words it reads",
     "info": "the presets: parameters by part, FLOPs per pair, memory of a batch",
     "data preview": "a contact sheet of the data with its captions",

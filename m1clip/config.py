@@ -8,7 +8,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -131,8 +132,28 @@ class TrainConfig:
     """Memory of AdamW's second moment."""
     clip_norm: float = 1.0
     """Longest gradient; longer ones are shortened to it."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon turns the matrices of the blocks by Muon, and everything else by AdamW."""
+    layer_decay: float = 1.0
+    """Rate of a block against that of the block above it; below 1, early layers move less."""
+    ema: float = 0.0
+    """Memory of a running mean of the weights, such as 0.999: the mean is scored and kept; 0 is off."""
+    label_smoothing: float = 0.0
+    """Part of the target that is spread over the whole batch."""
+    mask_twins: bool = True
+    """Leave pairs with the same caption or the same picture out of each other's negatives."""
+    dropout: float = 0.0
+    """Part of each block's output set to zero in training."""
+    drop_tokens: float = 0.0
+    """Part of the picture's patches left out in training: less work, and harder."""
+    start_size: int = 0
+    """Pixels a side of the first pictures, growing to full size in equal shares of the run; 0 is off."""
     shift: float = 0.0
     """Augmentation: pictures move by up to this part of their side, each time anew."""
+    chunk: int | Literal["auto"] = "auto"
+    """Pairs in memory at once, with the whole batch as negatives all the same; auto measures what fits."""
+    recompute: bool = False
+    """Keep no activations inside the blocks: far less memory, a third more work."""
     seed: int = 0
     """Decides weights, data and their order."""
     device: str = "auto"
@@ -143,25 +164,56 @@ class TrainConfig:
     """Steps between two lines of metrics; scalars are read from the device only then."""
     eval_every: int = 1
     """Epochs between two held-out evaluations; there is always one at the end."""
+    watch_every: int = 50
+    """Steps between two looks inside: norms by block, embeddings, memory, the machine's sensors."""
     save_minutes: float = 5.0
     """Minutes between two checkpoints; there is always one at the end and on Ctrl-C."""
+    save_steps: int = 0
+    """Steps between two checkpoints; 0 leaves it to the other two."""
+    save_epochs: int = 1
+    """Epochs between two checkpoints; 0 leaves it to the other two."""
+    keep: int = 2
+    """How many of the newest checkpoints are kept, beside the best."""
+    best_by: Literal["mean_r1", "i2t_r1", "t2i_r1", "i2t_r5", "t2i_r5", "i2t_r10", "t2i_r10"] = "mean_r1"
+    """The held-out score that decides which checkpoint is the best."""
+    patience: int = 0
+    """Stop after this many evaluations without a better score, and keep the best; 0 never does."""
+    max_skips: int = 20
+    """Batches with a loss or gradient that is not finite are passed over; after so many the run stops."""
+    track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
+    """Mirror the metrics to a tracker too (needs m1clip[tensorboard], [wandb] or [trackio])."""
 
     def __post_init__(self) -> None:
-        for key in ("epochs", "log_every", "eval_every", "held_out"):
+        for key in ("epochs", "log_every", "eval_every", "watch_every", "held_out", "keep"):
             value = getattr(self, key)
             require(value >= 1, f"{key} must be at least 1, not {value}")
         for key in ("lr", "clip_norm", "save_minutes"):
             value = getattr(self, key)
             require(0 < value < float("inf"), f"{key} must be above 0 and finite, not {value}")
-        for key in ("warmup", "shift", "beta2"):
+        for key in ("save_steps", "save_epochs", "patience", "max_skips"):
+            value = getattr(self, key)
+            require(value >= 0, f"{key} must be 0 or more, not {value}")
+        for key in ("warmup", "shift", "beta2", "ema", "dropout", "drop_tokens", "label_smoothing"):
             value = getattr(self, key)
             require(0 <= value < 1, f"{key} must be at least 0 and below 1, not {value}")
         require(
             self.batch >= 2, f"batch must be at least 2, not {self.batch}: a pair is learned against others"
         )
+        require(
+            self.chunk == "auto" or self.chunk >= 1, f"chunk must be auto or at least 1, not {self.chunk}"
+        )
+        require(0 < self.layer_decay <= 1, f"layer_decay must be above 0, at most 1, not {self.layer_decay}")
+        _check_start(self.start_size, self.model.vision)
         require(self.weight_decay >= 0, f"weight_decay must be 0 or more, not {self.weight_decay}")
         require(0 <= self.threads <= 1024, f"threads must be 0 to 1024, not {self.threads}")
         require(0 <= self.seed < 2**63, f"seed must be in 0…2^63-1, not {self.seed}")
+
+
+def _check_start(side: int, vision: VisionConfig) -> None:
+    require(
+        side == 0 or (vision.patch <= side <= vision.image_size and side % vision.patch == 0),
+        f"start_size must be 0, or {vision.patch} to {vision.image_size} in steps of a patch, not {side}",
+    )
 
 
 def to_json(config: object) -> str:
@@ -194,6 +246,12 @@ def _value(kind: Any, value: Any, where: str) -> Any:
     if get_origin(kind) is Literal:
         require(value in get_args(kind), f"{where} must be one of {', '.join(get_args(kind))}, not {value!r}")
         return value
+    if get_origin(kind) in (Union, UnionType):  # of plain types, and of words that stand for a choice
+        if value is None and type(None) in get_args(kind):
+            return None
+        words = [word for one in get_args(kind) if get_origin(one) is Literal for word in get_args(one)]
+        plain = [one for one in get_args(kind) if get_origin(one) is not Literal]
+        return value if value in words else _value(plain[0], value, where)
     if get_origin(kind) is tuple:
         want = get_args(kind)
         require(isinstance(value, list) and len(value) == len(want), f"{where} must be {len(want)} numbers")
@@ -251,6 +309,7 @@ PRESETS: dict[str, TrainConfig] = {
             weight_decay=0.01,
             beta2=0.999,
             log_every=1,
+            save_epochs=5,
         ),
         _preset(
             "base",

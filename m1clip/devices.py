@@ -3,6 +3,10 @@
 The rules for Apple's GPU come from bug reports against PyTorch; each carries its number.
 """
 
+import gc
+import time
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -52,6 +56,67 @@ def copy(tensor: Tensor, device: torch.device) -> Tensor:
     """To the device; asynchronous only where that is safe."""
     # Asynchronous copies to MPS corrupt data (pytorch#139550, #189690).
     return tensor.to(device, non_blocking=device.type == "cuda")
+
+
+def can_skip(device: torch.device) -> bool:
+    """Whether the fused AdamW leaves everything as it is when told of a non-finite gradient.
+
+    On MPS it ignores `found_inf` (its kernels never receive it), so there the flag has to be read instead.
+    """
+    return device.type in ("cpu", "cuda")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    words = ("out of memory", "can't allocate memory", "bad_alloc", "not enough memory")
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
+
+
+def release(device: torch.device) -> None:
+    """Give back what the allocator keeps for later."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if device.type == "mps":
+        torch.mps.empty_cache()
+
+
+def stamp(device: torch.device) -> Any:
+    """A point in the device's own time, put down without waiting for it."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    backend: Any = torch.cuda if device.type == "cuda" else torch.mps
+    event = backend.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def ms_between(start: Any, end: Any) -> float:
+    """Milliseconds from one stamp to the other; on a GPU, once its queue has come past both."""
+    return (end - start) * 1e3 if isinstance(start, float) else float(start.elapsed_time(end))
+
+
+def memory_gb(device: torch.device) -> float | None:
+    """What torch holds on a GPU now; the CPU's is the process's."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated() / 1e9
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory() / 1e9
+    return None
+
+
+def peak_gb(device: torch.device) -> float | None:
+    """The most torch has held on a GPU; on MPS, which does not say, what its driver holds now."""
+    return torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else memory_gb(device)
+
+
+def free_gb(device: torch.device) -> float | None:
+    """What can still be allocated on a GPU; None on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info()[0] / 1e9
+    if device.type == "mps":
+        return (torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()) / 1e9
+    return None
 
 
 def attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> Tensor:

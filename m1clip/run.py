@@ -3,9 +3,11 @@
 import fcntl
 import json
 import os
+import re
 import shutil
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ class Run:
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         self.step: int | None = None  # known once this process has written a status
+        self.mirror: Callable[[dict[str, Any]], None] | None = None  # hears every record, for trackers
+        self._unwritten = b""
 
     @property
     def name(self) -> str:
@@ -27,37 +31,76 @@ class Run:
 
     def log(self, kind: str, step: int, **values: Any) -> None:
         """Append one line to metrics.jsonl; what is unknown is None."""
-        line = json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
-        with open(self.path / "metrics.jsonl", "a") as file:
-            file.write(line + "\n")
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
+        self._unwritten += (json.dumps(record) + "\n").encode()
+        with suppress(OSError):  # a full disk: what it refuses is kept and goes with the next line
+            self._append()
+        if self.mirror is not None:
+            self.mirror(record)
+
+    def _append(self) -> None:
+        handle = os.open(self.path / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            while self._unwritten:  # a disk may take half a line: the other half must follow it
+                self._unwritten = self._unwritten[os.write(handle, self._unwritten) :]
+        finally:
+            os.close(handle)
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """The lines of metrics.jsonl; a line cut by a crash is passed over."""
         metrics = self.path / "metrics.jsonl"
         if not metrics.exists():
             return
-        with open(metrics) as file:
+        with open(metrics, errors="replace") as file:
             for line in file:
                 try:
                     record = json.loads(line)
                 except ValueError:
                     continue
-                if kind in (None, record["kind"]):
+                if isinstance(record, dict) and kind in (None, record.get("kind")):
                     yield record
 
+    def rewind(self, step: int) -> None:
+        """Forget what was measured after `step`, which will be done again; what happened stays known."""
+        lines = [
+            json.dumps(record)
+            for record in self.records()
+            if record["step"] <= step or record["kind"] == "event"
+        ]
+        write_whole(self.path / "metrics.jsonl", "".join(line + "\n" for line in lines))
+
     def status(self, state: str, step: int, **values: Any) -> None:
-        """The heartbeat: running, finished, stopped or failed, in status.json."""
+        """The heartbeat: running, finished, stopped or failed. On a full disk the old one stays."""
         self.step = step
-        self.write(
-            "status.json", {"state": state, "pid": os.getpid(), "step": step, "time": time.time(), **values}
-        )
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
+        with suppress(OSError):
+            text = json.dumps({"state": state, "step": step, **who, **values}, indent=2) + "\n"
+            write_whole(self.path / "status.json", text, durable=state != "running")
+
+    @property
+    def alive(self) -> bool:
+        """Whether some process is training it now: the lock goes with the process."""
+        with locked(self.path) as ours:
+            return not ours
+
+    def state(self) -> dict[str, Any]:
+        """status.json with the truth about the process: one that says it runs, and does not, is dead."""
+        try:
+            status = self.read("status.json")
+        except (OSError, ValueError):
+            status = {"state": "unknown", "step": 0}
+        if self.alive:
+            return {**status, "state": "running"}
+        return {**status, "state": "dead" if status["state"] == "running" else status["state"]}
 
     @contextmanager
     def owned(self) -> Iterator[None]:
         """The run is ours alone for the block; what ends the block early is written in the status."""
-        with locked(self.path) as ours:
+        with locked(self.path, patience_s=0.5) as ours:  # a look at the run takes the lock for an instant
             if not ours:
                 raise RuntimeError(f"{self.path} is being trained by another process")
+            sweep(self.path)
+            sweep(self.checkpoints)
             with self._outcome():
                 yield
 
@@ -70,8 +113,7 @@ class Run:
                 error.filename = str(self.path)  # a full disk does not say which
             state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             if self.step is not None:
-                with suppress(OSError):  # on a full disk the old status has to do
-                    self.status(state, self.step, reason=str(error) or type(error).__name__)
+                self.status(state, self.step, reason=str(error) or type(error).__name__)
             raise
 
     def write(self, name: str, value: Any) -> None:
@@ -122,13 +164,19 @@ def create(runs: Path, name: str | None, preset: str, fresh: bool) -> Run:
     return Run(path)
 
 
+def all_runs(runs: Path) -> list[Run]:
+    """Oldest first, by when they were last begun."""
+    found = sorted(runs.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
+    return [Run(file.parent) for file in found if is_run(file.parent)]
+
+
 def open_run(runs: Path, name: str | None) -> Run:
     """An existing run by name or path; the newest where no name is given."""
     if name is None:
-        found = sorted(runs.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
+        found = all_runs(runs)
         if not found:
             raise FileNotFoundError(f"no run in {runs}/; `m1clip train` makes one")
-        return Run(found[-1].parent)
+        return found[-1]
     for path in (runs / name, Path(name)):
         if is_run(path):
             return Run(path)
@@ -146,28 +194,48 @@ def next_name(runs: Path, stem: str) -> str:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[bool]:
+def locked(folder: Path, patience_s: float = 0.0) -> Iterator[bool]:
     """Whether the folder's lock could be had, held for the block. The system frees it if the process dies."""
     handle = os.open(folder, os.O_RDONLY)
-    ours = True
+    end = time.monotonic() + patience_s
+    ours = False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        ours = False
-    try:
+        while not ours:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                ours = True
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    break
+                time.sleep(0.05)
         yield ours
     finally:
         os.close(handle)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """The new file or the old one, never half of either."""
+def sweep(folder: Path) -> None:
+    """Remove what a killed process left half-made; put back what it had only moved out of the way."""
+    for path in folder.glob(".*"):
+        half_made = re.fullmatch(r"\.(.+)\.\d+(\.new|\.old)?", path.name)
+        if half_made is None:
+            continue
+        if half_made[2] == ".old" and not (folder / half_made[1]).exists():
+            path.rename(folder / half_made[1])
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str, durable: bool = True) -> None:
+    """The new file or the old one, never half of either; `durable` means even if the power goes."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(aside, "w") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)

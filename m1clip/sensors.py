@@ -2,11 +2,23 @@
 
 import os
 import platform
+import resource
+import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import psutil
+
+CGROUP = Path("/sys/fs/cgroup")
+# What a core's sensor is called: Intel, AMD, ARM boards.
+CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "soc_thermal")
 
 
 def machine() -> dict[str, Any]:
@@ -41,3 +53,109 @@ def readable(size: int) -> str:
 def memory_gb() -> float:
     """What this process holds in RAM now."""
     return round(psutil.Process().memory_info().rss / 1e9, 3)
+
+
+def peak_gb() -> float:
+    """The most this process has ever held in RAM."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(most * (1 if sys.platform == "darwin" else 1024) / 1e9, 3)
+
+
+def available_gb() -> float:
+    """What can still be had without swapping: the machine's, or less where a container has a limit."""
+    free = psutil.virtual_memory().available
+    try:
+        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        free = min(free, int(limit) - int(used)) if limit != "max" else free
+    except (OSError, ValueError):
+        pass
+    return max(0, free) / 1e9
+
+
+class Peak:
+    """The most RAM that the process takes in a block beyond what it had before, looked at every 2 ms."""
+
+    gb = 0.0
+
+    def __enter__(self) -> "Peak":
+        self.start, self.over = memory_gb(), threading.Event()
+        self.thread = threading.Thread(target=self._look, daemon=True)
+        self.thread.start()
+        return self
+
+    def _look(self) -> None:
+        while True:
+            self.gb = max(self.gb, memory_gb() - self.start)
+            if self.over.wait(0.002):
+                return
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.over.set()
+        self.thread.join()
+        self.gb = max(self.gb, memory_gb() - self.start)
+
+
+def readings(folder: Path) -> dict[str, Any]:
+    """How the machine fares now; the cores' use is since the last call."""
+    swap = psutil.swap_memory()
+    return {
+        "rss_gb": memory_gb(),
+        "peak_rss_gb": peak_gb(),
+        "available_gb": round(available_gb(), 3),
+        "swap_used_gb": round(swap.used / 1e9, 3),
+        "swapped_out_gb": round(swap.sout / 1e9, 3),
+        "cpu_percent": psutil.cpu_percent(percpu=True),
+        "heat_c": heat_c(),
+        "disk_free_gb": round(shutil.disk_usage(folder).free / 1e9, 3),
+    }
+
+
+def heat_c() -> float | None:
+    """The hottest of the processor's sensors; macOS shows none without root."""
+    read: Callable[[], dict[str, Any]] | None = getattr(psutil, "sensors_temperatures", None)
+    found = read() if read else {}
+    heats = [one.current for name in CPU_SENSORS for one in found.get(name, [])]
+    return max(heats) if heats else None
+
+
+class Energy:
+    """Joules drawn since it was made, by every counter that zeus can read; None where there is none.
+
+    Needs m1clip[energy]; on Linux also the right to read the processor's counters (root, mostly).
+    """
+
+    def __init__(self) -> None:
+        self.counters = list(_counters())
+        self.start = [counter() for counter in self.counters]
+
+    def joules(self) -> float | None:
+        if not self.counters:
+            return None
+        now = [counter() for counter in self.counters]
+        return sum(b - a for a, b in zip(self.start, now, strict=True)) / 1e3
+
+
+def _counters() -> Iterable[Callable[[], float]]:
+    """Functions that return millijoules, each tried once; what cannot be read is left out."""
+    try:
+        from zeus.device import get_cpus, get_gpus, get_soc  # type: ignore[import-untyped]
+        from zeus.device.exception import ZeusBaseError  # type: ignore[import-untyped]
+    except ImportError:
+        return
+    for find in (get_soc, get_cpus, get_gpus):
+        try:
+            device = find()
+            parts = [device] if find is get_soc else [*(device.cpus if find is get_cpus else device.gpus)]
+            for part in parts:
+                _millijoules(part.get_total_energy_consumption())
+                yield partial(lambda part: _millijoules(part.get_total_energy_consumption()), part)
+        except (ZeusBaseError, OSError):
+            continue
+
+
+def _millijoules(read: Any) -> float:
+    """A plain number, or the sum of a chip's parts; single cores and clusters are in its total already."""
+    if isinstance(read, int | float):
+        return float(read)
+    parts = [getattr(read, field.name) for field in fields(read) if field.name.count("_") < 3]
+    return float(sum(part for part in parts if isinstance(part, int | float)))

@@ -55,7 +55,7 @@ def test_padding_does_not_change_a_caption(model):
 def test_text_is_causal_and_vision_is_not(model):
     tokens = model.tokenize("abcdef")
     states = {}
-    hook = model.text.blocks.register_forward_hook(lambda m, i, out: states.__setitem__("x", out))
+    hook = model.text.blocks[-1].register_forward_hook(lambda m, i, out: states.__setitem__("x", out))
     model.embed_tokens(tokens)
     before = states["x"].clone()
     tokens[0, 4] = 20
@@ -64,7 +64,7 @@ def test_text_is_causal_and_vision_is_not(model):
     assert torch.equal(before[0, :4], states["x"][0, :4])
     assert not torch.equal(before[0, 4:], states["x"][0, 4:])
 
-    hook = model.vision.blocks.register_forward_hook(lambda m, i, out: states.__setitem__("x", out))
+    hook = model.vision.blocks[-1].register_forward_hook(lambda m, i, out: states.__setitem__("x", out))
     pixels = torch.zeros(1, 3, 32, 32)
     model.embed_pixels(pixels)
     before = states["x"].clone()
@@ -125,7 +125,7 @@ def test_weights_start_as_in_clip():
 def test_mean_pooling_weighs_every_patch_alike(tiny):
     vision = CLIP(replace(tiny, vision=replace(tiny.vision, pool="mean"))).eval().vision
     states = {}
-    vision.blocks.register_forward_hook(lambda m, i, out: states.__setitem__("x", out))
+    vision.blocks[-1].register_forward_hook(lambda m, i, out: states.__setitem__("x", out))
     out = vision(torch.randn(2, 3, 32, 32))
     assert torch.allclose(out, vision.ln_post(states["x"].mean(1)), atol=1e-6)
 

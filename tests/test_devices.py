@@ -3,12 +3,14 @@ import torch
 
 from m1clip import devices, losses
 from m1clip import run as runs
-from m1clip.config import preset
+from m1clip.config import TrainConfig
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.train import checkpoint
-from m1clip.train.optim import make_optimizer
+from m1clip.train.checkpoint import Progress
+from m1clip.train.learner import Learner
 from m1clip.train.step import train_step
+from trained import some_batch
 
 GPUS = ["cuda", "mps"]
 
@@ -56,20 +58,49 @@ def test_attention_of_strided_tensors_equals_the_cpus(name, length):
 
 @pytest.mark.parametrize("name", GPUS)
 def test_a_checkpoint_made_there_goes_on_there(name, tiny, tmp_path):
-    device, tokenizer = here(name), Tokenizer.characters()
+    device, config = here(name), TrainConfig(model=tiny, batch=4)
     run = runs.create(tmp_path, "r", "x", fresh=False)
-    tokens = torch.tensor([[1, i + 5, 2] for i in range(4)], device=device)
-    pixels = torch.randint(0, 256, (4, 32, 32, 3), dtype=torch.uint8, device=device)
-    models = [CLIP(tiny, tokenizer).to(device) for _ in range(2)]
-    optimizers = [make_optimizer(model, preset("nano")) for model in models]
-    train_step(models[0], optimizers[0], pixels, tokens, clip_norm=1.0)
-    checkpoint.save(run, 1, models[0], optimizers[0])
-    assert checkpoint.resume(run, models[1], optimizers[1]) == 1
-    losses_after = [
-        train_step(m, o, pixels, tokens, clip_norm=1.0)[0].item()
-        for m, o in zip(models, optimizers, strict=True)
-    ]
-    assert losses_after[0] == pytest.approx(losses_after[1], rel=1e-4)
+    batch = some_batch(4).to(device)
+    learners = [Learner(CLIP(tiny, Tokenizer.characters()).to(device), config) for _ in range(2)]
+    train_step(learners[0], batch)
+    path = checkpoint.save(run, learners[0], Progress(step=1), keep=1)
+    assert checkpoint.load(path, learners[1]).step == 1
+    first, second = (train_step(learner, batch)[0][0].item() for learner in learners)
+    assert first == pytest.approx(second, rel=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("name", [*GPUS, "cpu"])
+def test_a_step_that_is_not_finite_moves_nothing(name, optimizer, tiny):
+    device = here(name)
+    learner = Learner(CLIP(tiny).to(device), TrainConfig(model=tiny, batch=4, optimizer=optimizer))
+    train_step(learner, some_batch(4).to(device))
+    before = {key: value.clone() for key, value in learner.tensors().items() if key != "updates"}
+    learner.model.vision_projection.weight.grad.fill_(float("nan"))
+    learner.update(torch.tensor(True, device=device))
+    after = learner.tensors()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+@pytest.mark.parametrize("name", [*GPUS, "cpu"])
+def test_stamps_measure_the_devices_own_time(name):
+    device = here(name)
+    x = torch.randn(512, 512, device=device)
+    start = devices.stamp(device)
+    for _ in range(20):
+        x = torch.nn.functional.normalize(x @ x)
+    end = devices.stamp(device)
+    x.sum().item()
+    assert 0 < devices.ms_between(start, end) < 60_000
+
+
+def test_running_out_of_memory_is_known_by_its_words():
+    assert devices.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert devices.is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 5 GB)"))
+    assert not devices.is_out_of_memory(RuntimeError("shapes do not match"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(10**15)
+    assert devices.is_out_of_memory(caught.value)
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -52,7 +52,37 @@ def test_chance_is_the_best_that_a_constant_can_do(kind):
     assert losses.chance(kind, 12) == pytest.approx(best, abs=1e-4)
 
 
-def test_accuracy_is_the_mean_of_both_directions():
-    logits = torch.tensor([[2.0, 3.0], [0.0, 1.0]])  # rows: 1 of 2 right; columns: 1 of 2 right
-    assert losses.accuracy(logits).item() == 0.5
-    assert losses.accuracy(torch.eye(5)).item() == 1.0
+def test_accuracies_of_both_directions():
+    logits = torch.tensor([[2.0, 3.0], [0.0, 3.5]])  # rows: 1 of 2 right; columns: both
+    assert [one.item() for one in losses.accuracies(logits)] == [0.5, 1.0]
+    assert [one.item() for one in losses.accuracies(torch.eye(5))] == [1.0, 1.0]
+
+
+TWINS = torch.tensor([[0, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.bool)
+
+
+def test_a_softmax_without_twins_is_that_of_the_couples_that_are_left():
+    logits = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+    left = [(0, [0, 2]), (1, [1, 2]), (2, [0, 1, 2])]  # each row may choose among these
+    rows = [-torch.log_softmax(logits[i, kept], 0)[kept.index(i)] for i, kept in left]
+    columns = [-torch.log_softmax(logits[kept, i], 0)[kept.index(i)] for i, kept in left]
+    expected = (sum(rows) + sum(columns)) / 6
+    assert losses.softmax_loss(logits, TWINS).item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", losses.LOSSES)
+def test_what_stands_at_a_twin_does_not_matter(kind):
+    logits = torch.randn(3, 3, requires_grad=True)
+    losses.LOSSES[kind](logits, TWINS, 0.1).backward()
+    assert logits.grad[TWINS].abs().max() == 0
+    assert logits.grad[~TWINS].abs().min() > 0
+    assert losses.accuracies(logits.detach() + 99 * TWINS, TWINS)[0] == losses.accuracies(logits, TWINS)[0]
+
+
+@pytest.mark.parametrize("kind", losses.LOSSES)
+def test_smoothing_without_twins_equals_smoothing_with_an_empty_mask(kind):
+    logits = torch.randn(4, 4)
+    loss = losses.LOSSES[kind]
+    none = torch.zeros(4, 4, dtype=torch.bool)
+    assert loss(logits, None, 0.1).item() == pytest.approx(loss(logits, none, 0.1).item(), abs=1e-6)
+    assert loss(logits, None, 0.1).item() != pytest.approx(loss(logits).item(), abs=1e-3)

@@ -97,16 +97,73 @@ def test_an_error_is_written_in_the_status_and_goes_on(tmp_path):
     assert (status["state"], status["reason"], status["step"]) == ("failed", "the disk is full", 7)
 
 
-def test_a_full_disk_is_told_with_its_place(tmp_path, monkeypatch):
+def test_a_full_disk_is_told_with_its_place(tmp_path):
     run = made(tmp_path / "r")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(runs, "write_whole", full)
     with pytest.raises(OSError, match="No space left") as caught, run.owned():
-        run.status("running", 3)
+        raise OSError(28, "No space left on device")
     assert caught.value.filename == str(run.path)
+
+
+def test_what_a_full_disk_refuses_of_the_log_follows_when_there_is_room(tmp_path, monkeypatch):
+    run = made(tmp_path / "r")
+    run.log("step", 1)
+    write, room = os.write, [30]  # bytes, less than a line
+
+    def small(handle, data):
+        if not room[0]:
+            raise OSError(28, "No space left on device")
+        taken, room[0] = write(handle, data[: room[0]]), 0
+        return taken
+
+    monkeypatch.setattr(os, "write", small)
+    run.log("step", 2)
+    run.status("running", 2)
+    run.log("step", 3)
+    assert [record["step"] for record in run.records()] == [1]
+    room[0] = 10**9
+    run.log("step", 4)
+    assert [record["step"] for record in run.records()] == [1, 2, 3, 4]
+
+
+def test_rewinding_forgets_what_will_be_done_again_and_mends_a_cut_line(tmp_path):
+    run = made(tmp_path / "r")
+    for step in (1, 2, 3):
+        run.log("step", step)
+    run.log("event", 3, event="skipped")
+    with open(run.path / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "step", "st')
+    run.rewind(2)
+    run.log("step", 3)
+    assert [(one["kind"], one["step"]) for one in run.records()] == [
+        *(("step", 1), ("step", 2), ("event", 3), ("step", 3))
+    ]
+
+
+def test_a_run_that_says_it_runs_and_has_no_process_is_dead(tmp_path):
+    run = made(tmp_path / "r")
+    assert run.state()["state"] == "dead"
+    with run.owned():
+        assert Run(run.path).state()["state"] == "running"
+    run.status("finished", 9)
+    assert run.state()["state"] == "finished"
+    (run.path / "status.json").write_text("{")
+    assert run.state()["state"] == "unknown"
+
+
+def test_what_a_killed_process_left_is_swept_and_what_it_moved_is_put_back(tmp_path):
+    run = made(tmp_path / "r")
+    for name in (".model.77.new", ".model.77.old", "checkpoints", "checkpoints/.step_000004.77.new"):
+        (run.path / name).mkdir()
+    (run.path / ".status.json.77").touch()
+    (run.path / ".kept").touch()
+    (run.path / ".model.77.old" / "weights").touch()
+    with run.owned():
+        pass
+    assert {path.name for path in run.path.iterdir()} == {
+        *("config.json", "status.json", "model", "checkpoints", ".kept")
+    }
+    assert (run.path / "model" / "weights").exists()
+    assert not list(run.checkpoints.iterdir())
 
 
 def test_a_run_has_one_owner(tmp_path):

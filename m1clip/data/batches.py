@@ -6,13 +6,16 @@ Shapes: B pairs, L tokens, C colours, S pixels a side.
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from m1clip import devices
 from m1clip.data.pairs import Pairs
 from m1clip.pictures import Pixels
 
@@ -27,7 +30,28 @@ class Tokenize(Protocol):
 class Batch:
     bytes_BSSC: Tensor
     tokens_BL: Tensor
+    key_B: Tensor
+    """What the noise of each row is drawn from: a function of (seed, epoch, row)."""
+    twin_BB: Tensor | None
+    """Couples that share a caption or a picture and are no pair; None where there are none."""
     rows: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to(self, device: torch.device) -> "Batch":
+        parts = (self.bytes_BSSC, self.tokens_BL, self.key_B)
+        bytes_BSSC, tokens_BL, key_B = (devices.copy(part, device) for part in parts)
+        twin_BB = None if self.twin_BB is None else devices.copy(self.twin_BB, device)
+        return Batch(bytes_BSSC, tokens_BL, key_B, twin_BB, self.rows)
+
+    def split(self, size: int) -> "list[Batch]":
+        """Parts of at most `size` pairs; whose twins are whose belongs to the whole."""
+        cuts = [slice(start, start + size) for start in range(0, len(self), size)]
+        return [
+            Batch(self.bytes_BSSC[cut], self.tokens_BL[cut], self.key_B[cut], None, self.rows[cut])
+            for cut in cuts
+        ]
 
 
 @dataclass(frozen=True)
@@ -38,6 +62,10 @@ class Batches:
     size: int
     seed: int
     shift: float = 0.0
+    mask_twins: bool = True
+    sides: Sequence[int] = ()
+    """Pixels a side, in equal shares of the `total` steps; none is the pictures' own."""
+    total: int = 0
 
     def __post_init__(self) -> None:
         if self.size > len(self.pairs):
@@ -48,6 +76,14 @@ class Batches:
         """Full batches only: a smaller one would have fewer negatives and another chance level."""
         return len(self.pairs) // self.size
 
+    def ended_epoch(self, step: int) -> int | None:
+        """The number of the epoch that ends with this many steps done; None within one."""
+        epoch, into = divmod(step, self.per_epoch)
+        return None if into else epoch
+
+    def epoch_start(self, step: int) -> int:
+        return step - step % self.per_epoch
+
     def at(self, step: int) -> Batch:
         epoch, k = divmod(step, self.per_epoch)
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self.pairs))
@@ -57,11 +93,18 @@ class Batches:
         chosen = [ways[int(u * len(ways))] for ways, u in zip(captions, which, strict=True)]
         tokens_BL = self.tokenize(chosen, rows=[self.pairs.row(int(row)) for row in rows])
         pixels = self.pixels[rows]
+        twin_BB = twins(tokens_BL, pixels) if self.mask_twins else None
         if self.shift:
             most = self.shift * pixels.shape[1]
             moves = np.stack([draws(self.seed, epoch, rows, stream) for stream in (1, 2)], axis=1)
             pixels = shifted(pixels, np.rint((2 * moves - 1) * most).astype(int))
-        return Batch(torch.from_numpy(pixels), tokens_BL, rows)
+        bytes_BSSC = torch.from_numpy(pixels)
+        if self.sides:
+            bytes_BSSC = resized(
+                bytes_BSSC, self.sides[min(step, self.total - 1) * len(self.sides) // self.total]
+            )
+        key_B = torch.from_numpy((draws(self.seed, epoch, rows, stream=3) * 2.0**32).astype(np.int64))
+        return Batch(bytes_BSSC, tokens_BL, key_B, twin_BB, rows)
 
     def stream(self, start: int, stop: int) -> Iterator[Batch]:
         """Batches start … stop - 1; the next is made by a thread while this one is used."""
@@ -72,6 +115,35 @@ class Batches:
                 if step < stop:
                     ahead = pool.submit(self.at, step)
                 yield batch
+
+
+def twins(tokens_BL: Tensor, pixels: Pixels) -> Tensor | None:
+    """Which couples of different rows have equal captions or equal pictures."""
+    same: list[Tensor] = []
+    for names in ([ids.tobytes() for ids in tokens_BL.numpy()], [fingerprint(one) for one in pixels]):
+        if len(set(names)) < len(names):
+            number = {name: i for i, name in enumerate(names)}
+            group_B = torch.tensor([number[name] for name in names])
+            same.append(group_B[:, None] == group_B)
+    if not same:
+        return None
+    return torch.stack(same).any(0).fill_diagonal_(False)
+
+
+def fingerprint(picture: Pixels) -> bytes:
+    return blake2b(picture.tobytes(), digest_size=8).digest()
+
+
+def resized(bytes_BSSC: Tensor, side: int) -> Tensor:
+    if bytes_BSSC.shape[1] == side:
+        return bytes_BSSC
+    bytes_BCSS = bytes_BSSC.permute(0, 3, 1, 2)
+    return F.interpolate(bytes_BCSS, size=(side, side), mode="bilinear", antialias=True).permute(0, 2, 3, 1)
+
+
+def growing(start: int, full: int, patch: int) -> tuple[int, ...]:
+    """The sides of pictures that grow by a patch at a time; none where they do not."""
+    return (*range(start, full, patch), full) if start else ()
 
 
 def draws(seed: int, epoch: int, rows: NDArray[np.int64], stream: int) -> NDArray[np.float64]:

@@ -61,13 +61,19 @@ class CLIP(nn.Module):
         logit_BB = self.logit_scale.exp() * image_BE @ text_BE.T
         return logit_BB if self.logit_bias is None else logit_BB + self.logit_bias
 
-    def embed_pixels(self, pixels_BCSS: Tensor) -> Tensor:
-        """Unit vectors of normalised pixels."""
-        return F.normalize(self.vision_projection(self.vision(pixels_BCSS)), dim=-1)
+    def practise(self, dropout: float, drop_tokens: float, recompute: bool) -> None:
+        """How training treats the towers; noise falls only where a step passes its rows' keys."""
+        self.vision.drop_tokens = drop_tokens
+        for tower in (self.vision, self.text):
+            tower.dropout, tower.recompute = dropout, recompute
 
-    def embed_tokens(self, tokens_BL: Tensor) -> Tensor:
+    def embed_pixels(self, pixels_BCSS: Tensor, key_B: Tensor | None = None) -> Tensor:
+        """Unit vectors of normalised pixels."""
+        return F.normalize(self.vision_projection(self.vision(pixels_BCSS, key_B)), dim=-1)
+
+    def embed_tokens(self, tokens_BL: Tensor, key_B: Tensor | None = None) -> Tensor:
         """Unit vectors of token ids."""
-        return F.normalize(self.text_projection(self.text(tokens_BL)), dim=-1)
+        return F.normalize(self.text_projection(self.text(tokens_BL, key_B)), dim=-1)
 
     @torch.no_grad()
     def encode_image(self, images: Image.Image | Sequence[Image.Image]) -> Tensor:

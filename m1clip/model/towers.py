@@ -6,10 +6,13 @@ Shapes: B items, L tokens, D width, H heads, C colours, S pixels a side.
 import itertools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from m1clip import devices
 from m1clip.config import TextConfig, VisionConfig
+from m1clip.model.noise import dropout, some_of
 
 
 class QuickGELU(nn.Module):
@@ -52,23 +55,37 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm: the residual stream itself is never normalised, so deep towers train."""
 
-    def __init__(self, width: int, heads: int, causal: bool, activation: str):
+    def __init__(self, width: int, heads: int, causal: bool, activation: str, salt: int):
         super().__init__()
         self.ln_1 = nn.LayerNorm(width)
         self.attn = Attention(width, heads, causal)
         self.ln_2 = nn.LayerNorm(width)
         self.mlp = MLP(width, activation)
+        self.salt = salt
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        x_BLD = x_BLD + self.attn(self.ln_1(x_BLD))
-        y_BLD: Tensor = x_BLD + self.mlp(self.ln_2(x_BLD))
-        return y_BLD
+    def forward(self, x_BLD: Tensor, part: float, key_B: Tensor | None) -> Tensor:
+        x_BLD = x_BLD + dropout(self.attn(self.ln_1(x_BLD)), part, key_B, self.salt)
+        return x_BLD + dropout(self.mlp(self.ln_2(x_BLD)), part, key_B, self.salt + 1)
 
 
-def blocks(config: VisionConfig | TextConfig, causal: bool, activation: str) -> nn.Sequential:
-    return nn.Sequential(
-        *(Block(config.width, config.heads, causal, activation) for _ in range(config.depth))
-    )
+class Tower(nn.Module):
+    """What both have: blocks, and how they are practised. Noise needs keys, which only training gives."""
+
+    def __init__(self, config: VisionConfig | TextConfig, causal: bool, activation: str, salt: int):
+        super().__init__()
+        shape = (config.width, config.heads, causal, activation)
+        self.blocks = nn.ModuleList(Block(*shape, salt=salt + 2 * i) for i in range(config.depth))
+        self.ln_post = nn.LayerNorm(config.width)
+        self.dropout, self.recompute = 0.0, False
+
+    def through(self, x_BLD: Tensor, key_B: Tensor | None) -> Tensor:
+        for block in self.blocks:
+            if self.recompute and torch.is_grad_enabled():
+                inputs = (x_BLD, self.dropout, key_B)  # noise is a function of the keys: no state to restore
+                x_BLD = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_BLD = block(x_BLD, self.dropout, key_B)
+        return x_BLD
 
 
 def patch_stem(config: VisionConfig) -> nn.Conv2d:
@@ -86,43 +103,53 @@ def conv_stem(config: VisionConfig) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-class Vision(nn.Module):
+class Vision(Tower):
     """A ViT: every patch sees every other; the class token (or the mean) is the picture."""
 
     def __init__(self, config: VisionConfig, activation: str):
-        super().__init__()
-        self.config = config
+        super().__init__(config, causal=False, activation=activation, salt=1)
+        self.config, self.drop_tokens = config, 0.0
         self.patch = patch_stem(config) if config.stem == "patch" else conv_stem(config)
         self.class_token = nn.Parameter(torch.empty(config.width)) if config.pool == "class" else None
         self.position = nn.Parameter(torch.empty(config.tokens, config.width))
         self.ln_pre = nn.LayerNorm(config.width)
-        self.blocks = blocks(config, causal=False, activation=activation)
-        self.ln_post = nn.LayerNorm(config.width)
 
-    def forward(self, pixels_BCSS: Tensor) -> Tensor:
-        x_BLD = self.patch(pixels_BCSS).flatten(2).transpose(1, 2)
+    def forward(self, pixels_BCSS: Tensor, key_B: Tensor | None = None) -> Tensor:
+        x_BDGG = self.patch(pixels_BCSS)
+        first_1D, place_LD = self.places(x_BDGG.shape[-1])
+        x_BLD = some_of(x_BDGG.flatten(2).transpose(1, 2) + place_LD, self.drop_tokens, key_B, salt=0)
         if self.class_token is not None:
-            x_BLD = torch.cat([self.class_token.expand(len(x_BLD), 1, -1), x_BLD], dim=1)
-        x_BLD = self.blocks(self.ln_pre(x_BLD + self.position))
+            first_B1D = (self.class_token + first_1D).expand(len(x_BLD), 1, -1)
+            x_BLD = torch.cat([first_B1D, x_BLD], dim=1)
+        x_BLD = self.through(self.ln_pre(x_BLD), key_B)
         x_BD = x_BLD.mean(1) if self.class_token is None else x_BLD[:, 0]
         y_BD: Tensor = self.ln_post(x_BD)
         return y_BD
 
+    def places(self, grid: int) -> tuple[Tensor, Tensor]:
+        """Positions of the class token (none without one) and of the patches, stretched to a smaller grid."""
+        first = int(self.class_token is not None)
+        first_1D, place_LD = self.position[:first], self.position[first:]
+        full = self.config.image_size // self.config.patch
+        if grid == full:
+            return first_1D, place_LD
+        place_1DGG = place_LD.T.view(1, -1, full, full)
+        small_1DGG = F.interpolate(place_1DGG, size=(grid, grid), mode="bilinear")
+        return first_1D, small_1DGG.flatten(2)[0].T
 
-class Text(nn.Module):
+
+class Text(Tower):
     """A causal transformer: the end-of-text token has seen the whole caption, and only the caption."""
 
     def __init__(self, config: TextConfig, activation: str, end_id: int):
-        super().__init__()
+        super().__init__(config, causal=True, activation=activation, salt=1001)
         self.config, self.end_id = config, end_id
         self.token = nn.Embedding(config.vocab, config.width)
         self.position = nn.Parameter(torch.empty(config.length, config.width))
-        self.blocks = blocks(config, causal=True, activation=activation)
-        self.ln_post = nn.LayerNorm(config.width)
 
-    def forward(self, tokens_BL: Tensor) -> Tensor:
+    def forward(self, tokens_BL: Tensor, key_B: Tensor | None = None) -> Tensor:
         x_BLD = self.token(tokens_BL) + self.position[: tokens_BL.shape[1]]
-        x_BLD = self.blocks(x_BLD)
+        x_BLD = self.through(x_BLD, key_B)
         # Padding follows the end token, and causality hides it: no mask is needed.
         end_B = (tokens_BL == self.end_id).int().argmax(dim=1)
         x_BD = x_BLD[torch.arange(len(end_B), device=end_B.device), end_B]

@@ -1,102 +1,143 @@
-"""A checkpoint: a model folder with the optimiser and the position beside it. Whole or absent; no pickle."""
+"""A checkpoint: a model folder, and beside it what training needs to go on. Whole or absent; no pickle.
 
+config.json, model.safetensors, tokenizer.json   the model to use: with --ema, the averaged one
+training.safetensors                             moments, random state and, with --ema, the moving weights
+state.json                                       the position, and a checksum of every other file
+"""
+
+import errno
 import json
 import os
 import shutil
+import zlib
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from m1clip.model.clip import CLIP, read_weights, write_tensors
-from m1clip.model.tokenizer import Tokenizer
+from m1clip import config as configs
+from m1clip.model.clip import read_weights, write_tensors
 from m1clip.run import Run, replacing_folder
+from m1clip.train.learner import Learner
 
-KEEP = 2
+
+@dataclass
+class Progress:
+    """Where a run stands: all that a checkpoint must remember beside tensors."""
+
+    step: int = 0
+    seconds: float = 0.0
+    """Of training, in all sessions together, pauses left out."""
+    joules: float | None = None
+    skipped: int = 0
+    """Steps passed over because something was not finite."""
+    chunk: int = 0
+    """Pairs in memory at once; 0 before it has been chosen. Kept, because rounding depends on it."""
+    best_score: float | None = None
+    best_step: int | None = None
+    stale: int = 0
+    """Evaluations since the best."""
 
 
-def save(run: Run, step: int, model: CLIP, optimizer: torch.optim.Optimizer) -> Path:
-    """Write a checkpoint, then remove all but the newest; broken weights are not saved over good ones."""
-    if not all(weight.isfinite().all() for weight in model.parameters()):
-        raise FloatingPointError(f"the weights are not finite at step {step}; {last_good(run)}")
-    path = run.checkpoints / f"step_{step:06d}"
+def save(run: Run, learner: Learner, progress: Progress, keep: int) -> Path:
+    """Write a checkpoint, and only then remove older ones, all but the newest `keep` and the best."""
+    if not all(weight.isfinite().all() for weight in learner.weights.values()):
+        raise FloatingPointError(f"the weights are not finite at step {progress.step}; {last_good(run)}")
+    tensors = learner.tensors()
+    need = sum(t.nbytes for t in (*tensors.values(), *learner.weights.values()))
+    if shutil.disk_usage(run.path).free < need:  # sooner known than by filling the rest of the disk
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run.path))
+    path = path_of(run, progress.step)
     with replacing_folder(path) as aside:
-        model.write(aside)
-        write_tensors(aside / "optimizer.safetensors", optimizer_tensors(model, optimizer))
-        (aside / "state.json").write_text(json.dumps({"step": step}) + "\n")
-    for older in all_of(run)[:-KEEP]:
-        shutil.rmtree(older)
-    with suppress(OSError):  # a file system without links; nothing of ours needs it
+        with learner.averaged() as model:
+            model.write(aside)
+        write_tensors(aside / "training.safetensors", tensors)
+        sums = {file.name: checksum(file) for file in sorted(aside.iterdir())}
+        (aside / "state.json").write_text(json.dumps({**asdict(progress), "files": sums}) + "\n")
+    best = path_of(run, progress.best_step) if progress.best_step is not None else None
+    kept = {best, *all_of(run)[-keep:]}
+    for other in run.checkpoints.iterdir():
+        if other not in kept:  # older ones, and those set aside as damaged
+            shutil.rmtree(other, ignore_errors=True)
+    with suppress(OSError):  # a file system without links; nothing of ours needs them
         point(run.path / "last", path)
+        if best is not None and best.exists():
+            point(run.path / "best", best)
     return path
 
 
+def path_of(run: Run, step: int) -> Path:
+    return run.checkpoints / f"step_{step:06d}"
+
+
 def all_of(run: Run) -> list[Path]:
-    """The run's checkpoints, oldest first; one that is there is whole."""
+    """The run's checkpoints, oldest first."""
     found = [path for path in run.checkpoints.glob("step_*") if path.name[5:].isdecimal()]
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
-def last(run: Run) -> Path | None:
-    return next(reversed(all_of(run)), None)
+def newest_whole(run: Run) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint whose every byte is as written, and what is wrong with the newer ones."""
+    damaged: dict[Path, str] = {}
+    for path in reversed(all_of(run)):
+        try:
+            position(path)
+            return path, damaged
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            damaged[path] = str(error)
+    if damaged:
+        told = "; ".join(f"{path.name}: {what}" for path, what in damaged.items())
+        raise ValueError(
+            f"no checkpoint in {run.checkpoints} is whole ({told}); --fresh starts the run again"
+        )
+    return None, damaged
+
+
+def position(path: Path) -> Progress:
+    """What state.json says, once the files beside it are known to be those it was written with."""
+    state = json.loads((path / "state.json").read_text())
+    for name, sum_then in state.pop("files").items():
+        if checksum(path / name) != sum_then:
+            raise ValueError(f"{name} is not as it was written")
+    progress = configs.build(Progress, state)
+    if path.name != f"step_{progress.step:06d}":
+        raise ValueError(f"state.json says step {progress.step}")
+    return progress
+
+
+def load(path: Path, learner: Learner) -> Progress:
+    """Put a whole checkpoint's tensors in place; where the run stood."""
+    progress = position(path)
+    try:
+        weights = read_weights(path / "model.safetensors", learner.model)
+        learner.load(weights, load_file(path / "training.safetensors"))
+    except (ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"cannot go on from {path}: {error}") from error
+    return progress
+
+
+def set_aside(path: Path) -> None:
+    """Out of the count, but there to be looked at until the next checkpoint is whole."""
+    with suppress(OSError):
+        path.rename(path.with_name(f"damaged_{path.name}"))
 
 
 def last_good(run: Run) -> str:
     """The end of a message about a run that cannot go on."""
-    path = last(run)
-    return f"the last good state is {path}" if path else "there is no earlier state"
+    found = all_of(run)
+    return f"the last good state is {found[-1]}" if found else "there is no earlier state"
 
 
-def tokenizer(run: Run) -> Tokenizer | None:
-    """What the run's captions have been read with so far."""
-    path = last(run)
-    return Tokenizer.load(path / "tokenizer.json") if path else None
-
-
-def resume(run: Run, model: CLIP, optimizer: torch.optim.Optimizer) -> int:
-    """Go on from the run's last checkpoint; the step to go on from, 0 where there is none."""
-    path = last(run)
-    if path is None:
-        return 0
-    try:
-        return load(path, model, optimizer)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ValueError(f"cannot go on from {path}: {error}") from error
-
-
-def load(path: Path, model: CLIP, optimizer: torch.optim.Optimizer) -> int:
-    """Put the checkpoint's weights, moments and random state in place; the step to go on from."""
-    step = json.loads((path / "state.json").read_text())["step"]
-    if type(step) is not int or step < 0:
-        raise ValueError(f"state.json says step {step!r}")
-    weights = read_weights(path / "model.safetensors", model)
-    tensors = load_file(path / "optimizer.safetensors")
-    random_state = tensors.pop("random_state")
-    moments: dict[str, dict[str, torch.Tensor]] = {}
-    for key, value in tensors.items():
-        name, _, moment = key.rpartition("/")
-        moments.setdefault(name, {})[moment] = value
-    names = dict(model.named_parameters())
-    if moments.keys() != names.keys():
-        raise ValueError("optimizer.safetensors is not of this model")
-    model.load_state_dict(weights)
-    for name, weight in names.items():
-        optimizer.state[weight] = {moment: value.to(weight.device) for moment, value in moments[name].items()}
-    torch.set_rng_state(random_state)
-    return step
-
-
-def optimizer_tensors(model: CLIP, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """AdamW's state by parameter name, and the generator's."""
-    moments: dict[str, Any] = {
-        f"{name}/{key}": value.cpu().contiguous()
-        for name, weight in model.named_parameters()
-        for key, value in optimizer.state[weight].items()
-    }
-    return {"random_state": torch.get_rng_state(), **moments}
+def checksum(path: Path) -> int:
+    """CRC-32 of a file: not against malice, but against a disk or a copy that failed."""
+    found = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            found = zlib.crc32(block, found)
+    return found
 
 
 def point(link: Path, target: Path) -> None:
@@ -107,7 +148,7 @@ def point(link: Path, target: Path) -> None:
     os.replace(aside, link)
 
 
-def needed_bytes(model: CLIP) -> int:
-    """Room for a new checkpoint beside those kept, weights and two moments each, and for the final model."""
+def needed_bytes(model: torch.nn.Module) -> int:
+    """Room for a checkpoint beside an older one, weights and two moments each, and for the final model."""
     weights = sum(w.numel() * w.element_size() for w in model.parameters())
-    return (KEEP + 1) * 3 * weights + weights
+    return 2 * 3 * weights + weights

@@ -3,7 +3,6 @@
 What a person sees goes through `Screen`; what lasts goes through `Run`.
 """
 
-import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +15,11 @@ import torch
 
 from m1clip import __version__, devices, sensors
 from m1clip.config import TrainConfig, to_json
-from m1clip.data.batches import Batches
+from m1clip.data.batches import Batches, growing
 from m1clip.data.cache import pixels, require_room
 from m1clip.data.pairs import Pairs, open_pairs
 from m1clip.evals.embed import embed_pairs
+from m1clip.evals.health import health
 from m1clip.evals.retrieval import Retrieval, retrieval
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
@@ -27,12 +27,15 @@ from m1clip.model.tokenizer import make as make_tokenizer
 from m1clip.pictures import Pixels
 from m1clip.run import Run, write_whole
 from m1clip.sensors import readable
-from m1clip.train import checkpoint
+from m1clip.train import checkpoint, memory, track
+from m1clip.train.checkpoint import Progress
+from m1clip.train.keeper import Keeper
+from m1clip.train.learner import Learner
 from m1clip.train.meter import Meter
-from m1clip.train.optim import make_optimizer, rate
+from m1clip.train.optim import rate
 from m1clip.train.screen import Screen
-from m1clip.train.step import STATS, train_step
 from m1clip.train.stop import Stop
+from m1clip.train.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,10 @@ class Setup:
     pairs: Pairs
     held_out: Pairs
     tokenizer: Tokenizer
+    start: Path | None
+    """The checkpoint to go on from."""
+    damaged: dict[Path, str]
+    """Newer checkpoints that cannot be used, and what is wrong with each."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +59,24 @@ class Result:
     step: int
     seconds: float
     scores: Retrieval | None
+    best_step: int | None
 
     def record(self) -> dict[str, Any]:
         """Flat, for a line of JSON."""
         scores = self.scores.record() if self.scores else {}
-        return {"finished": self.finished, "step": self.step, "seconds": round(self.seconds, 2), **scores}
+        done = {"finished": self.finished, "step": self.step, "seconds": round(self.seconds, 2)}
+        return {**done, "best_step": self.best_step, **scores}
 
 
 def check(config: TrainConfig, runs: Path, resumed: Run | None) -> Setup:
     """Everything that can be refused at once, before anything is written."""
     device, why = devices.choose(config.device)
+    track.require(config.track)
     pairs, held_out = open_pairs(config.data, config.held_out, config.seed)
     if config.batch > len(pairs):
         raise ValueError(f"batch {config.batch} is larger than the {len(pairs)} training pairs")
-    words = checkpoint.tokenizer(resumed) if resumed else None
+    start, damaged = checkpoint.newest_whole(resumed) if resumed else (None, {})
+    words = Tokenizer.load(start / "tokenizer.json") if start else None
     words = words or make_tokenizer(config.tokenizer, captions(pairs), config.model.text.vocab)
     with torch.device("meta"):
         need = checkpoint.needed_bytes(CLIP(config.model, words))
@@ -74,67 +85,70 @@ def check(config: TrainConfig, runs: Path, resumed: Run | None) -> Setup:
     if free < need:
         raise OSError(f"{there} has {readable(free)} free; checkpoints need {readable(need)}")
     require_room(config.model.vision.image_size, pairs, held_out)
-    return Setup(device, why, pairs, held_out, words)
+    return Setup(device, why, pairs, held_out, words, start, damaged)
 
 
 def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result:
-    """Start the run, or go on from its last checkpoint if it has one."""
-    device, pairs, held_out = setup.device, setup.pairs, setup.held_out
-    devices.prepare(device, config.threads)
+    """Start the run, or go on from its last whole checkpoint if it has one."""
+    devices.prepare(setup.device, config.threads)
     torch.manual_seed(config.seed)
-    model = CLIP(config.model, setup.tokenizer).to(device)
-    optimizer = make_optimizer(model, config)
-    step, total = checkpoint.resume(run, model, optimizer), config.epochs * (len(pairs) // config.batch)
-    if step > total:
-        raise ValueError(f"{run.path} has done {step} steps; {config.epochs} epochs are only {total}")
-    introduce(run, config, setup, step)
-    with screen.drawing(len(pairs) + len(held_out)) as drawn:
-        side = config.model.vision.image_size
-        train_pixels, held_pixels = (pixels(some, side, drawn) for some in (pairs, held_out))
-    tokenize = partial(setup.tokenizer, length=config.model.text.length)
-    batches = Batches(pairs, train_pixels, tokenize, config.batch, config.seed, config.shift)
-    meter, scores = Meter(config.model.loss, config.batch, total), None
-    screen.start(facts(run, setup, model, step, total), meter.chance, 1 / len(held_out))
+    learner = Learner(CLIP(config.model, setup.tokenizer).to(setup.device), config)
+    progress = checkpoint.load(setup.start, learner) if setup.start else Progress()
+    total = config.epochs * (len(setup.pairs) // config.batch)
+    if progress.step > total:
+        raise ValueError(
+            f"{run.path} has done {progress.step} steps; {config.epochs} epochs are only {total}"
+        )
+    introduce(run, config, setup, progress, screen)
+    batches, held_pixels = prepare(config, setup, total, screen)
+    meter, keeper = Meter(config, setup.device), Keeper(run, learner, progress, screen.warn)
+    watch, scores = Watch(run, screen, learner, progress, batches), None
+    meter.recall(row for row in run.records("step") if row["step"] > batches.epoch_start(progress.step))
+    divided = divide(learner, progress, batches, watch)
+    screen.start(facts(run, setup, learner, progress, total, divided), meter.chance, 1 / len(setup.held_out))
 
-    with Stop(screen.say) as stop, screen.training(step, total):
-        for batch in batches.stream(step, total):
-            lr = set_rate(optimizer, rate(step, total, config))
-            inputs = (devices.copy(part, device) for part in (batch.bytes_BSSC, batch.tokens_BL))
-            meter.add(train_step(model, optimizer, *inputs, clip_norm=config.clip_norm))
-            step += 1
-            epoch, into_epoch = divmod(step, batches.per_epoch)
-            stopping, epoch_ends = stop.asked, into_epoch == 0
-            saving = stopping or step == total or meter.minutes_since_save >= config.save_minutes
-            if step % config.log_every == 0 or epoch_ends or saving:
-                values = {"lr": lr, **meter.read(step)}
-                refuse_non_finite(values, step, run)
-                run.log("step", step, mem_gb=sensors.memory_gb(), **values)
-                run.status("running", step, total=total, eta_s=values["eta_s"])
-                screen.step(step, values)
-            if epoch_ends:
+    with (
+        Stop(screen.say) as stop,
+        track.mirrored(run, config, screen.warn),
+        screen.training(progress.step, total),
+    ):
+        end = progress.step if keeper.out_of_patience else total
+        for batch in meter.timed(batches.stream(progress.step, end)):
+            lr = rate(progress.step, total, config)
+            learner.set_rate(lr)
+            here = batch.to(setup.device)
+            meter.mark("copy")
+            stats, *embeddings = memory.careful_step(learner, here, meter.mark, watch.divided)
+            progress.step += 1
+            meter.add(progress.step, lr, stats, batch)
+            epoch = batches.ended_epoch(progress.step)  # None within one
+            looking, saving, stopping = progress.step % config.watch_every == 0, keeper.due(epoch), stop.asked
+            if looking or saving or epoch or stopping or progress.step % config.log_every == 0:
+                watch.steps(meter.read())
+            if looking:
+                watch.inside(here, *embeddings)
+            if epoch:
+                scores = None
+                if epoch % config.eval_every == 0 or progress.step == total:
+                    with meter.paused():
+                        scores = evaluate(learner, setup.held_out, held_pixels, watch, epoch)
+                    keeper.judge(scores)
+                watch.epoch(epoch, meter.epoch(), scores)
+            if saving or keeper.due(None):
                 with meter.paused():
-                    scores = evaluate(model, held_out, held_pixels) if due(epoch, config) else None
-                if scores:
-                    run.log("eval", step, epoch=epoch, **scores.record())
-                means = meter.epoch()
-                run.log("epoch", step, epoch=epoch, **means)
-                screen.epoch(epoch, config.epochs, means, scores)
-            if saving:
-                with meter.paused():
-                    checkpoint.save(run, step, model, optimizer)
-                meter.saved()
-            if stopping:
+                    keeper.save()
+            if stopping or keeper.out_of_patience:
                 break
+        finished = progress.step == total or keeper.out_of_patience
+        keeper.finish(finished)
 
-    finished = step == total
-    if finished:
-        scores = scores or evaluate(model, held_out, held_pixels)  # none yet if it was finished before
-        model.save(run.model)
-    run.status("finished" if finished else "stopped", step, total=total)
-    return Result(finished, step, meter.seconds, scores)
+    if finished and (scores is None or keeper.restored):
+        scores = evaluate(learner, setup.held_out, held_pixels)
+    watch.status("finished" if finished else "stopped")
+    return Result(finished, progress.step, progress.seconds, scores, progress.best_step)
 
 
-def introduce(run: Run, config: TrainConfig, setup: Setup, step: int) -> None:
+def introduce(run: Run, config: TrainConfig, setup: Setup, progress: Progress, screen: Screen) -> None:
     """What the run is, where it runs and why there. Written once the checkpoint, if any, is known to fit."""
     machine = {
         **sensors.machine(),
@@ -146,47 +160,81 @@ def introduce(run: Run, config: TrainConfig, setup: Setup, step: int) -> None:
     }
     write_whole(run.path / "config.json", to_json(config))
     run.write("machine.json", machine)
-    run.log("event", step, event="resume" if step else "start")
-    run.status("running", step)
+    run.rewind(progress.step)
+    for path, what in setup.damaged.items():
+        checkpoint.set_aside(path)
+        run.log("event", progress.step, event="damaged checkpoint", checkpoint=path.name, reason=what)
+        screen.warn(f"{path} is damaged ({what}); going on from {setup.start} instead")
+    run.log("event", progress.step, event="resume" if progress.step else "start")
+    run.status("running", progress.step)
+
+
+def prepare(config: TrainConfig, setup: Setup, total: int, screen: Screen) -> tuple[Batches, Pixels]:
+    """The stream of batches, and the held-out pictures; what has to be drawn or decoded is, with a bar."""
+    vision, pairs = config.model.vision, setup.pairs
+    with screen.drawing(len(pairs) + len(setup.held_out)) as drawn:
+        train_pixels, held_pixels = (
+            pixels(some, vision.image_size, drawn) for some in (pairs, setup.held_out)
+        )
+    batches = Batches(
+        pairs,
+        train_pixels,
+        partial(setup.tokenizer, length=config.model.text.length),
+        config.batch,
+        config.seed,
+        shift=config.shift,
+        mask_twins=config.mask_twins,
+        sides=growing(config.start_size, vision.image_size, vision.patch),
+        total=total,
+    )
+    return batches, held_pixels
+
+
+def divide(learner: Learner, progress: Progress, batches: Batches, watch: Watch) -> str:
+    """Decide how many pairs are in memory at once; the reason. A resumed run keeps what it had chosen."""
+    last = batches.at(batches.total - 1)  # its pictures are the largest
+    watch.pair_bytes = memory.kept_bytes(learner, last)
+    if progress.chunk and learner.config.chunk == "auto":
+        learner.chunk, why = progress.chunk, "as chosen when the run began"
+    else:
+        learner.chunk, why = memory.choose_chunk(learner, last, watch.pair_bytes)
+    progress.chunk = learner.chunk
+    watch.run.log("event", progress.step, event="chunk", chunk=learner.chunk, reason=why)
+    return why
 
 
 def captions(pairs: Pairs) -> Iterator[str]:
     return (caption for row in range(len(pairs)) for caption in pairs.captions(row))
 
 
-def due(epoch: int, config: TrainConfig) -> bool:
-    return epoch % config.eval_every == 0 or epoch == config.epochs
-
-
-def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> float:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    return lr
-
-
-def evaluate(model: CLIP, pairs: Pairs, pictures: Pixels) -> Retrieval:
-    model.eval()
-    scores = retrieval(*embed_pairs(model, pairs, pictures))
-    model.train()
+def evaluate(
+    learner: Learner, pairs: Pairs, pictures: Pixels, watch: Watch | None = None, epoch: int = 0
+) -> Retrieval:
+    """Held-out retrieval of the weights that would be kept."""
+    with learner.averaged() as model:
+        image_NE, text_ME, owner_M = embed_pairs(model, pairs, pictures)
+    scores = retrieval(image_NE, text_ME, owner_M)
+    if watch:
+        first_N = torch.searchsorted(owner_M, torch.arange(len(image_NE)))  # each picture's first caption
+        watch.scores(epoch, scores, health(image_NE, text_ME[first_N]))
     return scores
 
 
-def refuse_non_finite(values: dict[str, float], step: int, run: Run) -> None:
-    for name in STATS:
-        if not math.isfinite(values[name]):
-            where = checkpoint.last_good(run)
-            raise FloatingPointError(f"{name} is {values[name]} at step {step}; {where}. Try a lower --lr")
-
-
-def facts(run: Run, setup: Setup, model: CLIP, step: int, total: int) -> dict[str, str]:
+def facts(
+    run: Run, setup: Setup, learner: Learner, progress: Progress, total: int, divided: str
+) -> dict[str, str]:
     """What a person wants to know before it starts."""
-    millions = sum(weight.numel() for weight in model.parameters()) / 1e6
+    millions = sum(weight.numel() for weight in learner.weights.values()) / 1e6
+    vision, config = learner.model.config.vision, learner.config
+    at = f"step {progress.step:,} of " if progress.step else ""
+    chunks = "" if learner.chunk >= config.batch else f", {learner.chunk:,} at once"
     return {
-        "run": f"{run.path}, {f'step {step:,} of ' if step else ''}{total:,} steps",
+        "run": f"{run.path}, {at}{total:,} steps",
         "device": f"{setup.device}: {setup.why}; {torch.get_num_threads()} CPU threads",
-        "model": f"{millions:.2f} M parameters, pictures of {model.config.vision.image_size} px",
+        "model": f"{millions:.2f} M parameters, pictures of {vision.image_size} px",
         "data": f"{len(setup.pairs):,} pairs to learn from, {len(setup.held_out):,} held out",
-        "captions": reading(setup.tokenizer, setup.pairs, model.config.text.length),
+        "captions": reading(setup.tokenizer, setup.pairs, config.model.text.length),
+        "batch": f"{config.batch:,} pairs{chunks} ({divided})",
     }
 
 

@@ -1,73 +1,132 @@
-"""Figures of a run as it goes: means since the last reading, speed without the pauses, time to go."""
+"""Figures of a run as it goes: each step's numbers and times, read from the device together and rarely."""
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from m1clip import losses
+from m1clip import devices, losses
+from m1clip.config import TrainConfig
+from m1clip.data.batches import Batch
 from m1clip.train.step import STATS
+
+PHASES = ("wait", "copy", "forward", "backward", "optimiser")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A step whose numbers are still on the device."""
+
+    step: int
+    lr: float
+    stats: Tensor
+    rows: list[int]
+    side: int
+    stamps: dict[str, Any]
+    between_s: float
+    time: float
 
 
 class Meter:
-    def __init__(self, loss: str, batch: int, total: int):
-        self.batch, self.total = batch, total
-        self.chance = {"chance_loss": losses.chance(loss, batch), "chance_accuracy": 1 / batch}
-        self.unread: list[Tensor] = []
-        self.epoch_rows: list[list[float]] = []
-        self.started = self.read_at = self.epoch_at = self.saved_at = time.perf_counter()
+    def __init__(self, config: TrainConfig, device: torch.device):
+        self.batch, self.device = config.batch, device
+        self.chance = {
+            "chance_loss": losses.chance(config.model.loss, config.batch),
+            "chance_accuracy": 1 / config.batch,
+        }
+        self.unread: list[Unread] = []
+        self.epoch_rows: list[Row] = []
+        self.stamps: dict[str, Any] = {}
+        self.ended_at = self.between_s = self.paused_s = 0.0
 
-    def add(self, stats: Tensor) -> None:
+    def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches; the time spent on waiting for each is the first phase of its step."""
+        source, self.ended_at = iter(batches), time.perf_counter()
+        while True:
+            self.between_s = max(0.0, time.perf_counter() - self.ended_at - self.paused_s)
+            self.paused_s, self.stamps = 0.0, {"start": devices.stamp(self.device)}
+            batch = next(source, None)
+            if batch is None:
+                return
+            self.mark("wait")
+            yield batch
+
+    def mark(self, phase: str) -> None:
+        """The phase ends here, in the device's own time."""
+        self.stamps[phase] = devices.stamp(self.device)
+
+    def add(self, step: int, lr: float, stats: Tensor, batch: Batch) -> None:
         """Keep a step's figures where they are: reading a GPU's would make it wait."""
-        self.unread.append(stats)
+        rows, side = batch.rows.tolist(), batch.bytes_BSSC.shape[1]
+        self.unread.append(Unread(step, lr, stats, rows, side, self.stamps, self.between_s, time.time()))
+        self.ended_at = time.perf_counter()
 
-    def read(self, step: int) -> dict[str, float]:
-        """Means of the steps since the last reading, fetched from the device all at once."""
-        rows: list[list[float]] = torch.stack(self.unread).tolist()
-        now = time.perf_counter()  # after the fetch: only now is the queued work done
-        step_s = (now - self.read_at) / len(rows)
-        self.unread, self.read_at = [], now
+    def read(self) -> list[Row]:
+        """Every step since the last reading, one row each."""
+        if not self.unread:
+            return []
+        values = torch.stack([one.stats for one in self.unread]).tolist()  # waits for the queue
+        rows = [self._row(one, stats) for one, stats in zip(self.unread, values, strict=True)]
+        self.unread = []
         self.epoch_rows += rows
+        return rows
+
+    def _row(self, one: Unread, stats: list[float]) -> Row:
+        named = {
+            name: value if math.isfinite(value) else None for name, value in zip(STATS, stats, strict=True)
+        }
+        skipped = named["loss"] is None or named["grad_norm"] is None
+        stamps = list(one.stamps.values())
+        times = {
+            f"{phase}_ms": round(devices.ms_between(a, b), 3)
+            for phase, a, b in zip(PHASES, stamps, stamps[1:], strict=False)
+        }
+        step_ms, between_ms = devices.ms_between(stamps[0], stamps[-1]), 1e3 * one.between_s
         return {
-            **self._means(rows),
-            "step_ms": round(step_s * 1e3, 3),
-            "pairs_per_s": round(self.batch / step_s, 2),
-            "eta_s": round((self.total - step) * step_s, 1),
+            "step": one.step,
+            "time": round(one.time, 3),
+            **named,
+            "accuracy": (stats[1] + stats[2]) / 2,
+            **self.chance,
+            "lr": one.lr,
+            "side": one.side,
+            "step_ms": round(step_ms, 3),
+            **times,
+            "between_ms": round(between_ms, 3),
+            "pairs_per_s": round(1e3 * self.batch / (step_ms + between_ms), 2),
+            **({"skipped": True, "rows": one.rows} if skipped else {}),
         }
 
-    def epoch(self) -> dict[str, float]:
-        """Means of the whole epoch, and its seconds without the pauses."""
-        now = time.perf_counter()
-        rows, seconds = self.epoch_rows, now - self.epoch_at
-        self.epoch_rows, self.epoch_at = [], now
-        speed = {"seconds": round(seconds, 2), "pairs_per_s": round(self.batch * len(rows) / seconds, 2)}
-        return {**self._means(rows), **speed}
+    def recall(self, rows: Iterable[Row]) -> None:
+        """Steps of an epoch that was begun in an earlier session."""
+        self.epoch_rows = list(rows)
 
-    def _means(self, rows: list[list[float]]) -> dict[str, float]:
-        means = {name: sum(row[i] for row in rows) / len(rows) for i, name in enumerate(STATS)}
-        return {**means, **self.chance}
+    def epoch(self) -> Row:
+        """Means of the epoch so far, and its seconds; evaluation and saving are not training time."""
+        rows, self.epoch_rows = self.epoch_rows, []
+        seconds = seconds_of(rows)
+        names = (*STATS, "accuracy", *(f"{phase}_ms" for phase in PHASES), "step_ms")
+        speed = {"seconds": round(seconds, 2), "pairs_per_s": round(self.batch * len(rows) / seconds, 2)}
+        return {**{name: mean(row[name] for row in rows) for name in names}, **self.chance, **speed}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Evaluation and saving are not training time."""
         began = time.perf_counter()
         yield
-        pause = time.perf_counter() - began
-        self.started, self.read_at, self.epoch_at = (
-            self.started + pause,
-            self.read_at + pause,
-            self.epoch_at + pause,
-        )
+        self.paused_s += time.perf_counter() - began
 
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.started
 
-    @property
-    def minutes_since_save(self) -> float:
-        return (time.perf_counter() - self.saved_at) / 60
+def seconds_of(rows: list[Row]) -> float:
+    return sum(float(row["step_ms"] + row["between_ms"]) for row in rows) / 1e3
 
-    def saved(self) -> None:
-        self.saved_at = time.perf_counter()
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of what is known."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

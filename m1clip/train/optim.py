@@ -1,25 +1,85 @@
-"""The optimiser and its rate. Matrices decay; biases, norms, embeddings and the temperature do not."""
+"""The optimisers and their rate. Matrices decay; biases, norms, embeddings and the temperature do not."""
 
 import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from m1clip.config import TrainConfig
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """AdamW for everything; or Muon for the matrices of the blocks, and AdamW for the rest."""
     embeddings = {id(w) for m in model.modules() if isinstance(m, nn.Embedding) for w in m.parameters()}
-    decayed: list[nn.Parameter] = []
-    free: list[nn.Parameter] = []
+    groups: dict[tuple[bool, bool, float], list[nn.Parameter]] = defaultdict(list)
     for name, weight in model.named_parameters():
         matrix = weight.ndim >= 2 and id(weight) not in embeddings and not name.endswith("position")
-        (decayed if matrix else free).append(weight)
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": free, "weight_decay": 0.0},
+        turned = config.optimizer == "muon" and matrix and ".blocks." in name
+        scale = config.layer_decay ** below_the_top(name, model)
+        groups[turned, matrix, scale].append(weight)
+    rest, turned_groups = (
+        [
+            {"params": weights, "weight_decay": config.weight_decay if matrix else 0.0, "scale": scale}
+            for (turned, matrix, scale), weights in groups.items()
+            if turned is wanted
+        ]
+        for wanted in (False, True)
+    )
+    made: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, lr=config.lr, betas=(0.9, config.beta2), eps=1e-6, fused=True)
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, config.beta2), eps=1e-6, fused=True)
+    if turned_groups:  # scaled so that AdamW's rates suit it
+        made.append(Muon(turned_groups, lr=config.lr, adjust_lr_fn="match_rms_adamw"))
+    return made
+
+
+def below_the_top(name: str, model: nn.Module) -> int:
+    """How many layers stand between a weight and its tower's output: 0 for what comes after the blocks."""
+    tower, *rest = name.split(".")
+    if tower not in ("vision", "text") or rest[0] == "ln_post":
+        return 0
+    depth = len(model.get_submodule(f"{tower}.blocks"))  # type: ignore[arg-type]
+    return depth - int(rest[1]) if rest[0] == "blocks" else depth + 1
+
+
+class Muon(torch.optim.Muon):
+    """torch's, with its iteration in float32.
+
+    torch's own runs in bfloat16, which most laptops only emulate: on 2 AVX2 cores it took 1.1 s for the
+    matrices of `nano` where this takes 0.04 s (November 2026).
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._turn(weight, group)
+
+    def _turn(self, weight: Tensor, group: dict[str, Any]) -> None:
+        state, memory = self.state[weight], group["momentum"]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        state["momentum_buffer"].lerp_(weight.grad, 1 - memory)
+        assert weight.grad is not None
+        ahead = weight.grad.lerp(state["momentum_buffer"], memory)  # Nesterov's
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.add_(orthogonal(ahead, group), alpha=-group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
+
+
+def orthogonal(matrix: Tensor, group: dict[str, Any]) -> Tensor:
+    """The nearest matrix whose singular values are all about 1, by torch's Newton–Schulz coefficients."""
+    a, b, c = group["ns_coefficients"]
+    x: Tensor = matrix / matrix.norm().clamp(min=group["eps"])
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    for _ in range(group["ns_steps"]):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
 
 
 def rate(step: int, total: int, config: TrainConfig) -> float:

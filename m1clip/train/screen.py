@@ -50,6 +50,10 @@ class Screen:
     def say(self, text: str = "") -> None:
         self.console.print(text, soft_wrap=True)
 
+    def warn(self, text: str) -> None:
+        """Something a person should know before the run is over."""
+        self.console.print(f"[bold yellow]{escape(text)}[/]", soft_wrap=True)
+
     @contextmanager
     def drawing(self, total: int) -> Iterator[Callable[[int], None]]:
         """A bar for the pictures that are not there yet."""
@@ -71,20 +75,23 @@ class Screen:
         with self._bar(news, total, completed=step, news="first steps") as self.bar:
             yield
 
-    def step(self, step: int, values: dict[str, float]) -> None:
+    def step(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Means of the steps just read."""
         assert self.bar is not None
+        known = [row for row in rows if not row.get("skipped")] or [{"loss": float("nan"), "accuracy": 0.0}]
+        loss, right = (sum(row[key] for row in known) / len(known) for key in ("loss", "accuracy"))
         news = (
-            f"loss {values['loss']:.3f}, accuracy {percent(values['accuracy'])} [dim](chance "
-            f"{values['chance_loss']:.2f}, {percent(values['chance_accuracy'])})[/] "
-            f"{values['pairs_per_s']:.0f} pairs/s"
+            f"loss {loss:.3f}, accuracy {percent(right)} [dim](chance "
+            f"{rows[-1]['chance_loss']:.2f}, {percent(rows[-1]['chance_accuracy'])})[/] "
+            f"{rows[-1]['pairs_per_s']:.0f} pairs/s"
         )
         self.bar.update(self.bar.task_ids[0], completed=step, news=news)
 
-    def epoch(self, epoch: int, epochs: int, values: dict[str, float], scores: "Retrieval | None") -> None:
+    def epoch(self, epoch: int, epochs: int, values: dict[str, Any], scores: "Retrieval | None") -> None:
         ways = (scores.image_to_text, scores.text_to_image) if scores else ()
         cells = (
             f"{epoch}/{epochs}",
-            f"{values['loss']:.3f}",
+            "–" if values["loss"] is None else f"{values['loss']:.3f}",
             percent(values["accuracy"]),
             *([percent(way.r1) for way in ways] or ["", ""]),
             f"{values['temperature']:.4f}",

@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # they bring torch, which --help must not wait for
     from m1clip.evals.retrieval import Retrieval
 
 
-def loading() -> Status:
-    """A sign of life while torch is imported and the first things are made ready."""
-    return Console(stderr=True).status("getting ready")
+def loading(what: str = "getting ready") -> Status:
+    """A sign of life while torch is imported, or something else is waited for."""
+    return Console(stderr=True).status(what)
 
 
 def command(*words: object) -> str:

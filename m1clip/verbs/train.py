@@ -4,7 +4,7 @@ import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -12,8 +12,11 @@ from m1clip import run as runs
 from m1clip.config import PRESETS, TrainConfig, from_json, preset
 from m1clip.verbs import flags, tables
 
+if TYPE_CHECKING:  # it brings torch
+    from m1clip.train.loop import Result
+
 # What the order of the data, the weights and the optimiser's memory depend on.
-FIXED = ("model", "data", "tokenizer", "batch", "shift", "seed")
+FIXED = ("model", "data", "tokenizer", "batch", "shift", "seed", "optimizer", "ema")
 COMPATIBLE = {("--fresh", "--config"), ("--fresh", "--preset")}
 
 
@@ -24,6 +27,8 @@ class Args:
     m1clip train                                    the nano preset on built-in data
     m1clip train --preset small --data synthetic:50000 --name mine
     m1clip train --resume                           go on with the newest run
+    m1clip train --background                       the terminal may close; m1clip stop ends it
+    m1clip train --batch 1024 --chunk 32            a large batch in little memory
     m1clip train --config runs/mine/config.json     the same run again
     """
 
@@ -38,13 +43,16 @@ class Args:
     """Go on with the run --name (or the newest) from its last checkpoint."""
     fresh: bool = False
     """If the run --name exists, delete it and start again."""
+    background: bool = False
+    """Train in a process of its own, and come back at once."""
     json: bool = False
     """Print the result as one line of JSON."""
+    words: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
 def parse(prog: str, words: list[str]) -> Args:
     base = defaults(words)
-    args = flags.read(Args, prog, words, default=Args(base))
+    args = flags.read(Args, prog, words, default=Args(base, words=tuple(words)))
     changed = [key for key in FIXED if getattr(args.training, key) != getattr(base, key)]
     if args.resume and changed:
         raise ValueError(f"a resumed run keeps its {', '.join(changed)}: what is learned so far rests on it")
@@ -88,7 +96,11 @@ def main(args: Args) -> int:
     config = args.training
     old = runs.open_run(args.runs, args.name) if args.resume else None
     if old is None:
-        runs.new_path(args.runs, args.name, config.preset, args.fresh)  # refused at once, if it will be
+        path = runs.new_path(
+            args.runs, args.name, config.preset, args.fresh
+        )  # refused at once, if it will be
+    if args.background:
+        return in_background(args, old.path if old else path)
     with tables.loading():
         from m1clip.train import loop  # only now: torch takes seconds to import
         from m1clip.train.screen import Screen
@@ -97,12 +109,27 @@ def main(args: Args) -> int:
     run = old or runs.create(args.runs, args.name, config.preset, args.fresh)
     with run.owned():
         result = loop.train(config, setup, run, Screen())
+    return tell(args, run, result)
+
+
+def in_background(args: Args, path: Path) -> int:
+    """The same command once more, by another process, with the run named."""
+    from m1clip.verbs.detach import detach
+
+    words = [word for word in args.words if word != "--background"]
+    return detach(words if args.name else [*words, "--name", path.name], runs.Run(path))
+
+
+def tell(args: Args, run: runs.Run, result: "Result") -> int:
     if args.json:
         print(json.dumps({"run": str(run.path), **result.record()}))
     elif result.finished and result.scores:
         print()
         tables.show_retrieval(result.scores)
         print(f"\nlearned in {tables.clock(result.seconds)}; the model is {run.model}")
+        if result.best_step not in (None, result.step) and not args.training.patience:
+            best = run.path / "best"
+            print(f"step {result.best_step} scored higher by {args.training.best_by}: it is kept as {best}")
         print(f"next:  {tables.command('eval', run.path)}    the same figures, and which words it reads")
     else:
         again = tables.command("train", "--resume", "--name", run.path)

@@ -1,0 +1,105 @@
+"""What is kept of a run and when: the rhythm of checkpoints, the best of them, patience with the disk."""
+
+import time
+from collections.abc import Callable
+
+from m1clip.evals.retrieval import Retrieval
+from m1clip.run import Run
+from m1clip.train import checkpoint
+from m1clip.train.checkpoint import Progress
+from m1clip.train.learner import Learner
+
+RETRY_S = 15.0
+PATIENCE_S = {"stopping": 10.0, "finishing": 1800.0}
+
+
+class Keeper:
+    def __init__(self, run: Run, learner: Learner, progress: Progress, warn: Callable[[str], None]):
+        self.run, self.learner, self.progress, self.warn = run, learner, progress, warn
+        self.config = learner.config
+        self.saved_at, self.saved_step = time.monotonic(), progress.step
+        self.retry_at: float | None = None  # set while the disk refuses
+        self.restored = False  # the best weights have taken the place of the last ones
+        self.dethroned: tuple[float | None, int | None, int] | None = None  # by a best not yet on the disk
+
+    def due(self, ended_epoch: int | None) -> bool:
+        """Whether it is time: by steps, minutes or epochs, for a new best, or for what the disk refused."""
+        if self.dethroned is not None:
+            return True
+        if self.retry_at is not None:
+            return time.monotonic() >= self.retry_at
+        steps, epochs = self.config.save_steps, self.config.save_epochs
+        return (
+            bool(steps and self.progress.step % steps == 0)
+            or bool(epochs and ended_epoch and ended_epoch % epochs == 0)
+            or time.monotonic() - self.saved_at >= 60 * self.config.save_minutes
+        )
+
+    def judge(self, scores: Retrieval) -> None:
+        """Is this the best so far? If so it is saved next, and is the best once it is on the disk."""
+        score, now = float(scores.record()[self.config.best_by]), self.progress
+        now.stale += 1
+        if now.best_score is None or score > now.best_score:
+            self.dethroned = (now.best_score, now.best_step, now.stale)
+            now.best_score, now.best_step, now.stale = score, now.step, 0
+
+    @property
+    def out_of_patience(self) -> bool:
+        return bool(self.config.patience) and self.progress.stale >= self.config.patience
+
+    def save(self, patience_s: float = 0.0) -> bool:
+        """Write a checkpoint; a disk that refuses is told of, and is no reason to stop training."""
+        done = self._insist(
+            lambda: checkpoint.save(self.run, self.learner, self.progress, self.config.keep), patience_s
+        )
+        if done is not None and self.dethroned is not None:
+            now = self.progress
+            now.best_score, now.best_step, now.stale = self.dethroned
+        self.dethroned = None
+        if done is None:
+            self.saved_step = self.progress.step
+        return done is None
+
+    def finish(self, final: bool) -> None:
+        """The last checkpoint and, at the end of the run, the model; what cannot be written is an error."""
+        patience_s = PATIENCE_S["finishing" if final else "stopping"]
+        if self.saved_step != self.progress.step and not self.save(patience_s):
+            raise OSError(f"step {self.progress.step} could not be saved; {checkpoint.last_good(self.run)}")
+        if final and (error := self._insist(self._publish, patience_s)):
+            raise error
+
+    def _publish(self) -> None:
+        """Write the model folder: the last weights or, where patience decides the end, the best."""
+        step = self.progress.best_step
+        if self.config.patience and step not in (None, self.progress.step):
+            checkpoint.load(checkpoint.path_of(self.run, step or 0), self.learner)
+            self.restored = True
+        with self.learner.averaged() as model:
+            model.save(self.run.model)
+
+    def _insist(self, write: Callable[[], object], patience_s: float) -> OSError | None:
+        """Try until it is written or the patience is over; what the disk said last, None if all is well."""
+        end = time.monotonic() + patience_s
+        while True:
+            try:
+                write()
+            except OSError as error:
+                self._refused(error)
+                if time.monotonic() >= end:
+                    return error
+                time.sleep(max(0.1, min(RETRY_S, end - time.monotonic())))
+                continue
+            if self.retry_at is not None:
+                self.run.log("event", self.progress.step, event="saved again")
+                self.warn(f"saved again at step {self.progress.step:,}")
+            self.retry_at, self.saved_at = None, time.monotonic()
+            return None
+
+    def _refused(self, error: OSError) -> None:
+        why = error.strerror or str(error)
+        self.retry_at = time.monotonic() + RETRY_S
+        self.run.log("event", self.progress.step, event="save failed", reason=why)
+        self.warn(
+            f"CANNOT SAVE step {self.progress.step:,} in {self.run.path}: {why}. Nothing older was deleted "
+            f"({checkpoint.last_good(self.run)}); trying again every {RETRY_S:.0f} s: please make room."
+        )

@@ -1,0 +1,133 @@
+"""How much of a batch is in memory at once: chosen by measuring, halved where memory runs out even so."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from m1clip import devices, sensors
+from m1clip.data.batches import Batch
+from m1clip.train.learner import Learner
+from m1clip.train.step import embed_captions, embed_pictures, train_step
+
+SHARE = 0.7
+# What a step holds at its peak against what autograd has kept by then: gradients in flight, scratch of the
+# kernels. Measured 1.2 to 1.4 (nano, small, seed; 2 AVX2 cores, November 2026).
+PEAK = 1.5
+
+
+def kept_bytes(learner: Learner, batch: Batch) -> int:
+    """What autograd keeps of one pair between forward and backward, counted on the first two of a batch."""
+    weights = {weight.untyped_storage().data_ptr() for weight in learner.weights.values()}
+    kept: dict[int, int] = {}
+    alive: list[Tensor] = []  # or an address might be used, and counted, twice
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    two = batch.split(2)[0].to(learner.device)
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = embed_pictures(learner.model, two), embed_captions(learner.model, two)
+    del outputs
+    return sum(kept.values()) // len(two)
+
+
+def choose_chunk(learner: Learner, batch: Batch, pair_bytes: int) -> tuple[int, str]:
+    """Pairs to hold at once, and why."""
+    wish, size = learner.config.chunk, len(batch)
+    if wish != "auto":
+        return min(wish, size), f"asked for with --chunk {wish}"
+    free = free_gb(learner.device)
+    room = SHARE * free - state_gb(learner)
+    pair = PEAK * pair_bytes / 1e9
+    measured = f"{pair_bytes / 1e6:.1f} MB kept a pair, {free:.1f} GB free"
+    if pair * size <= room:
+        return size, f"the whole batch: {measured}"
+    chunk = 1 << max(0, int(room / pair).bit_length() - 1)
+    while True:
+        peak = trial(learner, batch, chunk)
+        if peak is not None and (peak <= room or chunk == 1):
+            return chunk, f"{measured}; {chunk} pairs at once took {peak:.2f} GB"
+        if chunk == 1:
+            raise MemoryError(f"not even one pair fits: {measured}")
+        chunk //= 2
+
+
+def trial(learner: Learner, batch: Batch, chunk: int) -> float | None:
+    """GB that forward and backward of a chunk really take; None where memory runs out."""
+    some = batch.split(chunk)[0].to(learner.device)
+    before = devices.memory_gb(learner.device)
+    ran_out = False
+    with sensors.Peak() as peak:
+        try:
+            for embed in (embed_pictures, embed_captions):
+                embed(learner.model, some).sum().backward()  # type: ignore[no-untyped-call]
+        except (RuntimeError, MemoryError) as error:
+            if not devices.is_out_of_memory(error):
+                raise
+            ran_out = True
+    after = devices.peak_gb(learner.device)
+    learner.zero_grad()
+    devices.release(learner.device)
+    if ran_out:
+        return None
+    return peak.gb if before is None or after is None else after - before
+
+
+def careful_step(
+    learner: Learner, batch: Batch, mark: Callable[[str], None], divided: Callable[[int], None]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The training step; where memory runs out, the same step again with the batch divided further."""
+    while True:
+        phases: list[str] = []
+
+        def note(phase: str, phases: list[str] = phases) -> None:
+            phases.append(phase)
+            mark(phase)
+
+        try:
+            return train_step(learner, batch, note)
+        except (RuntimeError, MemoryError) as error:
+            hopeless = (
+                learner.chunk == 1 or "backward" in phases
+            )  # nothing to divide, or weights may have moved
+            if not devices.is_out_of_memory(error) or hopeless:
+                raise
+        # Here, outside of `except`, the error is gone and with it what its frames held.
+        learner.zero_grad()
+        devices.release(learner.device)
+        learner.chunk = -(-min(learner.chunk, len(batch)) // 2)
+        divided(learner.chunk)
+
+
+def by_part(learner: Learner, batch: Batch, pair_bytes: int) -> dict[str, float]:
+    """GB of each part of a step; activations are those of the pairs held at once."""
+    weights = list(learner.weights.values())
+    optimiser = [v for o in learner.optimizers for state in o.state.values() for v in state.values()]
+    return {
+        "parameters": gb(weights),
+        "gradients": gb([weight.grad for weight in weights if weight.grad is not None]),
+        "optimiser": gb(optimiser),
+        "average": gb(list(learner.mean.values())) if learner.mean is not None else 0.0,
+        "activations": pair_bytes * min(learner.chunk, len(batch)) / 1e9,
+        "data": gb([batch.bytes_BSSC, batch.tokens_BL, batch.key_B]),
+    }
+
+
+def gb(tensors: list[Tensor] | list[torch.nn.Parameter]) -> float:
+    return sum(tensor.nbytes for tensor in tensors) / 1e9
+
+
+def state_gb(learner: Learner) -> float:
+    """What will be held beside the activations, and is not yet: gradients and moments."""
+    return 3 * gb(list(learner.weights.values()))
+
+
+def free_gb(device: torch.device) -> float:
+    on_device = devices.free_gb(device)
+    return sensors.available_gb() if on_device is None else on_device

@@ -1,0 +1,84 @@
+"""Trackers: the same records in tensorboard, wandb or trackio. The run's own files stay the truth."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from typing import Any
+
+from m1clip.config import TrainConfig
+from m1clip.run import Run
+
+Send = Callable[[dict[str, float], int], Any]
+
+
+def require(kind: str) -> None:
+    if kind != "none" and find_spec(kind) is None:
+        raise ValueError(f"--track {kind} needs an extra: pip install 'm1clip[{kind}]'")
+
+
+@contextmanager
+def mirrored(run: Run, config: TrainConfig, warn: Callable[[str], None]) -> Iterator[None]:
+    """For the block, every record of the run goes to the tracker too."""
+    if config.track == "none":
+        yield
+        return
+    opened: dict[str, Callable[..., tuple[Send, Callable[[], Any]]]] = {
+        "tensorboard": _tensorboard,
+        "wandb": _wandb,
+        "trackio": _trackio,
+    }
+    send, close = opened[config.track](run, config)
+
+    def mirror(record: dict[str, Any]) -> None:
+        try:
+            send(dict(numbers(record)), record["step"])
+        # Whatever a tracker raises (a service gone, a disk full), it is no reason to lose a night's training.
+        except Exception as error:
+            run.mirror = None
+            warn(f"{config.track} failed and is left out from here on: {error}")
+
+    run.mirror = mirror
+    try:
+        yield
+    finally:
+        run.mirror = None
+        close()
+
+
+def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Flat names, the kind first, as trackers group by it: step/loss, watch/grad_norms/vision.blocks.0."""
+    for key, value in record.items():
+        if isinstance(value, dict):
+            yield from ((f"{record['kind']}/{key}/{name}", one) for name, one in value.items())
+        elif isinstance(value, int | float) and not isinstance(value, bool) and key not in ("step", "time"):
+            yield f"{record['kind']}/{key}", value
+
+
+def _tensorboard(run: Run, config: TrainConfig) -> tuple[Send, Callable[[], Any]]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run.path / "tensorboard"))
+
+    def send(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return send, writer.close
+
+
+def _wandb(run: Run, config: TrainConfig) -> tuple[Send, Callable[[], Any]]:
+    import wandb
+
+    # Without a key wandb would ask for one, and a run in the background has nobody to ask.
+    mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+    made = wandb.init(project="m1clip", name=run.name, dir=run.path, config=asdict(config), mode=mode)
+    return lambda values, step: made.log(values, step=step), made.finish
+
+
+def _trackio(run: Run, config: TrainConfig) -> tuple[Send, Callable[[], Any]]:
+    import trackio
+
+    trackio.init(project="m1clip", name=run.name, config=asdict(config))
+    return lambda values, step: trackio.log(values, step=step), trackio.finish

@@ -1,0 +1,53 @@
+"""Training in the background: the same command again, in a process that outlives the terminal."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from m1clip import run as folders
+from m1clip.verbs import tables
+
+LOG = "output.log"
+
+
+def detach(words: list[str], run: folders.Run) -> int:
+    """Start `m1clip train WORDS` detached; back once it trains, or with its words and code if it fails."""
+    resumed = run.path.is_dir() and folders.is_run(run.path)
+    run.path.parent.mkdir(parents=True, exist_ok=True)
+    # The folder is the child's to make; until it has, its words wait beside it.
+    log = run.path / LOG if resumed else run.path.parent / f".{run.name}.log"
+    with open(log, "ab" if resumed else "wb") as file:
+        begin = file.tell()
+        child = subprocess.Popen(
+            [sys.executable, "-m", "m1clip", "train", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    with tables.loading("starting"):
+        while child.poll() is None and not begun(run, child.pid):
+            time.sleep(0.1)
+    if not resumed and folders.is_run(run.path):
+        log = log.rename(run.path / LOG)
+    if child.poll() not in (None, 0):
+        sys.stderr.write(log.read_text(errors="replace")[begin:])
+        if log.parent != run.path:
+            log.unlink()
+        return child.returncode
+    print(f"{run.path} is being trained in the background, process {child.pid}")
+    for what, line in {
+        "watch": f"tail -f {log}",
+        "list": tables.command(
+            "runs", *([] if run.path.parent == Path("runs") else ["--runs", run.path.parent])
+        ),
+        "stop": tables.command("stop", run.path),
+    }.items():
+        print(f"{what + ':':7}{line}")
+    return 0
+
+
+def begun(run: folders.Run, pid: int) -> bool:
+    """Whether the child has taken over the run: from here on what goes wrong is in its status."""
+    return folders.is_run(run.path) and run.state().get("pid") == pid

@@ -1,0 +1,62 @@
+"""Training from a test: a run in a folder, without a screen, that may be stopped after some step."""
+
+import io
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from m1clip import run as runs
+from m1clip.config import TrainConfig
+from m1clip.data.batches import Batch
+from m1clip.model.clip import CLIP
+from m1clip.model.tokenizer import Tokenizer
+from m1clip.train import loop
+from m1clip.train.learner import Learner
+from m1clip.train.screen import Screen
+
+
+class Quiet(Screen):
+    def __init__(self, stop_at: int | None = None):
+        super().__init__(io.StringIO())
+        self.stop_at, self.warnings = stop_at, list[str]()
+
+    def step(self, step: int, rows: list[dict[str, Any]]) -> None:
+        super().step(step, rows)
+        if step == self.stop_at:
+            signal.raise_signal(signal.SIGINT)
+
+    def warn(self, text: str) -> None:
+        super().warn(text)
+        self.warnings.append(text)
+
+
+def trained(
+    config: TrainConfig, path: Path, stop_at: int | None = None, screen: Quiet | None = None
+) -> loop.Result:
+    """Train the run at `path`, or go on with it."""
+    old = runs.Run(path) if path.exists() else None
+    setup = loop.check(config, path.parent, old)
+    run = old or runs.create(path.parent, path.name, "x", False)
+    with run.owned():
+        return loop.train(config, setup, run, screen or Quiet(stop_at))
+
+
+def some_batch(size: int, seed: int = 1, twin_BB: torch.Tensor | None = None) -> Batch:
+    """Random pictures of 32 px with random captions of 8 tokens."""
+    rng = torch.Generator().manual_seed(seed)
+    pictures = torch.randint(0, 256, (size, 32, 32, 3), generator=rng, dtype=torch.uint8)
+    words = torch.randint(3, 500, (size, 6), generator=rng)
+    start, end = torch.full((size, 1), 1), torch.full((size, 1), 2)
+    keys = torch.randint(0, 2**32, (size,), generator=rng)
+    return Batch(pictures, torch.cat([start, words, end], dim=1), keys, twin_BB, np.arange(size))
+
+
+def some_learner(config: TrainConfig, chunk: int | None = None) -> Learner:
+    """The same weights every time."""
+    torch.manual_seed(0)
+    learner = Learner(CLIP(config.model, Tokenizer.characters()), config)
+    learner.chunk = chunk or config.batch
+    return learner
