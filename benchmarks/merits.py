@@ -2,9 +2,9 @@
 
     python benchmarks/merits.py --out /tmp/merits --seeds 0 1 2
 
-Seeds are the outer loop, so every option meets the same state of the machine, and it may be interrupted: what is
-done is kept in OUT and not done again. The score is mean R@1 on held-out scenes; CPU seconds are of the whole
-process, so they count what other work on the machine does not disturb.
+Seeds are the outer loop, so every option meets the same state of the machine, and it may be interrupted: what
+is done is kept in OUT and not done again. The score is mean R@1 on held-out scenes; CPU seconds are those of
+the whole process, which other work on the machine disturbs less than the clock.
 """
 
 import argparse

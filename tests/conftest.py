@@ -1,5 +1,7 @@
 """Small things many tests need. Every cache and run goes to a folder that pytest removes."""
 
+import os
+
 import pytest
 import torch
 
@@ -8,19 +10,16 @@ from m1clip.config import ModelConfig, TextConfig, TrainConfig, VisionConfig
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    import os
-
     os.environ["M1CLIP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or every process would compile torch's source anew
     torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
 
 
-@pytest.fixture
-def tiny() -> ModelConfig:
+def tiny_config() -> ModelConfig:
     return ModelConfig(VisionConfig(32, 16, 32, 2, 2), TextConfig(512, 24, 32, 2, 2), embed=24)
 
 
-@pytest.fixture
-def tiny_run(tiny: ModelConfig) -> TrainConfig:
+def tiny_run_config(tiny: ModelConfig) -> TrainConfig:
     """Two epochs of four steps."""
     return TrainConfig(
         model=tiny,
@@ -32,3 +31,13 @@ def tiny_run(tiny: ModelConfig) -> TrainConfig:
         eval_every=1,
         device="cpu",
     )
+
+
+@pytest.fixture
+def tiny() -> ModelConfig:
+    return tiny_config()
+
+
+@pytest.fixture
+def tiny_run(tiny: ModelConfig) -> TrainConfig:
+    return tiny_run_config(tiny)

@@ -32,9 +32,9 @@ def uniformity(x_NE: Tensor) -> float:
 
 
 def effective_rank(x_NE: Tensor) -> float:
-    """Roy and Vetterli's, 2007, of the centred vectors."""
+    """Roy and Vetterli's, 2007, of the centred vectors; 0 where all are one point."""
     size_K = torch.linalg.svdvals(x_NE - x_NE.mean(0))
-    if size_K.sum() == 0:
+    if size_K[0] < 1e-5 * len(x_NE) ** 0.5:  # what rounding leaves
         return 0.0
     share_K = size_K / size_K.sum()
     return float(torch.special.entr(share_K).sum().exp())

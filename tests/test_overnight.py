@@ -1,0 +1,304 @@
+"""What happens to a run that is left alone: killed, out of disk, out of memory, fed with nonsense."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from m1clip import run as runs
+from m1clip.config import TrainConfig, to_json
+from m1clip.data.batches import Batches
+from m1clip.model.clip import load
+from m1clip.train import checkpoint, keeper
+from m1clip.train.checkpoint import Progress
+from trained import Quiet, some_learner, trained
+
+HERE = Path(__file__).parent
+
+
+def same_end(one: Path, other: Path) -> bool:
+    """Weights, moments, random state and position of two runs' last checkpoints, bit for bit."""
+    a, b = (checkpoint.all_of(runs.Run(path))[-1] for path in (one, other))
+    for name in ("model.safetensors", "training.safetensors"):
+        ours, theirs = load_file(a / name), load_file(b / name)
+        if ours.keys() != theirs.keys() or not all(torch.equal(ours[key], theirs[key]) for key in ours):
+            return False
+    return a.name == b.name
+
+
+def losses(path: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in runs.Run(path).records("step")]
+
+
+@pytest.fixture
+def often(tiny_run) -> TrainConfig:
+    """Saves all the time, and uses everything whose state could be lost."""
+    return replace(
+        tiny_run,
+        epochs=20,
+        save_steps=2,
+        threads=1,
+        shift=0.1,
+        dropout=0.1,
+        ema=0.9,
+        optimizer="muon",
+        chunk=5,
+    )
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_again_and_again_it_ends_with_the_bits_of_an_unbroken_run(often, tmp_path, seed):
+    (tmp_path / "c.json").write_text(to_json(often))
+    command = [sys.executable, HERE / "killed.py", tmp_path / "c.json", tmp_path, str(seed), "12"]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=240).stdout
+    assert output.count("killed") >= 6, output
+    assert output.endswith("exit 0\n"), output
+    trained(often, tmp_path / "whole")
+    assert same_end(tmp_path / "r", tmp_path / "whole")
+    assert losses(tmp_path / "r") == losses(tmp_path / "whole")  # each step told once, as it was
+    epochs = [list(runs.Run(tmp_path / name).records("epoch")) for name in ("r", "whole")]
+    assert [row["loss"] for row in epochs[0]] == [row["loss"] for row in epochs[1]]
+    assert not list((tmp_path / "r").rglob(".*"))
+
+
+def test_the_command_itself_killed_and_resumed(often, tmp_path):
+    """As a user would: the program, kill -9 at some moment, --resume."""
+    (tmp_path / "c.json").write_text(to_json(replace(often, epochs=40)))
+    rng, path = random.Random(0), tmp_path / "runs" / "r"
+    command = [sys.executable, "-m", "m1clip", "train", "--name", "r"]
+    for extra in (["--config", "c.json"], ["--resume"]):
+        process = subprocess.Popen([*command, *extra], cwd=tmp_path, stderr=subprocess.DEVNULL)
+        before = checkpoint.all_of(runs.Run(path))
+        end = time.monotonic() + 60
+        while checkpoint.all_of(runs.Run(path)) == before and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.3))
+        process.kill()
+        process.wait()
+        assert runs.Run(path).state()["state"] == "dead"
+    subprocess.run([*command, "--resume"], cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    trained(replace(often, epochs=40), tmp_path / "whole")
+    assert same_end(path, tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-9])),
+        ("training.safetensors", lambda file: flip(file)),
+        ("state.json", lambda file: file.write_text("{}")),
+        ("state.json", lambda file: file.write_text(file.read_text().replace('"step": 8', '"step": 9'))),
+        ("tokenizer.json", lambda file: file.unlink()),
+    ],
+)
+def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_used(tiny_run, tmp_path, name, damage):
+    config = replace(tiny_run, save_steps=3)
+    trained(replace(config, epochs=2), tmp_path / "r")
+    damage(tmp_path / "r" / "checkpoints" / "step_000008" / name)
+    screen = Quiet()
+    longer = replace(config, epochs=3)
+    assert trained(longer, tmp_path / "r", screen=screen).finished
+    assert "step_000008 is damaged" in screen.warnings[0]
+    assert "step_000006 instead" in screen.warnings[0]
+    events = [row["event"] for row in runs.Run(tmp_path / "r").records("event")]
+    assert "damaged checkpoint" in events
+    assert not list((tmp_path / "r" / "checkpoints").glob("damaged*"))  # gone once newer ones were whole
+    assert [step for step, _ in losses(tmp_path / "r")] == list(range(1, 13))
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def test_where_every_checkpoint_is_damaged_nothing_is_begun_anew(tiny_run, tmp_path):
+    trained(tiny_run, tmp_path / "r")
+    for path in (tmp_path / "r" / "checkpoints").iterdir():
+        flip(path / "training.safetensors")
+    before = (tmp_path / "r" / "status.json").read_text()
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole .*--fresh"):
+        trained(tiny_run, tmp_path / "r")
+    assert (tmp_path / "r" / "status.json").read_text() == before
+
+
+def test_the_best_is_kept_beside_the_newest(tiny_run, tmp_path, monkeypatch):
+    scores = iter([0.2, 0.9, 0.3, 0.3, 0.5, 0.4])
+    monkeypatch.setattr(keeper.Retrieval, "record", lambda self: {"mean_r1": next(scores), "pictures": 16})
+    learner, run = some_learner(tiny_run), runs.create(tmp_path, "r", "x", False)
+    progress = Progress()
+    watched = keeper.Keeper(run, learner, progress, lambda text: None)
+    for step in (4, 8, 12, 16, 20, 24):
+        progress.step = step
+        watched.judge(keeper.Retrieval(*4 * [None]))
+        watched.save()
+    assert {path.name for path in run.checkpoints.iterdir()} == {"step_000008", "step_000020", "step_000024"}
+    assert (run.path / "best").resolve().name == "step_000008"
+    assert (run.path / "last").resolve().name == "step_000024"
+    assert (progress.best_score, progress.best_step, progress.stale) == (0.9, 8, 4)
+    again = checkpoint.position(run.checkpoints / "step_000024")
+    assert again == progress
+
+
+def test_patience_ends_a_run_and_keeps_the_best(tiny_run, tmp_path):
+    config = replace(tiny_run, epochs=200, lr=0.3, warmup=0.0, patience=2)  # a rate that destroys
+    result = trained(config, tmp_path / "r")
+    assert result.finished
+    assert result.step < 800
+    progress = checkpoint.position(checkpoint.all_of(runs.Run(tmp_path / "r"))[-1])
+    assert progress.stale == 2
+    model, best = (load_file(tmp_path / "r" / name / "model.safetensors") for name in ("model", "best"))
+    assert all(torch.equal(model[key], best[key]) for key in model)
+    assert result.scores.mean_r1 == progress.best_score
+    assert trained(config, tmp_path / "r").step == result.step  # nothing more to do
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 24 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+class Filling(Quiet):
+    """Fills the disk after some step, and makes room again after another."""
+
+    def __init__(self, folder: Path, full_at: int, free_at: int):
+        super().__init__()
+        self.plug, self.full_at, self.free_at = folder / "plug", full_at, free_at
+
+    def step(self, step, rows):
+        super().step(step, rows)
+        if step == self.full_at:
+            with open(self.plug, "wb", buffering=0) as file, suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+        if step == self.free_at:
+            self.plug.unlink()
+
+
+def test_a_full_disk_is_told_training_goes_on_and_it_saves_when_there_is_room(
+    tiny_run, tmp_path, small_disk, monkeypatch
+):
+    monkeypatch.setattr(keeper, "RETRY_S", 0.0)
+    config = replace(tiny_run, epochs=4, save_steps=1, log_every=1)
+    screen = Filling(small_disk, full_at=5, free_at=11)
+    assert trained(config, small_disk / "r", screen=screen).finished
+    failed = [text for text in screen.warnings if text.startswith("CANNOT SAVE")]
+    assert "No space left" in failed[0]
+    assert "step_000004" in failed[0]  # the last that was written, and still there
+    assert "saved again at step 11" in screen.warnings[-1]
+    trained(config, tmp_path / "whole")
+    assert same_end(small_disk / "r", tmp_path / "whole")
+    assert losses(small_disk / "r") == losses(tmp_path / "whole")  # no line of the log was lost
+
+
+def test_what_cannot_be_saved_at_the_end_is_waited_for_and_then_an_error(tiny_run, small_disk, monkeypatch):
+    monkeypatch.setattr(keeper, "RETRY_S", 0.01)
+    monkeypatch.setattr(keeper, "PATIENCE_S", {"stopping": 0.05, "finishing": 0.05})
+    screen = Filling(small_disk, full_at=6, free_at=99)
+    with pytest.raises(OSError, match=r"step 8 could not be saved; the last good state is .*step_000004"):
+        trained(replace(tiny_run, log_every=1), small_disk / "r", screen=screen)
+    assert len([text for text in screen.warnings if text.startswith("CANNOT SAVE")]) >= 3
+    screen.plug.unlink()
+    assert trained(tiny_run, small_disk / "r").finished
+
+
+def test_broken_weights_are_not_saved_over_good_ones(tiny_run, tmp_path):
+    learner, run = some_learner(tiny_run), runs.create(tmp_path, "r", "x", False)
+    checkpoint.save(run, learner, Progress(step=8), keep=1)
+    learner.model.text_projection.weight.data[0, 0] = float("inf")
+    with pytest.raises(FloatingPointError, match=r"the last good state is .*step_000008"):
+        checkpoint.save(run, learner, Progress(step=9), keep=1)
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_000008"]
+
+
+def poisoned(monkeypatch, row: int) -> None:
+    """That row's picture is not a number, whenever it comes."""
+    plain = Batches.at
+
+    def at(self, step):
+        batch = plain(self, step)
+        pictures = batch.bytes_BSSC.float()
+        pictures[torch.from_numpy(batch.rows == row)] = float("nan")
+        return replace(batch, bytes_BSSC=pictures)
+
+    monkeypatch.setattr(Batches, "at", at)
+
+
+def test_a_row_that_is_not_finite_is_named_and_its_batch_passed_over(tiny_run, tmp_path, monkeypatch):
+    poisoned(monkeypatch, row=17)
+    screen = Quiet()
+    assert trained(tiny_run, tmp_path / "r", screen=screen).finished
+    skipped = [row for row in runs.Run(tmp_path / "r").records("step") if row.get("skipped")]
+    assert len(skipped) == 2  # once an epoch
+    assert skipped[0]["loss"] is None
+    events = [row for row in runs.Run(tmp_path / "r").records("event") if row["event"] == "skipped"]
+    assert all(17 in row["rows"] and len(row["rows"]) == 16 for row in events)
+    assert events[0]["names"] == ["synthetic train scene 17"]
+    assert "the batch held synthetic train scene 17. No step was taken" in screen.warnings[0]
+    assert np.isfinite(load(tmp_path / "r").text_projection.weight.detach().numpy()).all()
+    json.loads((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
+
+
+def test_too_many_of_them_stop_the_run_with_the_last_good_state_named(tiny_run, tmp_path, monkeypatch):
+    poisoned(monkeypatch, row=17)
+    with pytest.raises(
+        FloatingPointError, match=r"--max-skips 1 such steps; the last good state is .*step_0"
+    ):
+        trained(replace(tiny_run, max_skips=1, save_steps=1), tmp_path / "r")
+    assert runs.Run(tmp_path / "r").read("status.json")["state"] == "failed"
+
+
+OUT_OF_MEMORY = """
+import resource, sys
+from dataclasses import replace
+from pathlib import Path
+import psutil
+from trained import trained
+from m1clip.config import preset
+config = replace(preset("nano"), data="synthetic:512", held_out=8, batch=512, epochs=1, chunk=512, threads=1)
+trained(replace(config, batch=16, chunk=16, log_every=99), Path(sys.argv[1]) / "warm-up", stop_at=32)
+limit = psutil.Process().memory_info().vms + 450_000_000
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+trained(config, Path(sys.argv[1]) / "r")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS does not keep to RLIMIT_AS")
+def test_out_of_memory_the_batch_is_divided_and_the_same_step_done(tmp_path):
+    """A real limit: 512 pairs of nano want about 600 MB at once, and get 450."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    command = [sys.executable, "-c", OUT_OF_MEMORY, str(tmp_path)]
+    subprocess.run(command, check=True, env=environment, timeout=120, capture_output=True)
+    run = runs.Run(tmp_path / "r")
+    divided = [row for row in run.records("event") if row["event"] == "out of memory"]
+    assert divided[0]["step"] == 0
+    assert divided[-1]["chunk"] < 512
+    assert [row["step"] for row in run.records("step")] == [1]
+    assert checkpoint.position(checkpoint.all_of(run)[-1]).chunk == divided[-1]["chunk"]
+
+
+def test_a_signal_in_the_middle_of_everything_else_is_not_lost(tiny_run, tmp_path):
+    result = trained(replace(tiny_run, log_every=1), tmp_path / "r", stop_at=3)
+    assert (result.finished, result.step) == (False, 4)
+    assert [step for step, _ in losses(tmp_path / "r")] == [1, 2, 3, 4]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    shutil.rmtree(tmp_path / "r")
