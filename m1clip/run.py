@@ -22,6 +22,7 @@ class Run:
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         self.step: int | None = None  # known once this process has written a status
+        self.standing: dict[str, Any] = {}  # what that status said beside: total, best score
         self.mirror: Callable[[dict[str, Any]], None] | None = None  # hears every record, for trackers
         self._unwritten = b""
 
@@ -71,7 +72,7 @@ class Run:
 
     def status(self, state: str, step: int, **values: Any) -> None:
         """The heartbeat: running, finished, stopped or failed. On a full disk the old one stays."""
-        self.step = step
+        self.step, self.standing = step, values
         who = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
         with suppress(OSError):
             text = json.dumps({"state": state, "step": step, **who, **values}, indent=2) + "\n"
@@ -113,7 +114,8 @@ class Run:
                 error.filename = str(self.path)  # a full disk does not say which
             state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             if self.step is not None:
-                self.status(state, self.step, reason=str(error) or type(error).__name__)
+                why = str(error) or type(error).__name__
+                self.status(state, self.step, **{**self.standing, "reason": why, "eta_s": None})
             raise
 
     def write(self, name: str, value: Any) -> None:

@@ -99,7 +99,7 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
         raise ValueError(
             f"{run.path} has done {progress.step} steps; {config.epochs} epochs are only {total}"
         )
-    introduce(run, config, setup, progress, screen)
+    introduce(run, config, setup, progress, total, screen)
     batches, held_pixels = prepare(config, setup, total, screen)
     meter, keeper = Meter(config, setup.device), Keeper(run, learner, progress, screen.warn)
     watch, scores = Watch(run, screen, learner, progress, batches), None
@@ -148,7 +148,9 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
     return Result(finished, progress.step, progress.seconds, scores, progress.best_step)
 
 
-def introduce(run: Run, config: TrainConfig, setup: Setup, progress: Progress, screen: Screen) -> None:
+def introduce(
+    run: Run, config: TrainConfig, setup: Setup, progress: Progress, total: int, screen: Screen
+) -> None:
     """What the run is, where it runs and why there. Written once the checkpoint, if any, is known to fit."""
     machine = {
         **sensors.machine(),
@@ -166,7 +168,8 @@ def introduce(run: Run, config: TrainConfig, setup: Setup, progress: Progress, s
         run.log("event", progress.step, event="damaged checkpoint", checkpoint=path.name, reason=what)
         screen.warn(f"{path} is damaged ({what}); going on from {setup.start} instead")
     run.log("event", progress.step, event="resume" if progress.step else "start")
-    run.status("running", progress.step)
+    best = {"best_by": config.best_by, "best_score": progress.best_score}
+    run.status("running", progress.step, total=total, **best)
 
 
 def prepare(config: TrainConfig, setup: Setup, total: int, screen: Screen) -> tuple[Batches, Pixels]:

@@ -92,5 +92,5 @@ def ago(then: float | None) -> str:
     seconds = max(0.0, time.time() - then)
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
+            return f"{seconds // size:.0f} {unit} ago"
     return f"{seconds:.0f} s ago"

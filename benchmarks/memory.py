@@ -1,0 +1,78 @@
+"""A large batch in little memory: peak RSS of one step, whole and divided, each in a process of its own.
+
+    python benchmarks/memory.py --preset small
+
+What the process holds before the step (torch, the model, the batch) is a column of its own. The step is the
+one that training runs; pictures and captions are random, captions as long as the model reads.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+CASES = [
+    # batch, chunk, recompute
+    (64, 64, False),
+    (64, 64, True),
+    (256, 16, False),
+    (1024, 16, False),
+    (1024, 32, False),
+    (1024, 32, True),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="small")
+    parser.add_argument("--one", nargs=3, metavar=("BATCH", "CHUNK", "RECOMPUTE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(one(args.preset, *map(int, args.one))))
+        return
+    print(f"`{args.preset}`, one step:\n")
+    print(
+        "| batch | chunk | recompute | before, GB | peak, GB | s | pairs/s |\n|---|---|---|---|---|---|---|"
+    )
+    for batch, chunk, recompute in CASES:
+        command = [sys.executable, __file__, "--preset", args.preset, "--one"]
+        words = [*command, str(batch), str(chunk), str(int(recompute))]
+        row = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        cells = (batch, chunk, "yes" if recompute else "no", row["before_gb"], row["peak_gb"], row["seconds"])
+        print(f"| {' | '.join(map(str, cells))} | {batch / row['seconds']:.1f} |", flush=True)
+
+
+def one(name: str, batch: int, chunk: int, recompute: int) -> dict[str, float]:
+    import numpy as np
+    import torch
+
+    from m1clip import sensors
+    from m1clip.config import preset
+    from m1clip.data.batches import Batch
+    from m1clip.model.clip import CLIP
+    from m1clip.train.learner import Learner
+    from m1clip.train.step import train_step
+
+    config = replace(preset(name), batch=batch, recompute=bool(recompute))
+    vision, text = config.model.vision, config.model.text
+    learner = Learner(CLIP(config.model), config)
+    learner.chunk = chunk
+    pictures = torch.randint(0, 256, (batch, vision.image_size, vision.image_size, 3), dtype=torch.uint8)
+    tokens = torch.randint(3, text.vocab, (batch, text.length))
+    tokens[:, -1] = learner.model.text.end_id
+    data = Batch(pictures, tokens, torch.arange(batch), None, np.arange(batch))
+    before_gb, began = sensors.memory_gb(), time.perf_counter()
+    train_step(learner, data)
+    return {
+        "before_gb": before_gb,
+        "peak_gb": sensors.peak_gb(),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+if __name__ == "__main__":
+    main()
