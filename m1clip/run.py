@@ -248,7 +248,10 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     """A folder to fill; it takes the place of `path` if the block ends well, and vanishes if it does not."""
     aside, old = (path.with_name(f".{path.name}.{os.getpid()}.{word}") for word in ("new", "old"))
     shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed and had our number
-    aside.mkdir(parents=True)
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True)
+        _fsync(path.parent.parent)
+    aside.mkdir()
     try:
         yield aside
         for file in aside.iterdir():

@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from m1clip.data import cache
-from m1clip.data.batches import Batches, draws, shifted
+from m1clip.data.batches import Batches, draws, growing, resized, shifted, twins
 from m1clip.data.pairs import open_pairs
 from m1clip.data.synthetic import Synthetic
 from m1clip.model.tokenizer import Tokenizer
@@ -138,3 +139,54 @@ def test_a_cache_that_would_fill_the_disk_is_refused(tmp_path, monkeypatch):
 def test_a_spec_that_means_nothing_is_refused(spec, words):
     with pytest.raises(ValueError, match=words):
         open_pairs(spec, 10, 0)
+
+
+def test_twins_are_equal_captions_or_equal_pictures_of_different_rows():
+    tokens_BL = torch.tensor([[1, 5, 2], [1, 6, 2], [1, 5, 2], [1, 7, 2]])
+    pixels = np.arange(4, dtype=np.uint8)[:, None, None, None].repeat(3, axis=3)
+    assert twins(tokens_BL[1:], pixels[1:]) is None
+    assert twins(tokens_BL, pixels).nonzero().tolist() == [[0, 2], [2, 0]]
+    pixels[3] = pixels[1]
+    assert twins(tokens_BL, pixels).nonzero().tolist() == [[0, 2], [1, 3], [2, 0], [3, 1]]
+
+
+def test_a_batch_marks_its_twins_unless_told_not_to(batches):
+    same = replace(batches, pixels=np.zeros_like(batches.pixels))  # every picture is the same
+    assert same.at(0).twin_BB.sum() == 8 * 7
+    assert replace(same, mask_twins=False).at(0).twin_BB is None
+    assert batches.at(0).twin_BB is None
+
+
+def test_keys_belong_to_row_and_epoch_and_not_to_the_place_in_the_batch(batches):
+    per_epoch = batches.per_epoch
+    keys = [
+        {
+            int(row): int(key)
+            for step in steps
+            for row, key in zip(batches.at(step).rows, batches.at(step).key_B, strict=True)
+        }
+        for steps in (range(per_epoch), range(per_epoch, 2 * per_epoch))
+    ]
+    assert len(set(keys[0].values())) == 40
+    assert not set(keys[0].values()) & set(keys[1].values())
+    halved = replace(batches, size=4)
+    assert {int(k) for step in range(10) for k in halved.at(step).key_B} == set(keys[0].values())
+
+
+def test_a_batch_in_parts_is_the_batch(batches):
+    batch = batches.at(0)
+    parts = batch.split(3)
+    assert [len(part) for part in parts] == [3, 3, 2]
+    assert torch.equal(torch.cat([part.bytes_BSSC for part in parts]), batch.bytes_BSSC)
+    assert torch.equal(torch.cat([part.key_B for part in parts]), batch.key_B)
+
+
+def test_pictures_grow_in_equal_shares_of_the_run(batches):
+    assert growing(32, 64, 16) == (32, 48, 64)
+    assert growing(0, 64, 16) == ()
+    growing_up = replace(batches, sides=(16, 32), total=10)
+    assert [growing_up.at(step).bytes_BSSC.shape[1] for step in range(10)] == [16] * 5 + [32] * 5
+    assert torch.equal(growing_up.at(7).bytes_BSSC, batches.at(7).bytes_BSSC)
+    halved = resized(torch.full((1, 4, 4, 3), 7, dtype=torch.uint8), 2)
+    assert halved.shape == (1, 2, 2, 3)
+    assert halved.unique().tolist() == [7]

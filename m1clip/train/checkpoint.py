@@ -59,8 +59,8 @@ def save(run: Run, learner: Learner, progress: Progress, keep: int) -> Path:
         (aside / "state.json").write_text(json.dumps({**asdict(progress), "files": sums}) + "\n")
     best = path_of(run, progress.best_step) if progress.best_step is not None else None
     kept = {best, *all_of(run)[-keep:]}
-    for other in run.checkpoints.iterdir():
-        if other not in kept:  # older ones, and those set aside as damaged
+    for other in (*all_of(run), *run.checkpoints.glob("damaged_step_*")):
+        if other not in kept:
             shutil.rmtree(other, ignore_errors=True)
     with suppress(OSError):  # a file system without links; nothing of ours needs them
         point(run.path / "last", path)

@@ -23,9 +23,7 @@ class Keeper:
         self.dethroned: tuple[float | None, int | None, int] | None = None  # by a best not yet on the disk
 
     def due(self, ended_epoch: int | None) -> bool:
-        """Whether it is time: by steps, minutes or epochs, for a new best, or for what the disk refused."""
-        if self.dethroned is not None:
-            return True
+        """Whether it is time: by steps, minutes or epochs, or to try again what the disk refused."""
         if self.retry_at is not None:
             return time.monotonic() >= self.retry_at
         steps, epochs = self.config.save_steps, self.config.save_epochs
@@ -42,6 +40,10 @@ class Keeper:
         if now.best_score is None or score > now.best_score:
             self.dethroned = (now.best_score, now.best_step, now.stale)
             now.best_score, now.best_step, now.stale = score, now.step, 0
+
+    @property
+    def has_new_best(self) -> bool:
+        return self.dethroned is not None
 
     @property
     def out_of_patience(self) -> bool:

@@ -134,7 +134,7 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
                         scores = evaluate(learner, setup.held_out, held_pixels, watch, epoch)
                     keeper.judge(scores)
                 watch.epoch(epoch, meter.epoch(), scores)
-            if saving or keeper.due(None):
+            if saving or keeper.has_new_best:
                 with meter.paused():
                     keeper.save()
             if stopping or keeper.out_of_patience:

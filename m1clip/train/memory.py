@@ -1,5 +1,6 @@
 """How much of a batch is in memory at once: chosen by measuring, halved where memory runs out even so."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -44,18 +45,21 @@ def choose_chunk(learner: Learner, batch: Batch, pair_bytes: int) -> tuple[int, 
         return min(wish, size), f"asked for with --chunk {wish}"
     free = free_gb(learner.device)
     room = SHARE * free - state_gb(learner)
-    pair = PEAK * pair_bytes / 1e9
+    pair = PEAK * pair_bytes / 1e9 * (2 if learner.config.recompute else 1)  # one block of all at a time
     measured = f"{pair_bytes / 1e6:.1f} MB kept a pair, {free:.1f} GB free"
     if pair * size <= room:
         return size, f"the whole batch: {measured}"
-    chunk = 1 << max(0, int(room / pair).bit_length() - 1)
-    while True:
-        peak = trial(learner, batch, chunk)
-        if peak is not None and (peak <= room or chunk == 1):
-            return chunk, f"{measured}; {chunk} pairs at once took {peak:.2f} GB"
-        if chunk == 1:
-            raise MemoryError(f"not even one pair fits: {measured}")
-        chunk //= 2
+    chunk, took = 1 << max(0, int(room / pair).bit_length() - 1), 0.0
+    while chunk and not 0 < took <= room:  # the estimate, or the next smaller that fits
+        took = trial(learner, batch, chunk) or math.inf
+        chunk = chunk if took <= room else chunk // 2
+    if not chunk:
+        raise MemoryError(f"not even one pair fits: {measured}")
+    while (
+        2 * took <= room and 2 * chunk < size and (more := trial(learner, batch, 2 * chunk)) and more <= room
+    ):
+        chunk, took = 2 * chunk, more
+    return chunk, f"{measured}; {chunk} pairs at once took {took:.2f} GB"
 
 
 def trial(learner: Learner, batch: Batch, chunk: int) -> float | None:
@@ -83,19 +87,17 @@ def careful_step(
     learner: Learner, batch: Batch, mark: Callable[[str], None], divided: Callable[[int], None]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The training step; where memory runs out, the same step again with the batch divided further."""
+    done: set[str] = set()
+
+    def note(phase: str) -> None:
+        done.add(phase)
+        mark(phase)
+
     while True:
-        phases: list[str] = []
-
-        def note(phase: str, phases: list[str] = phases) -> None:
-            phases.append(phase)
-            mark(phase)
-
         try:
             return train_step(learner, batch, note)
         except (RuntimeError, MemoryError) as error:
-            hopeless = (
-                learner.chunk == 1 or "backward" in phases
-            )  # nothing to divide, or weights may have moved
+            hopeless = learner.chunk == 1 or "backward" in done  # nothing to divide, or weights have moved
             if not devices.is_out_of_memory(error) or hopeless:
                 raise
         # Here, outside of `except`, the error is gone and with it what its frames held.

@@ -1,8 +1,9 @@
 """Trackers: the same records in tensorboard, wandb or trackio. The run's own files stay the truth."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
@@ -29,11 +30,13 @@ def mirrored(run: Run, config: TrainConfig, warn: Callable[[str], None]) -> Iter
         "wandb": _wandb,
         "trackio": _trackio,
     }
-    send, close = opened[config.track](run, config)
+    with redirect_stdout(sys.stderr):  # our own stdout is for results, and may be one line of JSON
+        send, close = opened[config.track](run, config)
 
     def mirror(record: dict[str, Any]) -> None:
         try:
-            send(dict(numbers(record)), record["step"])
+            with redirect_stdout(sys.stderr):
+                send(dict(numbers(record)), record["step"])
         # Whatever a tracker raises (a service gone, a disk full), it is no reason to lose a night's training.
         except Exception as error:
             run.mirror = None
@@ -44,7 +47,8 @@ def mirrored(run: Run, config: TrainConfig, warn: Callable[[str], None]) -> Iter
         yield
     finally:
         run.mirror = None
-        close()
+        with redirect_stdout(sys.stderr):
+            close()
 
 
 def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
