@@ -17,15 +17,15 @@ from statistics import fmean
 
 OPTIONS = {
     "as it is": "",
-    "muon": "--optimizer muon",
-    "muon, rate 2e-3": "--optimizer muon --lr 2e-3",
+    "AdamW, rate 1e-3": "--optimizer adamw --lr 1e-3",
+    "rate 3e-3": "--lr 3e-3",
     "ema 0.99": "--ema 0.99",
     "layer decay 0.8": "--layer-decay 0.8",
     "label smoothing 0.1": "--label-smoothing 0.1",
     "dropout 0.1": "--dropout 0.1",
-    "drop half of the tokens": "--drop-tokens 0.5",
     "drop a quarter of the tokens": "--drop-tokens 0.25",
     "pictures from 32 px up": "--start-size 32",
+    "the same, a third more epochs": "--start-size 32 --epochs 4",
     "shift 0.1": "--shift 0.1",
     "sigmoid loss": "--model.loss sigmoid",
 }

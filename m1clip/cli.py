@@ -83,7 +83,9 @@ def explain(error: Exception) -> int:
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         sentence = f"{where}{error.strerror}"
-    elif isinstance(error, ValueError | OSError | ArithmeticError) or type(error) is RuntimeError:
+    elif (
+        isinstance(error, ValueError | OSError | ArithmeticError | MemoryError) or type(error) is RuntimeError
+    ):
         sentence = str(error)
     else:
         sentence = f"unexpected {type(error).__name__}: {error} (--debug shows where)"

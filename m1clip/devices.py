@@ -59,15 +59,15 @@ def copy(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def can_skip(device: torch.device) -> bool:
-    """Whether the fused AdamW leaves everything as it is when told of a non-finite gradient.
+    """Whether the fused AdamW leaves everything as it is when `found_inf` tells it so.
 
-    On MPS it ignores `found_inf` (its kernels never receive it), so there the flag has to be read instead.
+    On MPS its kernels never receive that flag, so it has to be read before each update instead.
     """
     return device.type in ("cpu", "cuda")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    words = ("out of memory", "can't allocate memory", "bad_alloc", "not enough memory")
+    words = ("out of memory", "can't allocate memory", "bad_alloc", "not enough memory", "ALLOC_FAILED")
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return known or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
 
@@ -81,14 +81,24 @@ def release(device: torch.device) -> None:
         torch.mps.empty_cache()
 
 
+def has_own_clock(device: torch.device) -> bool:
+    """Whether stamps may be put down at every step.
+
+    MPS's events hang when read twice and may come in the wrong order (pytorch#193578, #196395), so there the
+    clock is the host's, and exact only after waiting for the queue: for a step now and then.
+    """
+    return device.type in ("cpu", "cuda")
+
+
 def stamp(device: torch.device) -> Any:
-    """A point in the device's own time, put down without waiting for it."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    backend: Any = torch.cuda if device.type == "cuda" else torch.mps
-    event = backend.Event(enable_timing=True)
-    event.record()
-    return event
+    """A point in the device's own time; put down without waiting for it, but on MPS."""
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+    if device.type == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter()
 
 
 def ms_between(start: Any, end: Any) -> float:
@@ -103,6 +113,16 @@ def memory_gb(device: torch.device) -> float | None:
     if device.type == "mps":
         return torch.mps.driver_allocated_memory() / 1e9
     return None
+
+
+def forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def shares_memory(device: torch.device) -> bool:
+    """Whether what the machine's other programs hold is missing on the device too."""
+    return device.type != "cuda"
 
 
 def peak_gb(device: torch.device) -> float | None:

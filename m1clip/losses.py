@@ -31,7 +31,7 @@ def sigmoid_loss(logit_BB: Tensor, twin_BB: Tensor | None = None, smoothing: flo
     """SigLIP: each of the B x B couples is judged on its own. The logits already hold the bias."""
     target_BB = torch.eye(len(logit_BB), device=logit_BB.device, dtype=logit_BB.dtype)
     if smoothing:
-        target_BB = target_BB * (1 - smoothing) + smoothing / 2
+        target_BB = target_BB * (1 - smoothing) + smoothing / len(logit_BB)
     counted = None if twin_BB is None else (~twin_BB).to(logit_BB.dtype)
     loss = F.binary_cross_entropy_with_logits(logit_BB, target_BB, weight=counted, reduction="sum")
     return loss / len(logit_BB)

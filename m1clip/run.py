@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 
 UMASK = os.umask(0o022)
 os.umask(UMASK)  # it can only be read by setting it
+HALF_MADE = re.compile(r"\.(.+)\.\d+(\.new|\.old)?")
 
 
 class Run:
@@ -33,7 +35,7 @@ class Run:
     def log(self, kind: str, step: int, **values: Any) -> None:
         """Append one line to metrics.jsonl; what is unknown is None."""
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
-        self._unwritten += (json.dumps(record) + "\n").encode()
+        self._unwritten += (json.dumps(finite(record), allow_nan=False) + "\n").encode()
         with suppress(OSError):  # a full disk: what it refuses is kept and goes with the next line
             self._append()
         if self.mirror is not None:
@@ -46,6 +48,11 @@ class Run:
                 self._unwritten = self._unwritten[os.write(handle, self._unwritten) :]
         finally:
             os.close(handle)
+
+    def sync(self) -> None:
+        """The log as far as it is written survives a power cut: a checkpoint must not be newer than it."""
+        with suppress(OSError):
+            _fsync(self.path / "metrics.jsonl")
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """The lines of metrics.jsonl; a line cut by a crash is passed over."""
@@ -81,8 +88,8 @@ class Run:
     @property
     def alive(self) -> bool:
         """Whether some process is training it now: the lock goes with the process."""
-        with locked(self.path) as ours:
-            return not ours
+        with locked(self.path, fcntl.LOCK_SH) as free:  # shared: two who look do not see each other
+            return not free
 
     def state(self) -> dict[str, Any]:
         """status.json with the truth about the process: one that says it runs, and does not, is dead."""
@@ -97,7 +104,7 @@ class Run:
     @contextmanager
     def owned(self) -> Iterator[None]:
         """The run is ours alone for the block; what ends the block early is written in the status."""
-        with locked(self.path, patience_s=0.5) as ours:  # a look at the run takes the lock for an instant
+        with locked(self.path) as ours:
             if not ours:
                 raise RuntimeError(f"{self.path} is being trained by another process")
             sweep(self.path)
@@ -135,7 +142,7 @@ def new_path(runs: Path, name: str | None, preset: str, fresh: bool) -> Path:
     if name in ("", ".", "..") or set(name) & set("/\\\0"):
         raise ValueError(f"a run's name is a plain word, not {name!r}; --runs says in which folder it goes")
     path = runs / name
-    if path.is_dir() and not any(path.iterdir()):
+    if path.is_dir() and is_empty(path):
         return path
     if path.exists() and not is_run(path):
         raise FileExistsError(f"{path} exists and is not a run; choose another --name")
@@ -161,8 +168,9 @@ def create(runs: Path, name: str | None, preset: str, fresh: bool) -> Run:
     except FileExistsError:
         if name is None:  # another process has just taken the number
             return create(runs, name, preset, fresh)
-        if any(path.iterdir()):
+        if not is_empty(path):
             raise
+        sweep(path)
     return Run(path)
 
 
@@ -186,8 +194,22 @@ def open_run(runs: Path, name: str | None) -> Run:
 
 
 def is_run(path: Path) -> bool:
-    files = ("status.json", "metrics.jsonl")  # a saved model has a config.json too, but neither of these
-    return (path / "config.json").is_file() and any((path / name).is_file() for name in files)
+    """Also one that was killed while it wrote its first files; a saved model has neither of these."""
+    return any((path / name).is_file() for name in ("status.json", "metrics.jsonl"))
+
+
+def is_empty(folder: Path) -> bool:
+    """But for what a killed process left half-made."""
+    return all(HALF_MADE.fullmatch(path.name) for path in folder.iterdir())
+
+
+def finite(value: Any) -> Any:
+    """The same, with None for every number that JSON cannot say."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def next_name(runs: Path, stem: str) -> str:
@@ -196,15 +218,18 @@ def next_name(runs: Path, stem: str) -> str:
 
 
 @contextmanager
-def locked(folder: Path, patience_s: float = 0.0) -> Iterator[bool]:
-    """Whether the folder's lock could be had, held for the block. The system frees it if the process dies."""
+def locked(folder: Path, how: int = fcntl.LOCK_EX) -> Iterator[bool]:
+    """Whether the folder's lock could be had, held for the block. The system frees it if the process dies.
+
+    To own it, we wait a little: somebody who only looks has it for an instant.
+    """
     handle = os.open(folder, os.O_RDONLY)
-    end = time.monotonic() + patience_s
+    end = time.monotonic() + (0.5 if how == fcntl.LOCK_EX else 0.0)
     ours = False
     try:
         while not ours:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, how | fcntl.LOCK_NB)
                 ours = True
             except BlockingIOError:
                 if time.monotonic() >= end:
@@ -218,7 +243,7 @@ def locked(folder: Path, patience_s: float = 0.0) -> Iterator[bool]:
 def sweep(folder: Path) -> None:
     """Remove what a killed process left half-made; put back what it had only moved out of the way."""
     for path in folder.glob(".*"):
-        half_made = re.fullmatch(r"\.(.+)\.\d+(\.new|\.old)?", path.name)
+        half_made = HALF_MADE.fullmatch(path.name)
         if half_made is None:
             continue
         if half_made[2] == ".old" and not (folder / half_made[1]).exists():
@@ -235,10 +260,11 @@ def write_whole(path: Path, text: str, durable: bool = True) -> None:
     try:
         with open(aside, "w") as file:
             file.write(text)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
+        if durable:
+            _fsync(aside)
         os.replace(aside, path)
+        if durable:
+            _fsync(path.parent)
     finally:
         aside.unlink(missing_ok=True)
 
@@ -272,6 +298,9 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 def _fsync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync leaves the data in the drive's own memory
+            fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
+        else:
+            os.fsync(handle)
     finally:
         os.close(handle)

@@ -59,7 +59,7 @@ def test_a_run_in_the_background_from_its_start_to_its_end(capfd, tmp_path, monk
     assert 0 < row["best_score"] <= 1
     assert row["total"] == 4 * 99999
     position = json.loads((run.path / "last" / "state.json").read_text())
-    assert position["step"] == row["step"]
+    assert position["position"]["step"] == row["step"]
     assert (run.path / "output.log").read_text().count("chance") >= 2  # both sessions' words
 
 

@@ -38,29 +38,40 @@ def test_a_wish_is_taken_at_its_word(learner):
     assert memory.choose_chunk(learner, some_batch(64), 10**12) == (7, "asked for with --chunk 7")
 
 
-@pytest.mark.parametrize(("one", "fits"), [(0.001, 32), (0.01, 4), (0.04, 1)])
-def test_the_largest_chunk_that_fits_is_found_by_trying(learner, monkeypatch, one, fits):
-    """Room is 0.7 of 0.06 GB; a trial takes `one` GB a pair, whatever was estimated."""
+@pytest.mark.parametrize(("one_mb", "fits"), [(2, 16), (4, 8), (10, 4), (30, 1)])
+def test_the_largest_chunk_that_fits_is_found_by_trying(learner, monkeypatch, one_mb, fits):
+    """Room is 0.7 of 60 MB, and 3 MB are kept a pair, so 8 are tried; a pair really takes `one_mb`."""
     monkeypatch.setattr(memory, "free_gb", lambda device: 0.06)
     monkeypatch.setattr(memory, "state_gb", lambda learner: 0.0)
-    tried = []
-
-    def trial(learner, batch, chunk):
-        tried.append(chunk)
-        return None if chunk * one > 0.2 else chunk * one
-
-    monkeypatch.setattr(memory, "trial", trial)
+    monkeypatch.setattr(memory, "trial", lambda learner, batch, chunk: chunk * one_mb / 1e3)
     chunk, why = memory.choose_chunk(learner, some_batch(64), pair_bytes=3_000_000)
     assert chunk == fits
-    assert f"{fits} pairs at once took {fits * one:.2f} GB" in why
-    assert tried[0] == 8  # 0.042 / (1.5 * 0.003), down to a power of two
+    assert f"3.0 MB kept a pair, 0.1 GB free; tried, a pair took {one_mb}.0 MB" in why
+
+
+def test_a_trial_that_runs_out_is_halved_and_one_that_sees_nothing_is_not_believed(learner, monkeypatch):
+    monkeypatch.setattr(memory, "free_gb", lambda device: 0.06)
+    monkeypatch.setattr(memory, "state_gb", lambda learner: 0.0)
+    monkeypatch.setattr(memory, "trial", lambda learner, batch, chunk: None if chunk > 2 else 0.0)
+    assert memory.choose_chunk(learner, some_batch(64), pair_bytes=3_000_000)[0] == 4
 
 
 def test_where_not_even_one_pair_fits_it_is_said(learner, monkeypatch):
-    monkeypatch.setattr(memory, "free_gb", lambda device: 0.001)
     monkeypatch.setattr(memory, "trial", lambda *a: None)
-    with pytest.raises(MemoryError, match="not even one pair fits"):
-        memory.choose_chunk(learner, some_batch(64), pair_bytes=3_000_000)
+    for free, words in ((0.01, "not even one pair fits"), (0.0, "gradients and moments need")):
+        monkeypatch.setattr(memory, "free_gb", lambda device, free=free: free)
+        with pytest.raises(MemoryError, match=words):
+            memory.choose_chunk(learner, some_batch(64), pair_bytes=3_000_000)
+
+
+def test_a_real_trial_decides_where_memory_is_short(tiny_run, monkeypatch):
+    wide = replace(tiny_run.model, vision=replace(tiny_run.model.vision, width=256, depth=4))
+    learner = some_learner(replace(tiny_run, model=wide, batch=1024))
+    monkeypatch.setattr(memory, "free_gb", lambda device: 0.2)
+    batch = some_batch(1024)
+    chunk, why = memory.choose_chunk(learner, batch, memory.kept_bytes(learner, batch))
+    assert chunk in (128, 256, 512)
+    assert "tried" in why
 
 
 def test_a_trial_measures_real_memory_and_leaves_no_gradients(tiny_run):

@@ -110,7 +110,7 @@ def test_norms_are_those_written_out(tiny_run):
 def rows(count: int, start: int = 0, **values) -> list[dict]:
     plain = {
         **{"loss": 2.0, "chance_loss": math.log(256), "accuracy": 0.5, "chance_accuracy": 1 / 256},
-        **{"temperature": 0.07, "wait_ms": 0.0, "step_ms": 100.0, "side": 64},
+        **{"temperature": 0.07, "wait_ms": 0.0, "step_ms": 100.0, "side": 64, "chunk": 256},
     }
     return [{"step": start + i + 1, **plain, **values} for i in range(count)]
 
@@ -249,14 +249,14 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(tiny_run, tmp_path
     pytest.importorskip("tensorboard")
     calls = []
 
-    def broken(run, config):
+    def broken(run, config, step):
         def send(values, step):
             calls.append(step)
             raise ConnectionError("the service is gone")
 
         return send, lambda: None
 
-    monkeypatch.setattr(track, "_tensorboard", broken)
+    monkeypatch.setitem(track.OPEN, "tensorboard", broken)
     screen = Quiet()
     assert trained(replace(tiny_run, track="tensorboard"), tmp_path / "r", screen=screen).finished
     assert len(calls) == 1
@@ -280,7 +280,7 @@ def test_telemetry_costs_less_than_a_hundredth_of_a_step(tiny_run):
         meter.stamps = {"start": time.perf_counter()}
         for phase in PHASES:
             meter.mark(phase)
-        meter.add(step, 1e-3, stats, batch)
+        meter.add(step, 1e-3, stats, batch, 16)
     for row in meter.read():
         json.dumps(row)
     assert (time.perf_counter() - began) / 200 < 0.004

@@ -38,9 +38,9 @@ def trained(
 ) -> loop.Result:
     """Train the run at `path`, or go on with it."""
     old = runs.Run(path) if path.exists() else None
-    setup = loop.check(config, path.parent, old)
     run = old or runs.create(path.parent, path.name, "x", False)
     with run.owned():
+        setup = loop.check(config, path.parent, old)
         return loop.train(config, setup, run, screen or Quiet(stop_at))
 
 

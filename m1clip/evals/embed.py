@@ -17,31 +17,39 @@ CHUNK = 256
 
 
 @torch.inference_mode()
-def embed_pictures(model: CLIP, pixels: Pixels) -> Tensor:
+def embed_pictures(model: CLIP, pixels: Pixels, most: int = CHUNK) -> Tensor:
     """(N, E) on the CPU, from bytes (N, S, S, 3)."""
     device = model.logit_scale.device
     parts = []
-    for start in range(0, len(pixels), CHUNK):
-        bytes_BSSC = devices.copy(torch.tensor(pixels[start : start + CHUNK]), device)
+    for start in range(0, len(pixels), most):
+        bytes_BSSC = devices.copy(torch.tensor(pixels[start : start + most]), device)
         parts.append(model.embed_pixels(model.normalise(bytes_BSSC)).cpu())
     return torch.cat(parts)
 
 
 @torch.inference_mode()
-def embed_captions(model: CLIP, captions: Sequence[str], rows: Sequence[str] | None = None) -> Tensor:
+def embed_captions(
+    model: CLIP, captions: Sequence[str], rows: Sequence[str] | None = None, most: int = CHUNK
+) -> Tensor:
     """(M, E) on the CPU; `rows` says where each caption came from."""
     parts = []
-    for start in range(0, len(captions), CHUNK):
-        chunk = slice(start, start + CHUNK)
+    for start in range(0, len(captions), most):
+        chunk = slice(start, start + most)
         tokens_BL = model.tokenize(captions[chunk], rows and rows[chunk])
         parts.append(model.embed_tokens(devices.copy(tokens_BL, model.logit_scale.device)).cpu())
     return torch.cat(parts)
 
 
-def embed_pairs(model: CLIP, pairs: Pairs, pixels: Pixels) -> tuple[Tensor, Tensor, Tensor]:
-    """Pictures (N, E), all their captions (M, E), and which picture each caption belongs to (M)."""
+def embed_pairs(
+    model: CLIP, pairs: Pairs, pixels: Pixels, most: int = CHUNK
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pictures (N, E), all their captions (M, E), and which picture each caption belongs to (M).
+
+    At most `most` of them, and never more than CHUNK, are in memory at once.
+    """
+    most = min(most, CHUNK)
     captions = [pairs.captions(row) for row in range(len(pairs))]
     owner_M = torch.tensor([row for row, some in enumerate(captions) for _ in some])
     flat = [caption for some in captions for caption in some]
     rows = [pairs.row(int(row)) for row in owner_M]
-    return embed_pictures(model, pixels), embed_captions(model, flat, rows), owner_M
+    return embed_pictures(model, pixels, most), embed_captions(model, flat, rows, most), owner_M

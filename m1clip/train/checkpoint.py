@@ -13,15 +13,20 @@ import zlib
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from m1clip import config as configs
+from m1clip.config import TrainConfig
 from m1clip.model.clip import read_weights, write_tensors
 from m1clip.run import Run, replacing_folder
 from m1clip.train.learner import Learner
+
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what reading a damaged one may raise
+FILES = {"config.json", "model.safetensors", "tokenizer.json", "training.safetensors"}
 
 
 @dataclass
@@ -55,8 +60,8 @@ def save(run: Run, learner: Learner, progress: Progress, keep: int) -> Path:
         with learner.averaged() as model:
             model.write(aside)
         write_tensors(aside / "training.safetensors", tensors)
-        sums = {file.name: checksum(file) for file in sorted(aside.iterdir())}
-        (aside / "state.json").write_text(json.dumps({**asdict(progress), "files": sums}) + "\n")
+        state = {"position": asdict(progress), "files": {name: checksum(aside / name) for name in FILES}}
+        (aside / "state.json").write_text(json.dumps({**state, "sum": sum_of(state)}) + "\n")
     best = path_of(run, progress.best_step) if progress.best_step is not None else None
     kept = {best, *all_of(run)[-keep:]}
     for other in (*all_of(run), *run.checkpoints.glob("damaged_step_*")):
@@ -86,8 +91,8 @@ def newest_whole(run: Run) -> tuple[Path | None, dict[Path, str]]:
         try:
             position(path)
             return path, damaged
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            damaged[path] = str(error)
+        except DAMAGE as error:
+            damaged[path] = str(error) or type(error).__name__
     if damaged:
         told = "; ".join(f"{path.name}: {what}" for path, what in damaged.items())
         raise ValueError(
@@ -99,10 +104,12 @@ def newest_whole(run: Run) -> tuple[Path | None, dict[Path, str]]:
 def position(path: Path) -> Progress:
     """What state.json says, once the files beside it are known to be those it was written with."""
     state = json.loads((path / "state.json").read_text())
-    for name, sum_then in state.pop("files").items():
-        if checksum(path / name) != sum_then:
+    if state.pop("sum") != sum_of(state):
+        raise ValueError("state.json is not as it was written")
+    for name in FILES:
+        if checksum(path / name) != state["files"][name]:
             raise ValueError(f"{name} is not as it was written")
-    progress = configs.build(Progress, state)
+    progress = configs.build(Progress, state["position"])
     if path.name != f"step_{progress.step:06d}":
         raise ValueError(f"state.json says step {progress.step}")
     return progress
@@ -140,6 +147,10 @@ def checksum(path: Path) -> int:
     return found
 
 
+def sum_of(state: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+
+
 def point(link: Path, target: Path) -> None:
     """Make or move a relative symbolic link in one instant."""
     aside = link.with_name(f".{link.name}.{os.getpid()}")
@@ -148,7 +159,11 @@ def point(link: Path, target: Path) -> None:
     os.replace(aside, link)
 
 
-def needed_bytes(model: torch.nn.Module) -> int:
-    """Room for a checkpoint beside an older one, weights and two moments each, and for the final model."""
+def needed_bytes(model: torch.nn.Module, config: TrainConfig, there: int) -> int:
+    """Room for all checkpoints to come beside those already there, and for the final model.
+
+    Each has weights and two moments, and with an average weights twice; they are those to keep, the best, and
+    a new one before an older is removed.
+    """
     weights = sum(w.numel() * w.element_size() for w in model.parameters())
-    return 2 * 3 * weights + weights
+    return max(1, config.keep + 2 - there) * (4 if config.ema else 3) * weights + weights

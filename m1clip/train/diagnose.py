@@ -67,7 +67,8 @@ def temperature(first: float | None, recent: list[Record]) -> dict[str, str]:
 
 
 def waiting(recent: list[Record]) -> dict[str, str]:
-    part = sum(row["wait_ms"] for row in recent) / max(1e-9, sum(row["step_ms"] for row in recent))
+    timed = [row for row in recent if row["wait_ms"] is not None]
+    part = sum(row["wait_ms"] for row in timed) / max(1e-9, sum(row["step_ms"] for row in timed))
     if part <= 0.1:
         return {}
     return {
@@ -77,8 +78,9 @@ def waiting(recent: list[Record]) -> dict[str, str]:
 
 
 def slowing(steps: list[Record]) -> dict[str, str]:
-    """Against the fastest earlier stretch with pictures of the same size."""
-    times = [row["step_ms"] - row["wait_ms"] for row in steps if row["side"] == steps[-1]["side"]]
+    """Against the fastest earlier stretch with pictures and chunks of the same size."""
+    same = [row for row in steps if all(row[key] == steps[-1][key] for key in ("side", "chunk"))]
+    times = [row["step_ms"] - (row["wait_ms"] or 0) for row in same]
     if len(times) < 3 * WINDOW:
         return {}
     now = median(times[-WINDOW:])

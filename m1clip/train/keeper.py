@@ -21,6 +21,18 @@ class Keeper:
         self.retry_at: float | None = None  # set while the disk refuses
         self.restored = False  # the best weights have taken the place of the last ones
         self.dethroned: tuple[float | None, int | None, int] | None = None  # by a best not yet on the disk
+        self._check_best()
+
+    def _check_best(self) -> None:
+        """A best that is no longer there, or not as it was written, is none."""
+        step = self.progress.best_step
+        if step is None:
+            return
+        try:
+            checkpoint.position(checkpoint.path_of(self.run, step))
+        except checkpoint.DAMAGE as error:
+            self.warn(f"the best checkpoint, step {step:,}, cannot be used ({error}); another will be found")
+            self.progress.best_score, self.progress.best_step, self.progress.stale = None, None, 0
 
     def due(self, ended_epoch: int | None) -> bool:
         """Whether it is time: by steps, minutes or epochs, or to try again what the disk refused."""
@@ -35,15 +47,24 @@ class Keeper:
 
     def judge(self, scores: Retrieval) -> None:
         """Is this the best so far? If so it is saved next, and is the best once it is on the disk."""
+        self._settle()
         score, now = float(scores.record()[self.config.best_by]), self.progress
-        now.stale += 1
         if now.best_score is None or score > now.best_score:
             self.dethroned = (now.best_score, now.best_step, now.stale)
             now.best_score, now.best_step, now.stale = score, now.step, 0
+        else:
+            now.stale += 1
 
     @property
     def has_new_best(self) -> bool:
-        return self.dethroned is not None
+        return self.dethroned is not None and self.progress.best_step == self.progress.step
+
+    def _settle(self) -> None:
+        """A best that training has left behind before the disk took it never was one."""
+        now = self.progress
+        if self.dethroned is not None and now.best_step != now.step:
+            now.best_score, now.best_step, now.stale = self.dethroned
+            self.dethroned = None
 
     @property
     def out_of_patience(self) -> bool:
@@ -51,33 +72,40 @@ class Keeper:
 
     def save(self, patience_s: float = 0.0) -> bool:
         """Write a checkpoint; a disk that refuses is told of, and is no reason to stop training."""
-        done = self._insist(
+        self._settle()
+        self.run.sync()
+        error = self._insist(
             lambda: checkpoint.save(self.run, self.learner, self.progress, self.config.keep), patience_s
         )
-        if done is not None and self.dethroned is not None:
-            now = self.progress
-            now.best_score, now.best_step, now.stale = self.dethroned
-        self.dethroned = None
-        if done is None:
-            self.saved_step = self.progress.step
-        return done is None
+        if error is not None:
+            return False
+        self.saved_step, self.dethroned = self.progress.step, None
+        return True
 
     def finish(self, final: bool) -> None:
         """The last checkpoint and, at the end of the run, the model; what cannot be written is an error."""
         patience_s = PATIENCE_S["finishing" if final else "stopping"]
         if self.saved_step != self.progress.step and not self.save(patience_s):
             raise OSError(f"step {self.progress.step} could not be saved; {checkpoint.last_good(self.run)}")
-        if final and (error := self._insist(self._publish, patience_s)):
-            raise error
+        if not final:
+            return
+        self._restore_best()
+        with self.learner.averaged() as model:
+            if error := self._insist(lambda: model.save(self.run.model), patience_s):
+                raise error
 
-    def _publish(self) -> None:
-        """Write the model folder: the last weights or, where patience decides the end, the best."""
+    def _restore_best(self) -> None:
+        """Where patience decides the end, the last weights are not the ones to keep."""
         step = self.progress.best_step
-        if self.config.patience and step not in (None, self.progress.step):
+        if not self.config.patience or step in (None, self.progress.step):
+            return
+        try:
             checkpoint.load(checkpoint.path_of(self.run, step or 0), self.learner)
             self.restored = True
-        with self.learner.averaged() as model:
-            model.save(self.run.model)
+        except checkpoint.DAMAGE as error:
+            self.warn(
+                f"the best checkpoint, step {step:,}, cannot be used ({error}); the model is the last state"
+            )
 
     def _insist(self, write: Callable[[], object], patience_s: float) -> OSError | None:
         """Try until it is written or the patience is over; what the disk said last, None if all is well."""

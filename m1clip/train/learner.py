@@ -22,7 +22,7 @@ class Learner:
         self.optimizers = make_optimizers(model, config)
         self.weights = dict(model.named_parameters())
         self.mean = {name: w.detach().clone() for name, w in self.weights.items()} if config.ema else None
-        self.updates = 0
+        self.updates = torch.zeros((), device=self.device)  # on the device, as skipping is decided there
         model.practise(config.dropout, config.drop_tokens, config.recompute)
 
     @property
@@ -40,18 +40,19 @@ class Learner:
 
     def update(self, bad: Tensor) -> None:
         """One step of the optimisers; none at all where `bad` says that something is not finite."""
-        if devices.can_skip(self.device) and len(self.optimizers) == 1:
-            self.optimizers[0].found_inf = bad.float()  # type: ignore[attr-defined]
-        elif bad.item():
+        on_device = devices.can_skip(self.device)
+        if not on_device and bad.item():
             return
         for optimizer in self.optimizers:
+            optimizer.found_inf = bad.float() if on_device else None  # type: ignore[attr-defined]
             optimizer.step()
         self.model.clamp_scale()
-        self.updates += 1
+        self.updates += ~bad
         if self.mean is not None:
             # At first the mean is of few steps, or it would remember the random start for long.
-            memory = min(self.config.ema, (1 + self.updates) / (10 + self.updates))
-            torch._foreach_lerp_(list(self.mean.values()), list(self.weights.values()), 1 - memory)
+            memory = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.config.ema)
+            for name, weight in self.weights.items():
+                self.mean[name].lerp_(weight, (1 - memory) * ~bad)
 
     @contextmanager
     def averaged(self) -> Iterator[CLIP]:
@@ -79,7 +80,7 @@ class Learner:
         if self.mean is not None:
             kept |= {f"{name}/weight": weight.detach() for name, weight in self.weights.items()}
         kept = {key: value.cpu().contiguous() for key, value in kept.items()}
-        return {"random_state": torch.get_rng_state(), "updates": torch.tensor(self.updates), **kept}
+        return {"random_state": torch.get_rng_state(), "updates": self.updates.cpu(), **kept}
 
     def load(self, weights: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
         """Put a checkpoint in place, once all of it is known to fit."""
@@ -99,5 +100,5 @@ class Learner:
                 weight.data.copy_(moving)
             optimizer = owner[id(weight)]
             optimizer.state[weight] = {key: value.to(weight.device) for key, value in state[name].items()}
-        self.updates = int(updates)
+        self.updates = updates.to(self.device)
         torch.set_rng_state(random_state)

@@ -79,11 +79,14 @@ def check(config: TrainConfig, runs: Path, resumed: Run | None) -> Setup:
     words = Tokenizer.load(start / "tokenizer.json") if start else None
     words = words or make_tokenizer(config.tokenizer, captions(pairs), config.model.text.vocab)
     with torch.device("meta"):
-        need = checkpoint.needed_bytes(CLIP(config.model, words))
+        held = len(checkpoint.all_of(resumed)) if resumed else 0
+        need = checkpoint.needed_bytes(CLIP(config.model, words), config, held)
     there = next(folder for folder in (runs, *runs.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
     if free < need:
-        raise OSError(f"{there} has {readable(free)} free; checkpoints need {readable(need)}")
+        raise OSError(
+            f"{there} has {readable(free)} free; checkpoints need {readable(need)} (--keep 1 needs less)"
+        )
     require_room(config.model.vision.image_size, pairs, held_out)
     return Setup(device, why, pairs, held_out, words, start, damaged)
 
@@ -109,7 +112,7 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
 
     with (
         Stop(screen.say) as stop,
-        track.mirrored(run, config, screen.warn),
+        track.mirrored(run, config, progress.step, screen.warn),
         screen.training(progress.step, total),
     ):
         end = progress.step if keeper.out_of_patience else total
@@ -120,12 +123,12 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
             meter.mark("copy")
             stats, *embeddings = memory.careful_step(learner, here, meter.mark, watch.divided)
             progress.step += 1
-            meter.add(progress.step, lr, stats, batch)
+            meter.add(progress.step, lr, stats, batch, learner.chunk)
             epoch = batches.ended_epoch(progress.step)  # None within one
             looking, saving, stopping = progress.step % config.watch_every == 0, keeper.due(epoch), stop.asked
             if looking or saving or epoch or stopping or progress.step % config.log_every == 0:
                 watch.steps(meter.read())
-            if looking:
+            if looking and not watch.last_row.get("skipped"):
                 watch.inside(here, *embeddings)
             if epoch:
                 scores = None
@@ -160,9 +163,9 @@ def introduce(
         "cpu_threads": torch.get_num_threads(),
         "m1clip": __version__,
     }
+    run.rewind(progress.step)  # first, so that even a folder killed here is known as a run
     write_whole(run.path / "config.json", to_json(config))
     run.write("machine.json", machine)
-    run.rewind(progress.step)
     for path, what in setup.damaged.items():
         checkpoint.set_aside(path)
         run.log("event", progress.step, event="damaged checkpoint", checkpoint=path.name, reason=what)
@@ -197,8 +200,9 @@ def divide(learner: Learner, progress: Progress, batches: Batches, watch: Watch)
     """Decide how many pairs are in memory at once; the reason. A resumed run keeps what it had chosen."""
     last = batches.at(batches.total - 1)  # its pictures are the largest
     watch.pair_bytes = memory.kept_bytes(learner, last)
-    if progress.chunk and learner.config.chunk == "auto":
-        learner.chunk, why = progress.chunk, "as chosen when the run began"
+    wish = learner.config.chunk
+    if progress.chunk and (wish == "auto" or wish >= progress.chunk):
+        learner.chunk, why = progress.chunk, "as it was before"
     else:
         learner.chunk, why = memory.choose_chunk(learner, last, watch.pair_bytes)
     progress.chunk = learner.chunk
@@ -215,7 +219,9 @@ def evaluate(
 ) -> Retrieval:
     """Held-out retrieval of the weights that would be kept."""
     with learner.averaged() as model:
-        image_NE, text_ME, owner_M = embed_pairs(model, pairs, pictures)
+        image_NE, text_ME, owner_M = embed_pairs(
+            model, pairs, pictures, 4 * learner.chunk
+        )  # no graph is kept
     scores = retrieval(image_NE, text_ME, owner_M)
     if watch:
         first_N = torch.searchsorted(owner_M, torch.arange(len(image_NE)))  # each picture's first caption

@@ -1,6 +1,5 @@
 """How much of a batch is in memory at once: chosen by measuring, halved where memory runs out even so."""
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -14,8 +13,9 @@ from m1clip.train.step import embed_captions, embed_pictures, train_step
 
 SHARE = 0.7
 # What a step holds at its peak against what autograd has kept by then: gradients in flight, scratch of the
-# kernels. Measured 1.2 to 1.4 (nano, small, seed; 2 AVX2 cores, November 2026).
-PEAK = 1.5
+# kernels. Measured 1.1 for nano and 1.0 for small, and 2.9 for nano with --recompute, which holds one whole
+# block at a time (2 AVX2 cores, November 2026).
+PEAK, PEAK_RECOMPUTED = 1.3, 3.2
 
 
 def kept_bytes(learner: Learner, batch: Batch) -> int:
@@ -45,26 +45,31 @@ def choose_chunk(learner: Learner, batch: Batch, pair_bytes: int) -> tuple[int, 
         return min(wish, size), f"asked for with --chunk {wish}"
     free = free_gb(learner.device)
     room = SHARE * free - state_gb(learner)
-    pair = PEAK * pair_bytes / 1e9 * (2 if learner.config.recompute else 1)  # one block of all at a time
+    pair = (PEAK_RECOMPUTED if learner.config.recompute else PEAK) * pair_bytes / 1e9
     measured = f"{pair_bytes / 1e6:.1f} MB kept a pair, {free:.1f} GB free"
     if pair * size <= room:
         return size, f"the whole batch: {measured}"
-    chunk, took = 1 << max(0, int(room / pair).bit_length() - 1), 0.0
-    while chunk and not 0 < took <= room:  # the estimate, or the next smaller that fits
-        took = trial(learner, batch, chunk) or math.inf
-        chunk = chunk if took <= room else chunk // 2
-    if not chunk:
-        raise MemoryError(f"not even one pair fits: {measured}")
-    while (
-        2 * took <= room and 2 * chunk < size and (more := trial(learner, batch, 2 * chunk)) and more <= room
-    ):
-        chunk, took = 2 * chunk, more
-    return chunk, f"{measured}; {chunk} pairs at once took {took:.2f} GB"
+    if room <= 0:
+        raise MemoryError(f"gradients and moments need {state_gb(learner):.1f} GB, {free:.1f} GB are free")
+    chunk = power_of_two(room / pair)
+    while (took := trial(learner, batch, chunk)) is None:
+        if chunk == 1:
+            raise MemoryError(f"not even one pair fits: {measured}")
+        chunk //= 2
+    # What the allocator had at hand is not seen, so a pair is taken for no less than half of what it keeps.
+    one = max(took / chunk, pair_bytes / 2e9)
+    return min(2 * chunk, power_of_two(room / one)), f"{measured}; tried, a pair took {1e3 * one:.1f} MB"
+
+
+def power_of_two(number: float) -> int:
+    """The largest that is not above, and at least 1."""
+    return 1 << max(0, int(number).bit_length() - 1)
 
 
 def trial(learner: Learner, batch: Batch, chunk: int) -> float | None:
     """GB that forward and backward of a chunk really take; None where memory runs out."""
     some = batch.split(chunk)[0].to(learner.device)
+    devices.forget_peak(learner.device)
     before = devices.memory_gb(learner.device)
     ran_out = False
     with sensors.Peak() as peak:
@@ -131,5 +136,8 @@ def state_gb(learner: Learner) -> float:
 
 
 def free_gb(device: torch.device) -> float:
-    on_device = devices.free_gb(device)
-    return sensors.available_gb() if on_device is None else on_device
+    """What can be had on the device, and of the machine's own memory where that is the same."""
+    on_device, machine = devices.free_gb(device), sensors.available_gb()
+    if on_device is None:
+        return machine
+    return min(on_device, machine) if devices.shares_memory(device) else on_device

@@ -1,5 +1,6 @@
 """Figures of a run as it goes: each step's numbers and times, read from the device together and rarely."""
 
+import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,8 @@ class Unread:
     stats: Tensor
     rows: list[int]
     side: int
+    chunk: int
+    exact: bool
     stamps: dict[str, Any]
     between_s: float
     time: float
@@ -40,6 +43,8 @@ class Meter:
             "chance_loss": losses.chance(config.model.loss, config.batch),
             "chance_accuracy": 1 / config.batch,
         }
+        self.log_every, self.always_exact = config.log_every, devices.has_own_clock(device)
+        self.exact = True
         self.unread: list[Unread] = []
         self.epoch_rows: list[Row] = []
         self.stamps: dict[str, Any] = {}
@@ -48,9 +53,11 @@ class Meter:
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The same batches; the time spent on waiting for each is the first phase of its step."""
         source, self.ended_at = iter(batches), time.perf_counter()
-        while True:
+        for count in itertools.count(1):
+            self.exact = self.always_exact or count % self.log_every == 0
             self.between_s = max(0.0, time.perf_counter() - self.ended_at - self.paused_s)
-            self.paused_s, self.stamps = 0.0, {"start": devices.stamp(self.device)}
+            self.paused_s, self.stamps = 0.0, {}
+            self.mark("start")
             batch = next(source, None)
             if batch is None:
                 return
@@ -59,19 +66,24 @@ class Meter:
 
     def mark(self, phase: str) -> None:
         """The phase ends here, in the device's own time."""
-        self.stamps[phase] = devices.stamp(self.device)
+        if self.exact:
+            self.stamps[phase] = devices.stamp(self.device)
+        elif phase in ("start", "optimiser"):
+            self.stamps[phase] = time.perf_counter()
 
-    def add(self, step: int, lr: float, stats: Tensor, batch: Batch) -> None:
+    def add(self, step: int, lr: float, stats: Tensor, batch: Batch, chunk: int) -> None:
         """Keep a step's figures where they are: reading a GPU's would make it wait."""
         rows, side = batch.rows.tolist(), batch.bytes_BSSC.shape[1]
-        self.unread.append(Unread(step, lr, stats, rows, side, self.stamps, self.between_s, time.time()))
+        timing = (self.exact, self.stamps, self.between_s, time.time())
+        self.unread.append(Unread(step, lr, stats, rows, side, chunk, *timing))
         self.ended_at = time.perf_counter()
 
     def read(self) -> list[Row]:
         """Every step since the last reading, one row each."""
         if not self.unread:
             return []
-        values = torch.stack([one.stats for one in self.unread]).tolist()  # waits for the queue
+        with self.paused():  # waits for the queue, whose time the steps themselves hold
+            values = torch.stack([one.stats for one in self.unread]).tolist()
         rows = [self._row(one, stats) for one, stats in zip(self.unread, values, strict=True)]
         self.unread = []
         self.epoch_rows += rows
@@ -83,10 +95,10 @@ class Meter:
         }
         skipped = named["loss"] is None or named["grad_norm"] is None
         stamps = list(one.stamps.values())
-        times = {
-            f"{phase}_ms": round(devices.ms_between(a, b), 3)
-            for phase, a, b in zip(PHASES, stamps, stamps[1:], strict=False)
-        }
+        times: dict[str, float | None] = dict.fromkeys((f"{phase}_ms" for phase in PHASES), None)
+        if one.exact:
+            spans = (devices.ms_between(a, b) for a, b in itertools.pairwise(stamps))
+            times = {f"{phase}_ms": round(span, 3) for phase, span in zip(PHASES, spans, strict=True)}
         step_ms, between_ms = devices.ms_between(stamps[0], stamps[-1]), 1e3 * one.between_s
         return {
             "step": one.step,
@@ -96,6 +108,7 @@ class Meter:
             **self.chance,
             "lr": one.lr,
             "side": one.side,
+            "chunk": one.chunk,
             "step_ms": round(step_ms, 3),
             **times,
             "between_ms": round(between_ms, 3),

@@ -46,7 +46,7 @@ def below_the_top(name: str, model: nn.Module) -> int:
 
 
 class Muon(torch.optim.Muon):
-    """torch's, with its iteration in float32.
+    """torch's, with its iteration in float32, and heeding `found_inf` as fused AdamW does.
 
     torch's own runs in bfloat16, which most laptops only emulate: on 2 AVX2 cores it took 1.1 s for the
     matrices of `nano` where this takes 0.04 s (November 2026).
@@ -54,20 +54,24 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        bad: Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self._turn(weight, group)
+                    self._turn(weight, weight.grad, group, 1.0 if bad is None else 1.0 - bad)
 
-    def _turn(self, weight: Tensor, group: dict[str, Any]) -> None:
-        state, memory = self.state[weight], group["momentum"]
+    def _turn(self, weight: Tensor, grad: Tensor, group: dict[str, Any], live: Tensor | float) -> None:
+        """`live` is 1, or 0 to leave everything as it is; on the device, so nothing waits for it."""
+        state, memory, lr = self.state[weight], group["momentum"], group["lr"] * live
         if not state:
             state["momentum_buffer"] = torch.zeros_like(weight)
-        state["momentum_buffer"].lerp_(weight.grad, 1 - memory)
-        assert weight.grad is not None
-        ahead = weight.grad.lerp(state["momentum_buffer"], memory)  # Nesterov's
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.add_(orthogonal(ahead, group), alpha=-group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
+        moving = state["momentum_buffer"]
+        if isinstance(live, Tensor):
+            grad = torch.where(live > 0, grad, moving)  # 0 times what is not finite would not be 0
+        moving.lerp_(grad, 1 - memory)
+        ahead = grad.lerp(moving, memory)  # Nesterov's
+        weight.mul_(1 - lr * group["weight_decay"])
+        weight.sub_(orthogonal(ahead, group) * (lr * 0.2 * math.sqrt(max(weight.shape))))
 
 
 def orthogonal(matrix: Tensor, group: dict[str, Any]) -> Tensor:

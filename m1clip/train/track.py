@@ -12,6 +12,7 @@ from m1clip.config import TrainConfig
 from m1clip.run import Run
 
 Send = Callable[[dict[str, float], int], Any]
+Close = Callable[[], Any]
 
 
 def require(kind: str) -> None:
@@ -20,35 +21,38 @@ def require(kind: str) -> None:
 
 
 @contextmanager
-def mirrored(run: Run, config: TrainConfig, warn: Callable[[str], None]) -> Iterator[None]:
-    """For the block, every record of the run goes to the tracker too."""
+def mirrored(run: Run, config: TrainConfig, step: int, warn: Callable[[str], None]) -> Iterator[None]:
+    """For the block, every record of the run but its events goes to the tracker too, from `step` on."""
     if config.track == "none":
         yield
         return
-    opened: dict[str, Callable[..., tuple[Send, Callable[[], Any]]]] = {
-        "tensorboard": _tensorboard,
-        "wandb": _wandb,
-        "trackio": _trackio,
-    }
-    with redirect_stdout(sys.stderr):  # our own stdout is for results, and may be one line of JSON
-        send, close = opened[config.track](run, config)
+    tracker: list[tuple[Send, Close]] = []
 
-    def mirror(record: dict[str, Any]) -> None:
+    @contextmanager
+    def careful() -> Iterator[None]:
         try:
-            with redirect_stdout(sys.stderr):
-                send(dict(numbers(record)), record["step"])
+            with redirect_stdout(sys.stderr):  # our own stdout is for results, and may be one line of JSON
+                yield
         # Whatever a tracker raises (a service gone, a disk full), it is no reason to lose a night's training.
         except Exception as error:
             run.mirror = None
             warn(f"{config.track} failed and is left out from here on: {error}")
 
-    run.mirror = mirror
+    def mirror(record: dict[str, Any]) -> None:
+        if tracker and record["kind"] != "event":
+            with careful():
+                tracker[0][0](dict(numbers(record)), record["step"])
+
+    with careful():
+        tracker.append(OPEN[config.track](run, config, step))
+        run.mirror = mirror
     try:
         yield
     finally:
         run.mirror = None
-        with redirect_stdout(sys.stderr):
-            close()
+        with careful():
+            for _, close in tracker:
+                close()
 
 
 def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -60,10 +64,10 @@ def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield f"{record['kind']}/{key}", value
 
 
-def _tensorboard(run: Run, config: TrainConfig) -> tuple[Send, Callable[[], Any]]:
+def _tensorboard(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(run.path / "tensorboard"))
+    writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=step + 1)  # later ones are done again
 
     def send(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -72,7 +76,7 @@ def _tensorboard(run: Run, config: TrainConfig) -> tuple[Send, Callable[[], Any]
     return send, writer.close
 
 
-def _wandb(run: Run, config: TrainConfig) -> tuple[Send, Callable[[], Any]]:
+def _wandb(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]:
     import wandb
 
     # Without a key wandb would ask for one, and a run in the background has nobody to ask.
@@ -81,8 +85,11 @@ def _wandb(run: Run, config: TrainConfig) -> tuple[Send, Callable[[], Any]]:
     return lambda values, step: made.log(values, step=step), made.finish
 
 
-def _trackio(run: Run, config: TrainConfig) -> tuple[Send, Callable[[], Any]]:
+def _trackio(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]:
     import trackio
 
     trackio.init(project="m1clip", name=run.name, config=asdict(config))
     return lambda values, step: trackio.log(values, step=step), trackio.finish
+
+
+OPEN = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}

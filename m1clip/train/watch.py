@@ -31,9 +31,11 @@ class Watch:
         self.batches, self.config = batches, learner.config
         self.pair_bytes, self.last_row = 0, Row()
         self.seen, self.said = History(batches.total), set[str]()
-        self.energy, self.joules_before = sensors.Energy(), progress.joules
-        self.epoch_joules, self.beat_at = progress.joules, 0.0
-        self.power_from: tuple[float, float | None] = (time.monotonic(), progress.joules)
+        self.energy, self.beat_at = sensors.Energy(), 0.0
+        # A total is known only if every session could be measured, an epoch's if it began in this one.
+        self.joules_before = 0.0 if progress.step == 0 else progress.joules
+        self.epoch_from = 0.0 if batches.ended_epoch(progress.step) is not None else None
+        self.power_from: tuple[float, float | None] = (time.monotonic(), self.energy.joules())
         sensors.readings(run.path)  # the cores' use is counted from here
 
     def steps(self, rows: list[Row]) -> None:
@@ -45,7 +47,7 @@ class Watch:
         self.last_row = rows[-1]
         self.seen.add_steps(rows)
         self.progress.seconds += seconds_of(rows)
-        self.progress.joules = self._joules()
+        self.progress.joules = plus(self.energy.joules(), self.joules_before)
         eta_s = (self.batches.total - rows[-1]["step"]) * seconds_of(rows) / len(rows)
         self.screen.step(rows[-1]["step"], rows)
         if time.monotonic() - self.beat_at >= BEAT_S:
@@ -123,13 +125,11 @@ class Watch:
         self.seen.evals.append(record)
 
     def epoch(self, epoch: int, means: Row, scores: Retrieval | None) -> None:
-        spent = None
-        if self.progress.joules is not None:
-            spent = self.progress.joules - (self.epoch_joules or 0.0)
-        self.epoch_joules = self.progress.joules
+        now, began = self.energy.joules(), self.epoch_from
+        self.epoch_from = now
         hours = None if self.progress.joules is None else self.progress.joules / 3600
         energy = {
-            "joules": spent,
+            "joules": None if began is None else plus(now, -began),
             "wh_so_far": hours,
             "mean_r1_per_wh": scores.mean_r1 / hours if scores and hours else None,
         }
@@ -138,17 +138,15 @@ class Watch:
         self.screen.epoch(epoch, self.config.epochs, means, scores)
         self._diagnose()
 
-    def _joules(self) -> float | None:
-        now = self.energy.joules()
-        return None if now is None else now + (self.joules_before or 0.0)
-
     def _power(self) -> float | None:
         """Watts since the last look."""
-        then, before = self.power_from
-        self.power_from = (time.monotonic(), self.progress.joules)
-        if before is None or self.progress.joules is None:
-            return None
-        return (self.progress.joules - before) / (self.power_from[0] - then)
+        (then, before), (now, drawn) = self.power_from, (time.monotonic(), self.energy.joules())
+        self.power_from = (now, drawn)
+        return None if before is None or drawn is None else (drawn - before) / (now - then)
+
+
+def plus(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a + b
 
 
 def norms(learner: Learner) -> tuple[dict[str, float], dict[str, float]]:

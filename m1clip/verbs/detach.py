@@ -13,7 +13,7 @@ LOG = "output.log"
 
 def detach(words: list[str], run: folders.Run) -> int:
     """Start `m1clip train WORDS` detached; back once it trains, or with its words and code if it fails."""
-    resumed = run.path.is_dir() and folders.is_run(run.path)
+    resumed = folders.is_run(run.path) and "--fresh" not in words
     run.path.parent.mkdir(parents=True, exist_ok=True)
     # The folder is the child's to make; until it has, its words wait beside it.
     log = run.path / LOG if resumed else run.path.parent / f".{run.name}.log"
@@ -26,17 +26,24 @@ def detach(words: list[str], run: folders.Run) -> int:
             stderr=file,
             start_new_session=True,
         )
-    with tables.loading("starting"):
-        while child.poll() is None and not begun(run, child.pid):
-            time.sleep(0.1)
-    if not resumed and folders.is_run(run.path):
-        log = log.rename(run.path / LOG)
+    try:
+        with tables.loading("starting"):
+            while child.poll() is None and not begun(run, child.pid):
+                time.sleep(0.1)
+    except KeyboardInterrupt:  # also a closed terminal: it has not begun, so it need not
+        child.terminate()
+        child.wait()
+        raise
+    finally:
+        if not resumed and begun(run, child.pid):
+            log = log.rename(run.path / LOG)
     if child.poll() not in (None, 0):
         sys.stderr.write(log.read_text(errors="replace")[begin:])
         if log.parent != run.path:
             log.unlink()
         return child.returncode
-    print(f"{run.path} is being trained in the background, process {child.pid}")
+    state = "is being trained in the background" if child.poll() is None else "is trained already"
+    print(f"{run.path} {state}, process {child.pid}")
     for what, line in {
         "watch": f"tail -f {log}",
         "list": tables.command(

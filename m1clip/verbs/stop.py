@@ -69,12 +69,12 @@ def owner(run: folders.Run, status: dict[str, Any]) -> int:
     """The process that trains the run, once we are sure that it is that one."""
     if status.get("host") not in (None, socket.gethostname()):
         raise ValueError(f"{run.path} is being trained on {status['host']}: stop it there")
-    pid = status.get("pid")
+    pid, told = status.get("pid"), status.get("time")
     try:
-        began = psutil.Process(pid).create_time()
+        began = psutil.Process(pid).create_time() if isinstance(pid, int) else None
     except psutil.NoSuchProcess:
-        began = float("inf")
-    if began > status["time"]:  # a number from an earlier session, given to another program since
+        began = None
+    # Unknown, or a number from an earlier session that was given to another program since.
+    if not isinstance(pid, int) or began is None or told is None or began > told:
         raise RuntimeError(f"{run.path} is only just starting; try again in a moment")
-    assert isinstance(pid, int)
     return pid

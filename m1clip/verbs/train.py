@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,7 @@ if TYPE_CHECKING:  # it brings torch
     from m1clip.train.loop import Result
 
 # What the order of the data, the weights and the optimiser's memory depend on.
-FIXED = ("model", "data", "tokenizer", "batch", "shift", "seed", "optimizer", "ema")
+FIXED = ("model", "data", "tokenizer", "batch", "shift", "seed", "optimizer", "ema", "held_out", "best_by")
 COMPATIBLE = {("--fresh", "--config"), ("--fresh", "--preset")}
 
 
@@ -101,13 +102,17 @@ def main(args: Args) -> int:
         )  # refused at once, if it will be
     if args.background:
         return in_background(args, old.path if old else path)
-    with tables.loading():
-        from m1clip.train import loop  # only now: torch takes seconds to import
-        from m1clip.train.screen import Screen
+    with ExitStack() as held:
+        if old is not None:
+            held.enter_context(old.owned())  # before its checkpoints are looked at
+        with tables.loading():
+            from m1clip.train import loop  # only now: torch takes seconds to import
+            from m1clip.train.screen import Screen
 
-        setup = loop.check(config, args.runs, old)
-    run = old or runs.create(args.runs, args.name, config.preset, args.fresh)
-    with run.owned():
+            setup = loop.check(config, args.runs, old)
+        run = old or runs.create(args.runs, args.name, config.preset, args.fresh)
+        if old is None:
+            held.enter_context(run.owned())
         result = loop.train(config, setup, run, Screen())
     return tell(args, run, result)
 
