@@ -6,6 +6,7 @@ clock or at the very call of a save that SEED names. Prints how the lives ended.
 
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -25,7 +26,7 @@ def main(config_file: str, folder: str, seed: str, kills: str) -> None:
     )
     ends = []
     for life in range(int(kills) + 1):
-        how = rng.choice(["clock", "fsync", "rename"]) if life < int(kills) else "never"
+        how = rng.choice(["clock", "fsync", "rename", "replace", "rmtree"]) if life < int(kills) else "never"
         when = rng.uniform(0, 0.6) if how == "clock" else rng.randrange(1, 30)
         pid = os.fork()
         if pid == 0:
@@ -49,17 +50,21 @@ def arm(how: str, when: float) -> None:
         count_down(runs, "_fsync", int(when), die)
     elif how == "rename":
         count_down(Path, "rename", int(when), die)
+    elif how == "replace":
+        count_down(os, "replace", int(when), die)
+    elif how == "rmtree":
+        count_down(shutil, "rmtree", int(when), die)
 
 
 def count_down(owner: object, name: str, calls: int, die) -> None:
     """Die when the function has been called so many times; every other time just before it does its work."""
     plain, left = getattr(owner, name), [calls]
 
-    def counted(*args):
+    def counted(*args, **kwargs):
         left[0] -= 1
         if left[0] == 0 and calls % 2:
             die()
-        result = plain(*args)
+        result = plain(*args, **kwargs)
         if left[0] == 0:
             die()
         return result

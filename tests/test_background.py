@@ -49,8 +49,9 @@ def test_a_run_in_the_background_from_its_start_to_its_end(capfd, tmp_path, monk
     assert "train --resume --name runs/nano-1 goes on" in out
     assert said(capfd, "stop", "nano-1")[0] == 2
 
+    before = run.state()["step"]
     assert said(capfd, "train", "--resume", "--background")[0] == 0
-    wait_for(lambda: run.state()["step"] > 0 and run.alive)
+    wait_for(lambda: run.state()["step"] > before)
     code, out, _ = said(capfd, "stop")
     assert code == 0
     assert "runs/nano-1 is stopped at step" in out
@@ -80,6 +81,18 @@ def test_what_is_refused_in_the_background_is_told_in_the_foreground(capfd, tmp_
     assert code == 2
     assert "no data source 'cifar'" in err
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_fresh_run_in_the_background_has_its_own_log(capfd, tmp_path, monkeypatch, tiny_run):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.json").write_text(to_json(replace(tiny_run, epochs=1)))
+    for fresh in ([], ["--fresh"]):
+        words = ["train", "--config", "c.json", "--name", "r", "--background", *fresh]
+        assert said(capfd, *words)[0] == 0
+        run = runs.Run(tmp_path / "runs" / "r")
+        wait_for(lambda run=run: run.state()["state"] == "finished")
+        assert (run.path / "output.log").read_text().count("held-out retrieval") == 1
+    assert {path.name for path in run.path.parent.iterdir()} == {"r"}
 
 
 def test_no_run_is_a_sentence_and_so_is_more_than_one(capfd, tmp_path, monkeypatch):

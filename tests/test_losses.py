@@ -79,6 +79,12 @@ def test_what_stands_at_a_twin_does_not_matter(kind):
     assert losses.accuracies(logits.detach() + 99 * TWINS, TWINS)[0] == losses.accuracies(logits, TWINS)[0]
 
 
+def test_smoothing_leaves_chance_where_it_was():
+    at_chance = torch.full((12, 12), -math.log(11))  # the best constant: 1 of 12 matches
+    for kind, loss in losses.LOSSES.items():
+        assert loss(at_chance, None, 0.1).item() == pytest.approx(losses.chance(kind, 12), abs=1e-5)
+
+
 @pytest.mark.parametrize("kind", losses.LOSSES)
 def test_smoothing_without_twins_equals_smoothing_with_an_empty_mask(kind):
     logits = torch.randn(4, 4)
