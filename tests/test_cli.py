@@ -149,7 +149,7 @@ def test_train_eval_and_repeat_from_the_command_line(capsys, tmp_path, monkeypat
     assert "keeps its best_by" in err
     code, _, err = said(capsys, "train", "--resume", "--name", "nano-2", "--epochs", "1")
     assert code == 2
-    assert "has done 8 steps; 1 epochs are only 4" in err
+    assert "is at step 8; 1 epochs have only 4" in err
 
 
 def test_no_flags_at_all_mean_the_nano_preset():

@@ -78,10 +78,14 @@ def path_of(run: Run, step: int) -> Path:
     return run.checkpoints / f"step_{step:06d}"
 
 
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
 def all_of(run: Run) -> list[Path]:
     """The run's checkpoints, oldest first."""
     found = [path for path in run.checkpoints.glob("step_*") if path.name[5:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    return sorted(found, key=step_of)
 
 
 def newest_whole(run: Run) -> tuple[Path | None, dict[Path, str]]:

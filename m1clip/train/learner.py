@@ -29,10 +29,12 @@ class Learner:
     def device(self) -> torch.device:
         return self.model.logit_scale.device
 
-    def set_rate(self, lr: float) -> None:
+    def set_rate(self, lr: float) -> float:
+        """Of the top layers; those below have their share of it."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["scale"]
+        return lr
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:

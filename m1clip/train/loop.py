@@ -47,6 +47,8 @@ class Setup:
     pairs: Pairs
     held_out: Pairs
     tokenizer: Tokenizer
+    total: int
+    """Steps of the whole run."""
     start: Path | None
     """The checkpoint to go on from."""
     damaged: dict[Path, str]
@@ -75,11 +77,15 @@ def check(config: TrainConfig, runs: Path, resumed: Run | None) -> Setup:
     pairs, held_out = open_pairs(config.data, config.held_out, config.seed)
     if config.batch > len(pairs):
         raise ValueError(f"batch {config.batch} is larger than the {len(pairs)} training pairs")
+    total = config.epochs * (len(pairs) // config.batch)
     start, damaged = checkpoint.newest_whole(resumed) if resumed else (None, {})
+    if start and checkpoint.step_of(start) > total:
+        done = checkpoint.step_of(start)
+        raise ValueError(f"{start.parent} is at step {done}; {config.epochs} epochs have only {total}")
     words = Tokenizer.load(start / "tokenizer.json") if start else None
     words = words or make_tokenizer(config.tokenizer, captions(pairs), config.model.text.vocab)
+    held = len(checkpoint.all_of(resumed)) if resumed else 0
     with torch.device("meta"):
-        held = len(checkpoint.all_of(resumed)) if resumed else 0
         need = checkpoint.needed_bytes(CLIP(config.model, words), config, held)
     there = next(folder for folder in (runs, *runs.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
@@ -88,7 +94,7 @@ def check(config: TrainConfig, runs: Path, resumed: Run | None) -> Setup:
             f"{there} has {readable(free)} free; checkpoints need {readable(need)} (--keep 1 needs less)"
         )
     require_room(config.model.vision.image_size, pairs, held_out)
-    return Setup(device, why, pairs, held_out, words, start, damaged)
+    return Setup(device, why, pairs, held_out, words, total, start, damaged)
 
 
 def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result:
@@ -97,28 +103,19 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
     torch.manual_seed(config.seed)
     learner = Learner(CLIP(config.model, setup.tokenizer).to(setup.device), config)
     progress = checkpoint.load(setup.start, learner) if setup.start else Progress()
-    total = config.epochs * (len(setup.pairs) // config.batch)
-    if progress.step > total:
-        raise ValueError(
-            f"{run.path} has done {progress.step} steps; {config.epochs} epochs are only {total}"
-        )
-    introduce(run, config, setup, progress, total, screen)
-    batches, held_pixels = prepare(config, setup, total, screen)
+    introduce(run, config, setup, progress, screen)
+    batches, held_pixels = prepare(config, setup, screen)
     meter, keeper = Meter(config, setup.device), Keeper(run, learner, progress, screen.warn)
     watch, scores = Watch(run, screen, learner, progress, batches), None
     meter.recall(row for row in run.records("step") if row["step"] > batches.epoch_start(progress.step))
     divided = divide(learner, progress, batches, watch)
-    screen.start(facts(run, setup, learner, progress, total, divided), meter.chance, 1 / len(setup.held_out))
+    screen.start(facts(run, setup, learner, progress, divided), meter.chance, 1 / len(setup.held_out))
 
-    with (
-        Stop(screen.say) as stop,
-        track.mirrored(run, config, progress.step, screen.warn),
-        screen.training(progress.step, total),
-    ):
-        end = progress.step if keeper.out_of_patience else total
+    tracker = track.mirrored(run, config, progress.step, screen.warn)
+    with Stop(screen.say) as stop, tracker, screen.training(progress.step, setup.total):
+        end = progress.step if keeper.out_of_patience else setup.total
         for batch in meter.timed(batches.stream(progress.step, end)):
-            lr = rate(progress.step, total, config)
-            learner.set_rate(lr)
+            lr = learner.set_rate(rate(progress.step, setup.total, config))
             here = batch.to(setup.device)
             meter.mark("copy")
             stats, *embeddings = memory.careful_step(learner, here, meter.mark, watch.divided)
@@ -128,13 +125,13 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
             looking, saving, stopping = progress.step % config.watch_every == 0, keeper.due(epoch), stop.asked
             if looking or saving or epoch or stopping or progress.step % config.log_every == 0:
                 watch.steps(meter.read())
-            if looking and not watch.last_row.get("skipped"):
+            if looking:
                 watch.inside(here, *embeddings)
             if epoch:
-                scores = None
-                if epoch % config.eval_every == 0 or progress.step == total:
-                    with meter.paused():
-                        scores = evaluate(learner, setup.held_out, held_pixels, watch, epoch)
+                with meter.paused():
+                    due = epoch % config.eval_every == 0 or epoch == config.epochs
+                    scores = evaluate(learner, setup.held_out, held_pixels, watch) if due else None
+                if scores:
                     keeper.judge(scores)
                 watch.epoch(epoch, meter.epoch(), scores)
             if saving or keeper.has_new_best:
@@ -142,7 +139,7 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
                     keeper.save()
             if stopping or keeper.out_of_patience:
                 break
-        finished = progress.step == total or keeper.out_of_patience
+        finished = progress.step == setup.total or keeper.out_of_patience
         keeper.finish(finished)
 
     if finished and (scores is None or keeper.restored):
@@ -151,9 +148,7 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
     return Result(finished, progress.step, progress.seconds, scores, progress.best_step)
 
 
-def introduce(
-    run: Run, config: TrainConfig, setup: Setup, progress: Progress, total: int, screen: Screen
-) -> None:
+def introduce(run: Run, config: TrainConfig, setup: Setup, progress: Progress, screen: Screen) -> None:
     """What the run is, where it runs and why there. Written once the checkpoint, if any, is known to fit."""
     machine = {
         **sensors.machine(),
@@ -172,10 +167,10 @@ def introduce(
         screen.warn(f"{path} is damaged ({what}); going on from {setup.start} instead")
     run.log("event", progress.step, event="resume" if progress.step else "start")
     best = {"best_by": config.best_by, "best_score": progress.best_score}
-    run.status("running", progress.step, total=total, **best)
+    run.status("running", progress.step, total=setup.total, **best)
 
 
-def prepare(config: TrainConfig, setup: Setup, total: int, screen: Screen) -> tuple[Batches, Pixels]:
+def prepare(config: TrainConfig, setup: Setup, screen: Screen) -> tuple[Batches, Pixels]:
     """The stream of batches, and the held-out pictures; what has to be drawn or decoded is, with a bar."""
     vision, pairs = config.model.vision, setup.pairs
     with screen.drawing(len(pairs) + len(setup.held_out)) as drawn:
@@ -191,7 +186,7 @@ def prepare(config: TrainConfig, setup: Setup, total: int, screen: Screen) -> tu
         shift=config.shift,
         mask_twins=config.mask_twins,
         sides=growing(config.start_size, vision.image_size, vision.patch),
-        total=total,
+        total=setup.total,
     )
     return batches, held_pixels
 
@@ -214,9 +209,7 @@ def captions(pairs: Pairs) -> Iterator[str]:
     return (caption for row in range(len(pairs)) for caption in pairs.captions(row))
 
 
-def evaluate(
-    learner: Learner, pairs: Pairs, pictures: Pixels, watch: Watch | None = None, epoch: int = 0
-) -> Retrieval:
+def evaluate(learner: Learner, pairs: Pairs, pictures: Pixels, watch: Watch | None = None) -> Retrieval:
     """Held-out retrieval of the weights that would be kept."""
     with learner.averaged() as model:
         image_NE, text_ME, owner_M = embed_pairs(
@@ -225,20 +218,18 @@ def evaluate(
     scores = retrieval(image_NE, text_ME, owner_M)
     if watch:
         first_N = torch.searchsorted(owner_M, torch.arange(len(image_NE)))  # each picture's first caption
-        watch.scores(epoch, scores, health(image_NE, text_ME[first_N]))
+        watch.scores(scores, health(image_NE, text_ME[first_N]))
     return scores
 
 
-def facts(
-    run: Run, setup: Setup, learner: Learner, progress: Progress, total: int, divided: str
-) -> dict[str, str]:
+def facts(run: Run, setup: Setup, learner: Learner, progress: Progress, divided: str) -> dict[str, str]:
     """What a person wants to know before it starts."""
     millions = sum(weight.numel() for weight in learner.weights.values()) / 1e6
     vision, config = learner.model.config.vision, learner.config
     at = f"step {progress.step:,} of " if progress.step else ""
     chunks = "" if learner.chunk >= config.batch else f", {learner.chunk:,} at once"
     return {
-        "run": f"{run.path}, {at}{total:,} steps",
+        "run": f"{run.path}, {at}{setup.total:,} steps",
         "device": f"{setup.device}: {setup.why}; {torch.get_num_threads()} CPU threads",
         "model": f"{millions:.2f} M parameters, pictures of {vision.image_size} px",
         "data": f"{len(setup.pairs):,} pairs to learn from, {len(setup.held_out):,} held out",

@@ -96,6 +96,8 @@ class Watch:
 
     def inside(self, batch: Batch, image_BE: Tensor, text_BE: Tensor) -> None:
         """Norms by block, the embeddings' health, memory by part, the machine; then what seems wrong."""
+        if self.last_row.get("skipped"):
+            return  # nothing finite to look at
         # Gradients are shown as they were before clipping.
         cut = max(1.0, (self.last_row["grad_norm"] or 0.0) / self.config.clip_norm)
         grads, weights = norms(self.learner)
@@ -119,7 +121,8 @@ class Watch:
                 self.run.log("event", self.progress.step, event="diagnosis", about=name, text=sentence)
                 self.screen.warn(f"{name}: {sentence}")
 
-    def scores(self, epoch: int, scores: Retrieval, embeddings: dict[str, float]) -> None:
+    def scores(self, scores: Retrieval, embeddings: dict[str, float]) -> None:
+        epoch = self.batches.ended_epoch(self.progress.step)
         record = {"epoch": epoch, **scores.record(), **embeddings}
         self.run.log("eval", self.progress.step, **record)
         self.seen.evals.append(record)
