@@ -140,8 +140,8 @@ class TrainConfig:
     """Memory of a running mean of the weights, such as 0.999: the mean is scored and kept; 0 is off."""
     label_smoothing: float = 0.0
     """Part of the target that is spread over the whole batch."""
-    mask_twins: bool = True
-    """Leave pairs with the same caption or the same picture out of each other's negatives."""
+    count_twins: bool = False
+    """Take pairs with the same caption or the same picture for each other's negatives, which they are not."""
     dropout: float = 0.0
     """Part of each block's output set to zero in training."""
     drop_tokens: float = 0.0

@@ -184,7 +184,7 @@ def prepare(config: TrainConfig, setup: Setup, screen: Screen) -> tuple[Batches,
         config.batch,
         config.seed,
         shift=config.shift,
-        mask_twins=config.mask_twins,
+        mask_twins=not config.count_twins,
         sides=growing(config.start_size, vision.image_size, vision.patch),
         total=setup.total,
     )

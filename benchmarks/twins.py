@@ -1,0 +1,67 @@
+"""Are false negatives worth masking? Scenes told by colour and subject alone, so batches are full of twins.
+
+    python benchmarks/twins.py --out /tmp/twins --seeds 0 1
+
+Trains `nano` on the same pictures with and without the mask, and scores how many held-out pictures find their
+words among all that occur.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from m1clip import run as runs
+from m1clip.config import preset
+from m1clip.data.cache import pixels
+from m1clip.data.synthetic import Synthetic
+from m1clip.evals.embed import embed_captions, embed_pictures
+from m1clip.model.clip import load
+from m1clip.train import loop
+from m1clip.train.screen import Screen
+
+
+@dataclass(frozen=True)
+class Labelled(Synthetic):
+    """The same pictures, of which only two words are told."""
+
+    def captions(self, index: int) -> list[str]:
+        look = self.look(index)
+        return [f"a {look.colour} {look.subject}"]
+
+    def edits(self, index: int) -> Iterator[tuple[str, str]]:
+        return iter(())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--epochs", type=int, default=2)
+    args = parser.parse_args()
+    print("| mask_twins | seed | right words | chance |\n|---|---|---|---|")
+    for seed in args.seeds:
+        for mask in (True, False):
+            right, kinds = measure(args.out, seed, args.epochs, mask)
+            print(f"| {mask} | {seed} | {right:.1%} | {1 / kinds:.1%} |", flush=True)
+
+
+def measure(out: Path, seed: int, epochs: int, mask: bool) -> tuple[float, int]:
+    config = replace(preset("nano"), seed=seed, epochs=epochs, count_twins=not mask)
+    pairs, held_out = Labelled(12000, seed), Labelled(1000, seed, "held-out")
+    setup = replace(loop.check(config, out, None), pairs=pairs, held_out=held_out)
+    run = runs.create(out, f"{mask}-{seed}", "nano", fresh=False)
+    with run.owned():
+        loop.train(config, setup, run, Screen())
+    model = load(run.path)
+    words = sorted({caption for row in range(len(held_out)) for caption in held_out.captions(row)})
+    image_NE = embed_pictures(model, pixels(held_out, model.config.vision.image_size))
+    chosen = (image_NE @ embed_captions(model, words).T).argmax(1).tolist()
+    right = sum(words[word] in held_out.captions(row) for row, word in enumerate(chosen))
+    return right / len(chosen), len(words)
+
+
+if __name__ == "__main__":
+    main()
