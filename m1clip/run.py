@@ -194,8 +194,11 @@ def open_run(runs: Path, name: str | None) -> Run:
 
 
 def is_run(path: Path) -> bool:
-    """Also one that was killed while it wrote its first files; a saved model has neither of these."""
-    return any((path / name).is_file() for name in ("status.json", "metrics.jsonl"))
+    """Whether a training configuration is there, the first file that a run writes; a model's is another."""
+    try:
+        return "epochs" in json.loads((path / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def is_empty(folder: Path) -> bool:

@@ -125,8 +125,9 @@ def test_train_eval_and_repeat_from_the_command_line(capsys, tmp_path, monkeypat
     scores = json.loads(out)
     assert scores["pictures"] == 8
     assert {edit["changed"] for edit in scores["edits"]} >= {"colour", "sky"}
-    _, out, _ = said(capsys, "eval", "runs/nano-1/model", "--device", "cpu", "--held-out", "8", "--json")
-    assert json.loads(out)["edits"] == scores["edits"]
+    for folder in ("model", "best", "checkpoints/step_000004"):
+        _, out, _ = said(capsys, "eval", f"runs/nano-1/{folder}", "--device", "cpu", "--json")
+        assert json.loads(out)["edits"] == scores["edits"]  # of the run's own held-out pairs
 
     code, out, _ = said(capsys, "train", "--config", "runs/nano-1/config.json", "--json")
     again = json.loads(out)

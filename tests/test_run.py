@@ -9,7 +9,7 @@ from m1clip.run import Run
 
 def made(path) -> Run:
     run = runs.create(path.parent, path.name, "nano", fresh=False)
-    run.write("config.json", {})
+    run.write("config.json", {"epochs": 1})
     run.status("running", 0)
     return run
 

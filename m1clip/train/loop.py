@@ -158,9 +158,9 @@ def introduce(run: Run, config: TrainConfig, setup: Setup, progress: Progress, s
         "cpu_threads": torch.get_num_threads(),
         "m1clip": __version__,
     }
-    run.rewind(progress.step)  # first, so that even a folder killed here is known as a run
-    write_whole(run.path / "config.json", to_json(config))
+    write_whole(run.path / "config.json", to_json(config))  # first: from here on the run can be resumed
     run.write("machine.json", machine)
+    run.rewind(progress.step)
     for path, what in setup.damaged.items():
         checkpoint.set_aside(path)
         run.log("event", progress.step, event="damaged checkpoint", checkpoint=path.name, reason=what)

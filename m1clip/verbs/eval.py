@@ -24,7 +24,7 @@ class Args:
     model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN|MODEL]")] = None
     """A run (name or path) or a model folder; by default the newest run."""
     data: Annotated[str | None, tyro.conf.arg(metavar="SPEC")] = None
-    """Whose held-out pairs: by default those of the run; for a model folder, synthetic."""
+    """Whose held-out pairs: by default those of the run; for a model from elsewhere, synthetic."""
     held_out: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """How many pairs; by default the run's number, or 240."""
     seed: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
@@ -81,7 +81,9 @@ def main(args: Args) -> int:
 def find(args: Args) -> tuple[Path, TrainConfig]:
     """The model's folder, and the configuration it was trained with where it is a run's."""
     if args.model and (Path(args.model) / "model.safetensors").is_file():
-        return Path(args.model), TrainConfig()
+        above = Path(args.model).resolve().parents[:2]  # a run's own model, or one of its checkpoints
+        run = next((runs.Run(folder) for folder in above if runs.is_run(folder)), None)
+        return Path(args.model), from_json(TrainConfig, run.path / "config.json") if run else TrainConfig()
     run = runs.open_run(args.runs, args.model)
     folder = run.model if run.model.is_dir() else run.path / "last"
     if not folder.exists():
