@@ -250,8 +250,11 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         if value is None and type(None) in get_args(kind):
             return None
         words = [word for one in get_args(kind) if get_origin(one) is Literal for word in get_args(one)]
-        plain = [one for one in get_args(kind) if get_origin(one) is not Literal]
-        return value if value in words else _value(plain[0], value, where)
+        plain = next(one for one in get_args(kind) if get_origin(one) is not Literal)
+        if words and type(value) is not plain:
+            require(value in words, f"{where} must be {', '.join(words)} or {plain.__name__}, not {value!r}")
+            return value
+        return _value(plain, value, where)
     if get_origin(kind) is tuple:
         want = get_args(kind)
         require(isinstance(value, list) and len(value) == len(want), f"{where} must be {len(want)} numbers")

@@ -7,6 +7,14 @@ from m1clip import config as c
 
 
 @pytest.mark.parametrize("name", c.PRESETS)
+def test_a_word_or_a_number_is_read_and_anything_else_named():
+    assert build(TrainConfig, {"chunk": "auto"}).chunk == "auto"
+    assert build(TrainConfig, {"chunk": 8}).chunk == 8
+    for wrong in ("all", 2.5, None):
+        with pytest.raises(ValueError, match="chunk must be auto or int, not"):
+            build(TrainConfig, {"chunk": wrong})
+
+
 def test_a_preset_survives_json(name, tmp_path):
     (tmp_path / "config.json").write_text(c.to_json(c.PRESETS[name]))
     assert c.from_json(c.TrainConfig, tmp_path / "config.json") == c.PRESETS[name]
