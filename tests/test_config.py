@@ -7,14 +7,6 @@ from m1clip import config as c
 
 
 @pytest.mark.parametrize("name", c.PRESETS)
-def test_a_word_or_a_number_is_read_and_anything_else_named():
-    assert build(TrainConfig, {"chunk": "auto"}).chunk == "auto"
-    assert build(TrainConfig, {"chunk": 8}).chunk == 8
-    for wrong in ("all", 2.5, None):
-        with pytest.raises(ValueError, match="chunk must be auto or int, not"):
-            build(TrainConfig, {"chunk": wrong})
-
-
 def test_a_preset_survives_json(name, tmp_path):
     (tmp_path / "config.json").write_text(c.to_json(c.PRESETS[name]))
     assert c.from_json(c.TrainConfig, tmp_path / "config.json") == c.PRESETS[name]
@@ -73,3 +65,11 @@ def test_a_wrong_key_or_type_in_json_is_named(tmp_path):
     (tmp_path / "config.json").write_text("[1, 2")
     with pytest.raises(ValueError, match=r"config\.json"):
         c.from_json(c.TrainConfig, tmp_path / "config.json")
+
+
+def test_a_word_or_a_number_is_read_and_anything_else_named():
+    assert c.build(c.TrainConfig, {"chunk": "auto"}).chunk == "auto"
+    assert c.build(c.TrainConfig, {"chunk": 8}).chunk == 8
+    for wrong in ("all", 2.5, None):
+        with pytest.raises(ValueError, match="chunk must be auto or int, not"):
+            c.build(c.TrainConfig, {"chunk": wrong})
