@@ -1,4 +1,4 @@
-"""Are false negatives worth masking? Scenes told by colour and subject alone, so batches are full of twins.
+"""Are false negatives worth masking? Scenes told by one word or two, so that batches are full of twins.
 
     python benchmarks/twins.py --out /tmp/twins --seeds 0 1
 
@@ -23,11 +23,13 @@ from m1clip.train.screen import Screen
 
 @dataclass(frozen=True)
 class Labelled(Synthetic):
-    """The same pictures, of which only two words are told."""
+    """The same pictures, of which only the subject, or its colour too, is told."""
+
+    words: int = 1
 
     def captions(self, index: int) -> list[str]:
         look = self.look(index)
-        return [f"a {look.colour} {look.subject}"]
+        return [f"a {look.colour} {look.subject}" if self.words == 2 else f"a {look.subject}"]
 
     def edits(self, index: int) -> Iterator[tuple[str, str]]:
         return iter(())
@@ -40,19 +42,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--words", type=int, choices=[1, 2], default=1, help="told of each picture")
     args = parser.parse_args()
     print("| mask_twins | seed | right words | chance |\n|---|---|---|---|")
     for seed in args.seeds:
         for mask in (True, False):
-            right, kinds = measure(args.out, seed, args.epochs, mask)
+            right, kinds = measure(args, seed, mask)
             print(f"| {mask} | {seed} | {right:.1%} | {1 / kinds:.1%} |", flush=True)
 
 
-def measure(out: Path, seed: int, epochs: int, mask: bool) -> tuple[float, int]:
-    config = replace(preset("nano"), seed=seed, epochs=epochs, count_twins=not mask)
-    pairs, held_out = Labelled(12000, seed), Labelled(1000, seed, "held-out")
-    setup = replace(loop.check(config, out, None), pairs=pairs, held_out=held_out)
-    run = runs.create(out, f"{mask}-{seed}", "nano", fresh=False)
+def measure(args: argparse.Namespace, seed: int, mask: bool) -> tuple[float, int]:
+    config = replace(preset("nano"), seed=seed, epochs=args.epochs, count_twins=not mask)
+    pairs = Labelled(12000, seed, words=args.words)
+    held_out = Labelled(1000, seed, "held-out", words=args.words)
+    setup = replace(loop.check(config, args.out, None), pairs=pairs, held_out=held_out)
+    run = runs.create(args.out, f"{args.words}-{mask}-{seed}", "nano", fresh=False)
     with run.owned():
         loop.train(config, setup, run, Screen())
     model = load(run.path)
