@@ -86,7 +86,7 @@ def explain(error: Exception) -> int:
     elif (
         isinstance(error, ValueError | OSError | ArithmeticError | MemoryError) or type(error) is RuntimeError
     ):
-        sentence = str(error)
+        sentence = str(error) or "not enough memory"  # the only one that comes without words
     else:
         sentence = f"unexpected {type(error).__name__}: {error} (--debug shows where)"
     print(f"m1clip: {sentence}", file=sys.stderr)

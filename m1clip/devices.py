@@ -67,7 +67,10 @@ def can_skip(device: torch.device) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    words = ("out of memory", "can't allocate memory", "bad_alloc", "not enough memory", "ALLOC_FAILED")
+    words = (
+        *("out of memory", "can't allocate memory", "bad_alloc", "not enough memory", "ALLOC_FAILED"),
+        *("could not create a primitive", "could not create a memory"),  # oneDNN's
+    )
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return known or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
 

@@ -27,6 +27,7 @@ class Run:
         self.standing: dict[str, Any] = {}  # what that status said beside: total, best score
         self.mirror: Callable[[dict[str, Any]], None] | None = None  # hears every record, for trackers
         self._unwritten = b""
+        self.trouble: str | None = None  # what keeps it from saving, for whoever looks at its status
 
     @property
     def name(self) -> str:
@@ -43,9 +44,14 @@ class Run:
 
     def _append(self) -> None:
         handle = os.open(self.path / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        whole, done = os.fstat(handle).st_size, 0
         try:
-            while self._unwritten:  # a disk may take half a line: the other half must follow it
-                self._unwritten = self._unwritten[os.write(handle, self._unwritten) :]
+            while done < len(self._unwritten):
+                done += os.write(handle, self._unwritten[done:])
+            self._unwritten = b""
+        except OSError:
+            os.ftruncate(handle, whole)  # the disk took half a line: none is better
+            raise
         finally:
             os.close(handle)
 
@@ -81,6 +87,7 @@ class Run:
         """The heartbeat: running, finished, stopped or failed. On a full disk the old one stays."""
         self.step, self.standing = step, values
         who = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
+        who |= {"trouble": self.trouble} if self.trouble else {}
         with suppress(OSError):
             text = json.dumps({"state": state, "step": step, **who, **values}, indent=2) + "\n"
             write_whole(self.path / "status.json", text, durable=state != "running")

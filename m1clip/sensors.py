@@ -62,13 +62,16 @@ def peak_gb() -> float:
 
 
 def available_gb() -> float:
-    """What can still be had without swapping: the machine's, or less where a container has a limit."""
+    """What can still be had without swapping: the machine's, or less where a container or ulimit says so."""
     free = psutil.virtual_memory().available
     try:
         limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
         free = min(free, int(limit) - int(used)) if limit != "max" else free
     except (OSError, ValueError):
         pass
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if most != resource.RLIM_INFINITY:
+        free = min(free, most - psutil.Process().memory_info().vms)
     return max(0, free) / 1e9
 
 
@@ -138,8 +141,8 @@ class Energy:
 def _counters() -> Iterable[Callable[[], float]]:
     """Functions that return millijoules, each tried once; what cannot be read is left out."""
     try:
-        from zeus.device import get_cpus, get_gpus, get_soc  # type: ignore[import-untyped]
-        from zeus.device.exception import ZeusBaseError  # type: ignore[import-untyped]
+        from zeus.device import get_cpus, get_gpus, get_soc
+        from zeus.device.exception import ZeusBaseError
     except ImportError:
         return
     for find in (get_soc, get_cpus, get_gpus):

@@ -13,6 +13,8 @@ import threading
 import time
 from pathlib import Path
 
+import torch._dynamo  # noqa: F401  the optimisers import it at their first step, which takes each life seconds
+
 from m1clip import run as runs
 from m1clip.config import TrainConfig, from_json
 from trained import trained
@@ -27,7 +29,7 @@ def main(config_file: str, folder: str, seed: str, kills: str) -> None:
     ends = []
     for life in range(int(kills) + 1):
         how = rng.choice(["clock", "fsync", "rename", "replace", "rmtree"]) if life < int(kills) else "never"
-        when = rng.uniform(0, 0.6) if how == "clock" else rng.randrange(1, 30)
+        when = rng.uniform(0, 0.6) if how == "clock" else rng.randrange(1, 30 if how == "fsync" else 6)
         pid = os.fork()
         if pid == 0:
             arm(how, when)

@@ -46,7 +46,7 @@ def often(tiny_run) -> TrainConfig:
     """Saves all the time, and uses everything whose state could be lost."""
     return replace(
         tiny_run,
-        epochs=20,
+        epochs=12,
         save_steps=2,
         threads=1,
         shift=0.1,
@@ -74,7 +74,7 @@ def test_killed_again_and_again_it_ends_with_the_bits_of_an_unbroken_run(often, 
 
 def test_the_command_itself_killed_and_resumed(often, tmp_path):
     """As a user would: the program, kill -9 at some moment, --resume."""
-    (tmp_path / "c.json").write_text(to_json(replace(often, epochs=40)))
+    (tmp_path / "c.json").write_text(to_json(often))
     rng, path = random.Random(0), tmp_path / "runs" / "r"
     command = [sys.executable, "-m", "m1clip", "train", "--name", "r"]
     for extra in (["--config", "c.json"], ["--resume"]):
@@ -88,7 +88,7 @@ def test_the_command_itself_killed_and_resumed(often, tmp_path):
         process.wait()
         assert runs.Run(path).state()["state"] == "dead"
     subprocess.run([*command, "--resume"], cwd=tmp_path, check=True, capture_output=True, timeout=120)
-    trained(replace(often, epochs=40), tmp_path / "whole")
+    trained(often, tmp_path / "whole")
     assert same_end(path, tmp_path / "whole")
 
 
@@ -183,7 +183,10 @@ def test_a_best_that_the_disk_refused_is_none_once_training_has_moved_on(tiny_ru
     judged.evaluate(4, 0.2)
     judged.evaluate(8, 0.9, full=True)
     assert not judged.keeper.out_of_patience
+    assert judged.run.read("status.json")["trouble"] == "cannot save: No space left on device"
+    judged.keeper.retry_at = 0.0
     judged.evaluate(12, 0.1)
+    assert judged.run.trouble is None
     assert judged.best == (0.2, 4, 1)
     assert (judged.run.path / "best").resolve().name == "step_000004"
 
@@ -223,6 +226,8 @@ def test_patience_ends_a_run_and_keeps_the_best(tiny_run, tmp_path):
     assert all(torch.equal(model[key], best[key]) for key in model)
     assert result.scores.mean_r1 == progress.best_score
     assert trained(config, tmp_path / "r").step == result.step  # nothing more to do
+    events = [row for row in runs.Run(tmp_path / "r").records("event") if row["event"] == "out of patience"]
+    assert events[0]["best_step"] == progress.best_step
 
 
 @pytest.fixture

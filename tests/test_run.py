@@ -120,6 +120,7 @@ def test_what_a_full_disk_refuses_of_the_log_follows_when_there_is_room(tmp_path
     run.status("running", 2)
     run.log("step", 3)
     assert [record["step"] for record in run.records()] == [1]
+    assert (run.path / "metrics.jsonl").read_bytes().endswith(b"\n")  # never half a line
     room[0] = 10**9
     run.log("step", 4)
     assert [record["step"] for record in run.records()] == [1, 2, 3, 4]

@@ -107,8 +107,15 @@ def newest_whole(run: Run) -> tuple[Path | None, dict[Path, str]]:
 
 def position(path: Path) -> Progress:
     """What state.json says, once the files beside it are known to be those it was written with."""
-    state = json.loads((path / "state.json").read_text())
-    if state.pop("sum") != sum_of(state):
+    missing = [name for name in sorted({"state.json", *FILES}) if not (path / name).is_file()]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} missing")
+    try:
+        state = json.loads((path / "state.json").read_text())
+        intact = state.pop("sum") == sum_of(state)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        intact = False
+    if not intact:
         raise ValueError("state.json is not as it was written")
     for name in FILES:
         if checksum(path / name) != state["files"][name]:

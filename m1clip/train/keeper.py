@@ -1,5 +1,6 @@
 """What is kept of a run and when: the rhythm of checkpoints, the best of them, patience with the disk."""
 
+import errno
 import time
 from collections.abc import Callable
 
@@ -57,7 +58,8 @@ class Keeper:
 
     @property
     def has_new_best(self) -> bool:
-        return self.dethroned is not None and self.progress.best_step == self.progress.step
+        waiting = self.retry_at is not None and time.monotonic() < self.retry_at
+        return self.dethroned is not None and self.progress.best_step == self.progress.step and not waiting
 
     def _settle(self) -> None:
         """A best that training has left behind before the disk took it never was one."""
@@ -122,14 +124,16 @@ class Keeper:
             if self.retry_at is not None:
                 self.run.log("event", self.progress.step, event="saved again")
                 self.warn(f"saved again at step {self.progress.step:,}")
-            self.retry_at, self.saved_at = None, time.monotonic()
+            self.retry_at, self.saved_at, self.run.trouble = None, time.monotonic(), None
             return None
 
     def _refused(self, error: OSError) -> None:
         why = error.strerror or str(error)
-        self.retry_at = time.monotonic() + RETRY_S
+        self.retry_at, self.run.trouble = time.monotonic() + RETRY_S, f"cannot save: {why}"
         self.run.log("event", self.progress.step, event="save failed", reason=why)
+        self.run.status("running", self.progress.step, **self.run.standing)
+        room = " Please make room." if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         self.warn(
             f"CANNOT SAVE step {self.progress.step:,} in {self.run.path}: {why}. Nothing older was deleted "
-            f"({checkpoint.last_good(self.run)}); trying again every {RETRY_S:.0f} s: please make room."
+            f"({checkpoint.last_good(self.run)}); it will be tried again in {RETRY_S:.0f} s.{room}"
         )

@@ -141,6 +141,8 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
                 break
         finished = progress.step == setup.total or keeper.out_of_patience
         keeper.finish(finished)
+    if keeper.out_of_patience:
+        watch.gave_up()
 
     if finished and (scores is None or keeper.restored):
         scores = evaluate(learner, setup.held_out, held_pixels)

@@ -141,6 +141,13 @@ class Watch:
         self.screen.epoch(epoch, self.config.epochs, means, scores)
         self._diagnose()
 
+    def gave_up(self) -> None:
+        """Why the run ends before its time, and what it leaves."""
+        now = self.progress
+        told = f"no better {self.config.best_by} in {now.stale} evaluations"
+        self.run.log("event", now.step, event="out of patience", best_step=now.best_step)
+        self.screen.say(f"{told}: ended at step {now.step:,}; the model is that of step {now.best_step:,}")
+
     def _power(self) -> float | None:
         """Watts since the last look."""
         (then, before), (now, drawn) = self.power_from, (time.monotonic(), self.energy.joules())

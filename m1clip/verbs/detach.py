@@ -1,5 +1,6 @@
 """Training in the background: the same command again, in a process that outlives the terminal."""
 
+import shlex
 import subprocess
 import sys
 import time
@@ -41,11 +42,13 @@ def detach(words: list[str], run: folders.Run) -> int:
         sys.stderr.write(log.read_text(errors="replace")[begin:])
         if log.parent != run.path:
             log.unlink()
+        if run.path.is_dir() and folders.is_empty(run.path):
+            run.path.rmdir()
         return child.returncode
     state = "is being trained in the background" if child.poll() is None else "is trained already"
     print(f"{run.path} {state}, process {child.pid}")
     for what, line in {
-        "watch": f"tail -f {log}",
+        "watch": f"tail -f {shlex.quote(str(log))}",
         "list": tables.command(
             "runs", *([] if run.path.parent == Path("runs") else ["--runs", run.path.parent])
         ),

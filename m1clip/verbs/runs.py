@@ -54,6 +54,8 @@ def main(args: Args) -> int:
         )
     tables.show(f"{args.runs}/", made)
     for row in found:
+        if row["trouble"]:
+            print(f"{row['run']}: {row['trouble']}")
         if row["state"] in ("dead", "failed"):
             again = tables.command("train", "--resume", "--name", args.runs / row["run"])
             print(f"{row['run']}: {row['reason']}; {again} goes on")
@@ -75,6 +77,7 @@ def describe(run: folders.Run) -> dict[str, Any]:
         "run": run.name,
         "state": state["state"],
         "reason": why,
+        "trouble": state.get("trouble") if running else None,
         "pid": state.get("pid") if running else None,
         "step": state.get("step", 0),
         "total": state.get("total"),

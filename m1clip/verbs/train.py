@@ -122,6 +122,8 @@ def in_background(args: Args, path: Path) -> int:
     from m1clip.verbs.detach import detach
 
     words = [word for word in args.words if word != "--background"]
+    if args.name is None and not args.resume:  # the number is ours from here on, whoever else starts now
+        path = runs.create(args.runs, None, args.training.preset, fresh=False).path
     return detach(words if args.name else [*words, "--name", path.name], runs.Run(path))
 
 
