@@ -178,6 +178,14 @@ class Judged:
         return self.progress.best_score, self.progress.best_step, self.progress.stale
 
 
+def test_of_equal_scores_the_later_is_the_best_but_patience_runs_on(tiny_run, tmp_path, monkeypatch):
+    judged = Judged(replace(tiny_run, patience=2), tmp_path, monkeypatch)
+    for step, expected in ((4, (0.5, 4, 0)), (8, (0.5, 8, 1)), (12, (0.5, 12, 2))):
+        judged.evaluate(step, 0.5)
+        assert judged.best == expected
+    assert judged.keeper.out_of_patience
+
+
 def test_a_best_that_the_disk_refused_is_none_once_training_has_moved_on(tiny_run, tmp_path, monkeypatch):
     judged = Judged(replace(tiny_run, patience=1), tmp_path, monkeypatch)
     judged.evaluate(4, 0.2)

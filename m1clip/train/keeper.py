@@ -50,11 +50,11 @@ class Keeper:
         """Is this the best so far? If so it is saved next, and is the best once it is on the disk."""
         self._settle()
         score, now = float(scores.record()[self.config.best_by]), self.progress
-        if now.best_score is None or score > now.best_score:
-            self.dethroned = (now.best_score, now.best_step, now.stale)
-            now.best_score, now.best_step, now.stale = score, now.step, 0
-        else:
-            now.stale += 1
+        before = (now.best_score, now.best_step, now.stale)
+        now.stale = 0 if now.best_score is None or score > now.best_score else now.stale + 1
+        if now.best_score is None or score >= now.best_score:  # of equals the later, though it is no progress
+            self.dethroned = before
+            now.best_score, now.best_step = score, now.step
 
     @property
     def has_new_best(self) -> bool:
