@@ -51,8 +51,8 @@ class Screen:
         self.console.print(text, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Something a person should know before the run is over."""
-        self.console.print(f"[bold yellow]{escape(text)}[/]", soft_wrap=True)
+        """Something a person should know before the run is over; in a file, one line."""
+        self.console.print(f"[bold yellow]{escape(text)}[/]", soft_wrap=not self.console.is_terminal)
 
     @contextmanager
     def drawing(self, total: int) -> Iterator[Callable[[int], None]]:
