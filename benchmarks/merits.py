@@ -26,7 +26,7 @@ OPTIONS = {
     "drop a quarter of the tokens": "--drop-tokens 0.25",
     "pictures from 32 px up": "--start-size 32",
     "the same, a third more epochs": "--start-size 32 --epochs 4",
-    "shift 0.1": "--shift 0.1",
+    "crop 0.6": "--crop 0.6",
     "sigmoid loss": "--model.loss sigmoid",
 }
 

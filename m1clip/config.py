@@ -108,14 +108,48 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class DataConfig:
+    """Which pairs, and how they are read: the flags that every verb about data has."""
+
+    data: str = "synthetic:12000"
+    """A folder, a .csv, .tsv, .jsonl or .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
+    hf:NAME or synthetic:N; a@2+b mixes, and takes each pair of a twice."""
+    held_out: int | Literal["auto"] = "auto"
+    """Pictures never trained on, for the scores; auto takes the split as given, or one in twenty."""
+    image_column: str = "auto"
+    """The column of a table that names the picture, or holds it; auto guesses from names and contents."""
+    caption_column: str = "auto"
+    """The column that holds the caption, or a list of them."""
+    prompt: str = "a photo of a {}"
+    """What a folder's name becomes where folders are labels."""
+    allow: tuple[Literal["urls", "links"], ...] = ()
+    """What is otherwise refused: pictures named by their address on the net, links that leave the folder."""
+    max_bad: float = 0.01
+    """Part of the rows that may be unusable; they are named and passed over. More is refused."""
+    cache_gb: float = 20.0
+    """Most that decoded pictures may take on the disk, of all runs together; 0 decodes while training."""
+    workers: int = 0
+    """Processes that decode pictures; 0 is one for each core."""
+    seed: int = 0
+    """Decides weights, drawn scenes and the order of the data."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.held_out == "auto" or self.held_out >= 1,
+            f"held_out must be auto or at least 1, not {self.held_out}",
+        )
+        require(0 <= self.max_bad <= 1, f"max_bad is a part of the rows, 0 to 1, not {self.max_bad}")
+        require(0 <= self.cache_gb < float("inf"), f"cache_gb must be 0 or more, not {self.cache_gb}")
+        require(0 <= self.workers <= 256, f"workers must be 0 to 256, not {self.workers}")
+        require("{}" in self.prompt, f"prompt needs a {{}} where the folder's name goes: {self.prompt!r}")
+        require(0 <= self.seed < 2**63, f"seed must be in 0…2^63-1, not {self.seed}")
+
+
+@dataclass(frozen=True)
+class TrainConfig(DataConfig):
     model: ModelConfig = ModelConfig()
     preset: str = "nano"
     """Where the defaults of the other flags come from; `m1clip info` lists them."""
-    data: str = "synthetic:12000"
-    """What to train on: synthetic:N draws N scenes."""
-    held_out: int = 240
-    """Pairs never trained on, for the retrieval scores."""
     tokenizer: str = "bpe"
     """bpe (learned from the captions), char (33 letters and marks), or the path of a CLIP vocabulary."""
     epochs: int = 6
@@ -148,14 +182,16 @@ class TrainConfig:
     """Part of the picture's patches left out in training: less work, and harder."""
     start_size: int = 0
     """Pixels a side of the first pictures, growing to full size in equal shares of the run; 0 is off."""
-    shift: float = 0.0
-    """Augmentation: pictures move by up to this part of their side, each time anew."""
+    crop: float = 1.0
+    """Augmentation: the smallest part of a picture's area that a random crop may leave; 1 is off."""
+    flip: bool = False
+    """Augmentation: half of the pictures are mirrored (not where captions say left and right)."""
+    colour: float = 0.0
+    """Augmentation: brightness, contrast and saturation change by up to this part."""
     chunk: int | Literal["auto"] = "auto"
     """Pairs in memory at once, with the whole batch as negatives all the same; auto measures what fits."""
     recompute: bool = False
     """Keep no activations inside the blocks: far less memory, a third more work."""
-    seed: int = 0
-    """Decides weights, data and their order."""
     device: str = "auto"
     """auto, cpu, cuda or mps; the choice is printed with its reason."""
     threads: int = 0
@@ -184,7 +220,8 @@ class TrainConfig:
     """Mirror the metrics to a tracker too (needs m1clip[tensorboard], [wandb] or [trackio])."""
 
     def __post_init__(self) -> None:
-        for key in ("epochs", "log_every", "eval_every", "watch_every", "held_out", "keep"):
+        super().__post_init__()
+        for key in ("epochs", "log_every", "eval_every", "watch_every", "keep"):
             value = getattr(self, key)
             require(value >= 1, f"{key} must be at least 1, not {value}")
         for key in ("lr", "clip_norm", "save_minutes"):
@@ -193,7 +230,7 @@ class TrainConfig:
         for key in ("save_steps", "save_epochs", "patience", "max_skips"):
             value = getattr(self, key)
             require(value >= 0, f"{key} must be 0 or more, not {value}")
-        for key in ("warmup", "shift", "beta2", "ema", "dropout", "drop_tokens", "label_smoothing"):
+        for key in ("warmup", "colour", "beta2", "ema", "dropout", "drop_tokens", "label_smoothing"):
             value = getattr(self, key)
             require(0 <= value < 1, f"{key} must be at least 0 and below 1, not {value}")
         require(
@@ -203,10 +240,10 @@ class TrainConfig:
             self.chunk == "auto" or self.chunk >= 1, f"chunk must be auto or at least 1, not {self.chunk}"
         )
         require(0 < self.layer_decay <= 1, f"layer_decay must be above 0, at most 1, not {self.layer_decay}")
+        require(0.05 <= self.crop <= 1, f"crop must be 0.05 to 1, not {self.crop}")
         _check_start(self.start_size, self.model.vision)
         require(self.weight_decay >= 0, f"weight_decay must be 0 or more, not {self.weight_decay}")
         require(0 <= self.threads <= 1024, f"threads must be 0 to 1024, not {self.threads}")
-        require(0 <= self.seed < 2**63, f"seed must be in 0…2^63-1, not {self.seed}")
 
 
 def _check_start(side: int, vision: VisionConfig) -> None:
@@ -257,6 +294,9 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         return _value(plain, value, where)
     if get_origin(kind) is tuple:
         want = get_args(kind)
+        if want[-1] is ...:  # any number of them
+            require(isinstance(value, list), f"{where} must be a list, not {value!r}")
+            return tuple(_value(want[0], item, where) for item in value)
         require(isinstance(value, list) and len(value) == len(want), f"{where} must be {len(want)} numbers")
         return tuple(_value(one, item, where) for one, item in zip(want, value, strict=True))
     if kind is float and type(value) is int:

@@ -9,8 +9,22 @@ Pixels = NDArray[np.uint8]
 
 def square(picture: Image.Image, size: int) -> Pixels:
     """RGB bytes (size, size, 3): upright, the largest square in the middle, scaled, as in CLIP."""
-    picture = ImageOps.exif_transpose(picture).convert("RGB")
+    picture = rgb(ImageOps.exif_transpose(picture))
     side = min(picture.size)
     left, top = ((whole - side) / 2 for whole in picture.size)
     box = (left, top, left + side, top + side)
     return np.asarray(picture.resize((size, size), Image.Resampling.BICUBIC, box))
+
+
+def rgb(picture: Image.Image) -> Image.Image:
+    """Transparency lies on white, and sixteen bits become eight: Pillow alone would clip them to white."""
+    if picture.mode == "RGB":
+        return picture
+    if picture.mode.startswith(("I", "F")):
+        grey = np.asarray(picture, dtype=np.float64)
+        most = 255.0 if grey.max(initial=0) < 256 else 65535.0
+        return Image.fromarray((grey.clip(0, most) * (255 / most)).astype(np.uint8)).convert("RGB")
+    if picture.has_transparency_data:
+        clear = picture.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", clear.size, "white"), clear).convert("RGB")
+    return picture.convert("RGB")

@@ -1,4 +1,3 @@
-import os
 from dataclasses import replace
 from functools import partial
 
@@ -6,18 +5,25 @@ import numpy as np
 import pytest
 import torch
 
-from m1clip.data import cache
-from m1clip.data.batches import Batches, draws, growing, resized, shifted, twins
-from m1clip.data.pairs import open_pairs
+from m1clip.data import augment
+from m1clip.data.batches import Augment, Batches, draws, growing, twins
+from m1clip.data.sides import Part, Side, Stored
 from m1clip.data.synthetic import Synthetic
+from m1clip.data.workers import decode_rows
 from m1clip.model.tokenizer import Tokenizer
+
+ALL = Augment(crop=0.5, flip=True, colour=0.3)
+
+
+def drawn(number: int, size: int, seed: int = 0, weight: float = 1.0) -> Part:
+    pairs, rows = Synthetic(number, seed), np.arange(number)
+    return Part(pairs, rows, Stored(decode_rows(pairs, size, rows.tolist()).pixels, rows), weight)
 
 
 @pytest.fixture(scope="module")
 def batches() -> Batches:
-    pairs = Synthetic(40)
     letters = Tokenizer.characters()
-    return Batches(pairs, cache.pixels(pairs, 32), partial(letters, length=77), size=8, seed=1, shift=0.1)
+    return Batches(Side([drawn(40, 40)]), partial(letters, length=77), size=8, seed=1, side=32, augment=ALL)
 
 
 def same(a, b):
@@ -48,6 +54,14 @@ def test_epochs_differ_in_order_augmentation_and_wording(batches):
     assert other_pixels > 30
 
 
+def test_what_is_drawn_for_a_row_does_not_depend_on_the_batch_it_is_in(batches):
+    """Batches of another size have other neighbours in them, and the same pictures and words."""
+    wide = replace(batches, size=20)
+    ours, theirs = by_row(batches, 0), by_row(wide, 0)
+    assert all(ours[row][0] == theirs[row][0] for row in range(40))
+    assert all(np.array_equal(ours[row][1], theirs[row][1]) for row in range(40))
+
+
 def test_a_stream_begun_in_the_middle_gives_the_same_batches(batches):
     whole = list(batches.stream(0, 12))
     rest = list(batches.stream(7, 12))
@@ -56,10 +70,9 @@ def test_a_stream_begun_in_the_middle_gives_the_same_batches(batches):
 
 
 def test_pixels_belong_to_their_rows(batches):
-    plain = Batches(batches.pairs, batches.pixels, batches.tokenize, 8, 1)
+    plain = replace(batches, augment=Augment(), side=40)
     batch = plain.at(3)
-    for picture, row in zip(batch.bytes_BSSC, batch.rows, strict=True):
-        assert np.array_equal(picture, batches.pixels[row])
+    assert np.array_equal(batch.bytes_BSSC, batches.pairs.take(batch.rows)[1])
 
 
 def test_draws_depend_on_the_row_not_on_its_neighbours():
@@ -72,73 +85,81 @@ def test_draws_depend_on_the_row_not_on_its_neighbours():
     assert not np.allclose(many, draws(0, 1, np.arange(20000), 0))
 
 
-def test_shifted_moves_and_repeats_the_edge():
-    picture = np.arange(16, dtype=np.uint8).reshape(1, 4, 4, 1)
-    moved = shifted(picture, np.array([[1, 0]]))[0, :, :, 0]
-    assert moved.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+def ramp(side: int, number: int = 1) -> np.ndarray:
+    """Pictures whose red is the column and whose green is the row."""
+    column, row = np.meshgrid(np.arange(side), np.arange(side))
+    picture = np.stack([column, row, np.zeros_like(row)], axis=2).astype(np.uint8)
+    return picture[None].repeat(number, axis=0)
+
+
+def test_a_crop_keeps_at_least_its_part_of_the_picture_and_lies_inside_it():
+    rng = np.random.default_rng(0)
+    made = augment.cropped(ramp(80, 200), rng.random((4, 200)), 0.4, 64).numpy().astype(int)
+    wide, high = (made[..., c].max((1, 2)) - made[..., c].min((1, 2)) + 1 for c in (0, 1))
+    assert (wide * high >= 0.37 * 80**2).all()  # the outermost columns are blends
+    assert len(set(zip(made[:, 0, 0, 0], made[:, 0, 0, 1], strict=True))) > 100  # in many places
+    assert (np.diff(made[:, 0, :, 0], axis=1) >= 0).all()
+    assert abs(np.log(wide / high)).max() < np.log(4 / 3) + 0.05
+
+
+def test_a_crop_of_everything_is_the_picture_scaled():
+    whole = augment.cropped(ramp(80), np.array([[1.0], [0.5], [0.3], [0.9]]), 0.5, 64)
+    assert torch.equal(whole, augment.resized(torch.from_numpy(ramp(80)), 64))
+
+
+def test_half_of_the_pictures_are_mirrored():
+    made = augment.flipped(torch.from_numpy(ramp(8, 2)), np.array([0.2, 0.8]))
+    assert made[0, 0, :, 0].tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert made[1, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_colour_is_as_torchvision_changes_it():
+    from torchvision.transforms import v2
+
+    bytes_BSSC = torch.randint(0, 256, (1, 16, 16, 3), generator=torch.Generator().manual_seed(0)).byte()
+    picture = bytes_BSSC.permute(0, 3, 1, 2).float() / 255
+    for which, change in enumerate((v2.functional.adjust_brightness, None, v2.functional.adjust_saturation)):
+        if change is None:  # theirs takes the mean of rounded greys: not to the last bit
+            continue
+        draw = np.full((3, 1), 0.5)
+        draw[which] = 0.0  # the least: 1 - strength
+        theirs = (change(picture, 0.7) * 255).permute(0, 2, 3, 1)
+        assert (augment.coloured(bytes_BSSC, draw, 0.3).float() - theirs).abs().max() < 1.5
+    flat = augment.coloured(bytes_BSSC, np.array([[0.5], [0.0], [0.5]]), 0.999)  # hardly any contrast
+    assert flat.float().std() < 1
 
 
 def test_a_failing_batch_raises_in_the_loop_not_in_the_thread(batches):
     def refuse(texts, rows):
         raise ValueError(f"bad caption in {rows[0]}")
 
-    broken = Batches(batches.pairs, batches.pixels, refuse, 8, 1)
     with pytest.raises(ValueError, match="bad caption in synthetic train scene"):
-        next(broken.stream(0, 3))
+        next(replace(batches, tokenize=refuse).stream(0, 3))
 
 
-def test_cache_is_made_once_and_survives_damage(tmp_path, monkeypatch):
-    monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path))
-    heard = []
-    first = cache.pixels(Synthetic(20), 16, heard.append)
-    assert (sum(heard), first.shape) == (20, (20, 16, 16, 3))
-    again = cache.pixels(Synthetic(20), 16, heard.append)
-    assert sum(heard) == 40  # counted as done at once, not drawn again
-    assert np.array_equal(first, again)
-    (file,) = tmp_path.iterdir()
-    expected = np.array(first)
-    file.write_bytes(file.read_bytes()[:100])
-    assert np.array_equal(cache.pixels(Synthetic(20), 16), expected)
+def test_sources_are_mixed_by_weight():
+    side = Side([drawn(40, 8, weight=2), drawn(30, 8, seed=1, weight=0.5)])
+    assert (len(side), side.per_epoch) == (70, 95)
+    order = side.order(0, 0)
+    times = np.bincount(order % 70, minlength=70)
+    assert (times[:40] == 2).all()
+    assert sorted(times[40:]) == [0] * 15 + [1] * 15
+    assert len(set(order.tolist())) == 95  # the second time is another number: other words, another crop
+    other = np.bincount(side.order(0, 1) % 70, minlength=70)
+    assert (other[40:] != times[40:]).any()  # another half of it in the next epoch
+    half = len(order) // 2
+    assert 30 < (order[:half] % 70 < 40).sum() < 47  # they come together, not one after the other
 
 
-def test_what_a_killed_process_left_in_the_cache_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path))
-    cache.pixels(Synthetic(5), 16)
-    (whole,) = tmp_path.iterdir()
-    gone, alive = (
-        whole.with_name(f"{whole.name}.{2**22 + 1}"),
-        whole.with_name(f"{whole.name}.{os.getpid()}9"),
-    )
-    monkeypatch.setattr("psutil.pid_exists", lambda pid: str(pid).endswith("9"))
-    gone.touch()
-    alive.touch()
-    whole.unlink()
-    cache.pixels(Synthetic(5), 16)
-    assert sorted(tmp_path.iterdir()) == sorted([whole, alive])
-
-
-def test_cache_made_by_several_processes_equals_one_made_here(tmp_path, monkeypatch):
-    monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path))
-    monkeypatch.setattr(cache, "CHUNK", 8)
-    many = cache.pixels(Synthetic(20), 16)
-    assert np.array_equal(many, cache._decode(Synthetic(20), 16, range(20)))
-
-
-def test_a_cache_that_would_fill_the_disk_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "free_bytes", lambda folder: 1000)
-    with pytest.raises(OSError, match="M1CLIP_CACHE"):
-        cache.pixels(Synthetic(20), 16)
-    assert not list(tmp_path.rglob("*.npy*"))
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [("sinthetic:5", "did you mean synthetic"), ("synthetic:ten", "whole number"), ("synthetic:0", "1 to")],
-)
-def test_a_spec_that_means_nothing_is_refused(spec, words):
-    with pytest.raises(ValueError, match=words):
-        open_pairs(spec, 10, 0)
+def test_mixed_rows_find_their_pictures_and_words():
+    first, second = drawn(10, 8), drawn(10, 8, seed=5)
+    side = Side([first, second])
+    rows, pixels = side.take(np.array([12, 3, 19]))
+    assert rows.tolist() == [12, 3, 19]
+    assert np.array_equal(pixels[0], second.pictures.take(np.array([2]))[1][0])
+    assert np.array_equal(pixels[1], first.pictures.take(np.array([3]))[1][0])
+    assert list(side.captions(12)) == Synthetic(10, 5).captions(2)
+    assert side.row(3) == Synthetic(10).row(3)
 
 
 def test_twins_are_equal_captions_or_equal_pictures_of_different_rows():
@@ -151,7 +172,9 @@ def test_twins_are_equal_captions_or_equal_pictures_of_different_rows():
 
 
 def test_a_batch_marks_its_twins_unless_told_not_to(batches):
-    same = replace(batches, pixels=np.zeros_like(batches.pixels))  # every picture is the same
+    (part,) = batches.pairs.parts
+    black = Stored(np.zeros_like(part.pictures.pixels), part.rows)
+    same = replace(batches, pairs=Side([replace(part, pictures=black)]))  # every picture is the same
     assert same.at(0).twin_BB.sum() == 8 * 7
     assert replace(same, mask_twins=False).at(0).twin_BB is None
     assert batches.at(0).twin_BB is None
@@ -187,6 +210,6 @@ def test_pictures_grow_in_equal_shares_of_the_run(batches):
     growing_up = replace(batches, sides=(16, 32), total=10)
     assert [growing_up.at(step).bytes_BSSC.shape[1] for step in range(10)] == [16] * 5 + [32] * 5
     assert torch.equal(growing_up.at(7).bytes_BSSC, batches.at(7).bytes_BSSC)
-    halved = resized(torch.full((1, 4, 4, 3), 7, dtype=torch.uint8), 2)
+    halved = augment.resized(torch.full((1, 4, 4, 3), 7, dtype=torch.uint8), 2)
     assert halved.shape == (1, 2, 2, 3)
     assert halved.unique().tolist() == [7]

@@ -11,7 +11,7 @@ from m1clip.model.clip import load
 from m1clip.train import loop
 from m1clip.train.optim import rate
 from m1clip.train.stop import Stop
-from trained import trained
+from trained import Quiet, trained
 
 
 def test_a_run_leaves_the_folder_of_the_design(tiny_run, tmp_path):
@@ -55,7 +55,7 @@ def test_a_run_learns(tiny_run, tmp_path):
 
 
 def test_resumed_run_ends_with_the_same_weights_as_an_unbroken_one(tiny_run, tmp_path):
-    tiny_run = replace(tiny_run, shift=0.1)
+    tiny_run = replace(tiny_run, crop=0.6, colour=0.2)
     trained(tiny_run, tmp_path / "whole")
     broken = trained(tiny_run, tmp_path / "broken", stop_at=4)
     assert (broken.finished, broken.step) == (False, 5)  # in the middle of the second epoch
@@ -81,7 +81,7 @@ def test_a_sigmoid_run_trains_its_bias(tiny_run, tmp_path):
 
 def test_a_batch_larger_than_the_data_is_refused_before_anything_is_written(tiny_run, tmp_path):
     with pytest.raises(ValueError, match="batch 65 is larger than the 64 training pairs"):
-        loop.check(replace(tiny_run, batch=65), tmp_path / "runs", None)
+        loop.check(replace(tiny_run, batch=65), tmp_path / "runs", None, Quiet())
     assert not list(tmp_path.iterdir())
 
 
@@ -89,7 +89,7 @@ def test_no_room_for_checkpoints_is_refused_before_anything_is_written(tmp_path,
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**9))
     with pytest.raises(OSError, match=r"1\.00 GB free; checkpoints need 5\.48 GB"):
-        loop.check(preset("seed"), tmp_path / "deep" / "runs", None)
+        loop.check(preset("seed"), tmp_path / "deep" / "runs", None, Quiet())
     assert not list(tmp_path.iterdir())
 
 

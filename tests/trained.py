@@ -40,8 +40,8 @@ def trained(
     old = runs.Run(path) if path.exists() else None
     run = old or runs.create(path.parent, path.name, "x", False)
     with run.owned():
-        setup = loop.check(config, path.parent, old)
-        return loop.train(config, setup, run, screen or Quiet(stop_at))
+        screen = screen or Quiet(stop_at)
+        return loop.train(config, loop.check(config, path.parent, old, screen), run, screen)
 
 
 def some_batch(size: int, seed: int = 1, twin_BB: torch.Tensor | None = None) -> Batch:

@@ -11,12 +11,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from m1clip import devices
-from m1clip.data.pairs import Pairs
+from m1clip.data import augment
+from m1clip.data.sides import Side
 from m1clip.pictures import Pixels
 
 
@@ -55,26 +55,36 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Augment:
+    """What is done to the pictures of training, as config.py has it."""
+
+    crop: float = 1.0
+    flip: bool = False
+    colour: float = 0.0
+
+
+@dataclass(frozen=True)
 class Batches:
-    pairs: Pairs
-    pixels: Pixels
+    pairs: Side
     tokenize: Tokenize
     size: int
     seed: int
-    shift: float = 0.0
+    side: int
+    """Pixels of the pictures the model sees; those stored may be larger."""
+    augment: Augment = Augment()
     mask_twins: bool = True
     sides: Sequence[int] = ()
-    """Pixels a side, in equal shares of the `total` steps; none is the pictures' own."""
+    """Pixels a side, in equal shares of the `total` steps; none is the model's own."""
     total: int = 0
 
     def __post_init__(self) -> None:
-        if self.size > len(self.pairs):
-            raise ValueError(f"batch {self.size} is larger than the {len(self.pairs)} training pairs")
+        if self.size > self.pairs.per_epoch:
+            raise ValueError(f"batch {self.size} is larger than the {self.pairs.per_epoch} training pairs")
 
     @property
     def per_epoch(self) -> int:
         """Full batches only: a smaller one would have fewer negatives and another chance level."""
-        return len(self.pairs) // self.size
+        return self.pairs.per_epoch // self.size
 
     def ended_epoch(self, step: int) -> int | None:
         """The number of the epoch that ends with this many steps done; None within one."""
@@ -86,25 +96,33 @@ class Batches:
 
     def at(self, step: int) -> Batch:
         epoch, k = divmod(step, self.per_epoch)
-        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.pairs))
-        rows = order[k * self.size : (k + 1) * self.size]
+        turns = self.pairs.order(self.seed, epoch)[k * self.size : (k + 1) * self.size]
+        rows, pixels = self.pairs.take(turns % len(self.pairs))
         captions = [self.pairs.captions(int(row)) for row in rows]
-        which = draws(self.seed, epoch, rows, stream=0)
+        which = draws(self.seed, epoch, turns, stream=0)
         chosen = [ways[int(u * len(ways))] for ways, u in zip(captions, which, strict=True)]
         tokens_BL = self.tokenize(chosen, rows=[self.pairs.row(int(row)) for row in rows])
-        pixels = self.pixels[rows]
         twin_BB = twins(tokens_BL, pixels) if self.mask_twins else None
-        if self.shift:
-            most = self.shift * pixels.shape[1]
-            moves = np.stack([draws(self.seed, epoch, rows, stream) for stream in (1, 2)], axis=1)
-            pixels = shifted(pixels, np.rint((2 * moves - 1) * most).astype(int))
-        bytes_BSSC = torch.from_numpy(pixels)
+        key_B = torch.from_numpy((draws(self.seed, epoch, turns, stream=3) * 2.0**32).astype(np.int64))
+        return Batch(self._augmented(pixels, step, epoch, turns), tokens_BL, key_B, twin_BB, rows)
+
+    def _augmented(self, pixels: Pixels, step: int, epoch: int, turns: NDArray[np.int64]) -> Tensor:
+        side, how = self.side, self.augment
         if self.sides:
-            bytes_BSSC = resized(
-                bytes_BSSC, self.sides[min(step, self.total - 1) * len(self.sides) // self.total]
-            )
-        key_B = torch.from_numpy((draws(self.seed, epoch, rows, stream=3) * 2.0**32).astype(np.int64))
-        return Batch(bytes_BSSC, tokens_BL, key_B, twin_BB, rows)
+            side = self.sides[min(step, self.total - 1) * len(self.sides) // self.total]
+
+        def drawn(*streams: int) -> NDArray[np.float64]:
+            return np.stack([draws(self.seed, epoch, turns, stream) for stream in streams])
+
+        if how.crop < 1:
+            bytes_BSSC = augment.cropped(pixels, drawn(4, 5, 6, 7), how.crop, side)
+        else:
+            bytes_BSSC = augment.resized(torch.from_numpy(pixels), side)
+        if how.flip:
+            bytes_BSSC = augment.flipped(bytes_BSSC, drawn(8)[0])
+        if how.colour:
+            bytes_BSSC = augment.coloured(bytes_BSSC, drawn(9, 10, 11), how.colour)
+        return bytes_BSSC
 
     def stream(self, start: int, stop: int) -> Iterator[Batch]:
         """Batches start … stop - 1; the next is made by a thread while this one is used."""
@@ -134,13 +152,6 @@ def fingerprint(picture: Pixels) -> bytes:
     return blake2b(picture.tobytes(), digest_size=8).digest()
 
 
-def resized(bytes_BSSC: Tensor, side: int) -> Tensor:
-    if bytes_BSSC.shape[1] == side:
-        return bytes_BSSC
-    bytes_BCSS = bytes_BSSC.permute(0, 3, 1, 2)
-    return F.interpolate(bytes_BCSS, size=(side, side), mode="bilinear", antialias=True).permute(0, 2, 3, 1)
-
-
 def growing(start: int, full: int, patch: int) -> tuple[int, ...]:
     """The sides of pictures that grow by a patch at a time; none where they do not."""
     return (*range(start, full, patch), full) if start else ()
@@ -154,13 +165,3 @@ def draws(seed: int, epoch: int, rows: NDArray[np.int64], stream: int) -> NDArra
         x = (x ^ (x >> np.uint64(turn))) * np.uint64(0xBF58476D1CE4E5B9)
     unit: NDArray[np.float64] = (x >> np.uint64(11)).astype(np.float64) / 2.0**53
     return unit
-
-
-def shifted(pixels: Pixels, moves: NDArray[np.int_]) -> Pixels:
-    """Each picture moved by its own (down, right) pixels; what enters repeats the edge."""
-    reach = np.arange(pixels.shape[1])
-    down = np.clip(reach[None] - moves[:, :1], 0, len(reach) - 1)
-    right = np.clip(reach[None] - moves[:, 1:], 0, len(reach) - 1)
-    which = np.arange(len(pixels))[:, None, None]
-    moved: Pixels = pixels[which, down[:, :, None], right[:, None, :]]
-    return moved

@@ -1,124 +1,169 @@
-"""Decoded pixels: every picture once, at the size the model sees, as bytes in a memory-mapped file.
+"""Decoded pixels: every picture once, as bytes in a memory-mapped file that runs share.
 
-Built by all cores, kept between runs, complete or absent. No torch, so its workers start quickly.
+Written part by part, each with its checksum in a journal: a build that is killed goes on where it was, and
+what the disk has damaged is noticed and decoded again. No torch.
 """
 
-import multiprocessing
+import fcntl
+import json
 import os
-import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import sha256
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
-import psutil
 
 from m1clip import pictures
+from m1clip.data import decode
+from m1clip.data.disk import cache_folder, make_room
 from m1clip.data.pairs import Pairs
-from m1clip.pictures import Pixels, square
-from m1clip.sensors import readable
+from m1clip.data.rows import Fault
+from m1clip.data.workers import Decoded, Workers, decode_rows
+from m1clip.pictures import Pixels
 
-CHUNK = 256
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("M1CLIP_CACHE") or Path.home() / ".cache" / "m1clip")
+PART = 256  # pictures
+Progress = Callable[[int], None]
 
 
-def free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
+def silent(done: int) -> None:
+    pass
 
 
-def pixels(pairs: Pairs, size: int, progress: Callable[[int], None] = lambda done: None) -> Pixels:
-    """All pictures (N, size, size, 3); `progress` hears how many more are done."""
-    path, found = _find(pairs, size)
-    if found is not None:
-        progress(len(pairs))
-        return found
-    require_room(size, pairs)
-    with _aside(path) as file:
-        # Written, not mapped: on a full disk a write fails with an error, a mapped page kills the process.
-        header = {"descr": "|u1", "fortran_order": False, "shape": (len(pairs), size, size, 3)}
-        np.lib.format.write_array_header_1_0(file, header)
-        for part in _decoded(pairs, size):
-            file.write(part.tobytes())
-            progress(len(part))
-    return _open(path)
+class Store:
+    """The pictures of a source at one size. Whole once `fill` has returned."""
+
+    def __init__(self, pairs: Pairs, size: int):
+        self.pairs, self.size = pairs, size
+        # A picture decoded or squared otherwise is another picture.
+        how = "".join(Path(str(module.__file__)).read_text() for module in (pictures, decode))
+        name = sha256(f"{pairs.fingerprint}/{len(pairs)}/{size}/{how}".encode()).hexdigest()[:16]
+        self.folder = cache_folder() / f"pixels-{name}"
+        self.bytes, self.journal = self.folder / "pixels.bin", self.folder / "journal.jsonl"
+        self.parts = [range(at, min(at + PART, len(pairs))) for at in range(0, len(pairs), PART)]
+
+    @property
+    def need(self) -> int:
+        """Bytes still to be written."""
+        there = self.bytes.stat().st_size if self.bytes.exists() else 0
+        return max(0, len(self.pairs) * self.size**2 * 3 - there)
+
+    def fill(self, workers: int, progress: Progress = silent) -> None:
+        """Make it whole: what is there is verified, what is missing or damaged is decoded."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._claim()
+        entries = self._entries()
+        sound = self._verified(entries, progress)
+        if len(sound) < len(self.parts):
+            self._decode([k for k in range(len(self.parts)) if k not in sound], workers, progress)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # kept while we live: what is in use is not removed
+        os.utime(self.folder)
+
+    def _claim(self) -> None:
+        """Ours alone while it is made; shared where others only read it; if another makes it, wait for that."""
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        while True:
+            for how in (fcntl.LOCK_EX, fcntl.LOCK_SH):
+                with suppress(BlockingIOError):
+                    fcntl.flock(self._lock, how | fcntl.LOCK_NB)
+                    return
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        """From here on it may be removed to make room."""
+        os.close(self._lock)
+
+    def _entries(self) -> dict[int, dict[str, object]]:
+        """The journal: checksum and faults of each part; a line cut by a crash is void."""
+        entries: dict[int, dict[str, object]] = {}
+        with suppress(FileNotFoundError):
+            for line in self.journal.read_bytes().splitlines():
+                with suppress(ValueError, KeyError, TypeError):
+                    entry = json.loads(line)
+                    entries[int(entry["part"])] = entry
+        return entries
+
+    def _verified(self, entries: dict[int, dict[str, object]], progress: Progress) -> set[int]:
+        """The parts whose bytes are those that were written."""
+
+        def check(k: int) -> int | None:
+            part = self.parts[k]
+            with open(self.bytes, "rb") as file:
+                file.seek(part.start * self.size**2 * 3)
+                found = zlib.crc32(file.read(len(part) * self.size**2 * 3))
+            progress(len(part) if found == entries[k]["crc"] else 0)
+            return k if found == entries[k]["crc"] else None
+
+        if not entries or not self.bytes.exists():
+            return set()
+        with ThreadPoolExecutor() as pool:  # the checksum lets other threads run
+            return {k for k in pool.map(check, (k for k in entries if k < len(self.parts))) if k is not None}
+
+    def _decode(self, missing: list[int], workers: int, progress: Progress) -> None:
+        self.bytes.touch()
+        with open(self.bytes, "r+b") as file, open(self.journal, "ab") as journal:
+            parts = [self.parts[k] for k in missing]
+            journal.write(b"\n")  # ends a line that a crash may have cut
+            for k, done in zip(missing, _decode(self.pairs, self.size, parts, workers), strict=True):
+                # Written, not mapped: on a full disk a write fails with an error, a mapped page kills us.
+                _write(file, self.parts[k].start * self.size**2 * 3, done.pixels.tobytes())
+                entry = {"part": k, "crc": zlib.crc32(done.pixels.tobytes()), "bad": done.bad}
+                journal.write(json.dumps(entry).encode() + b"\n")
+                journal.flush()
+                progress(len(done.pixels))
+
+    def pixels(self) -> Pixels:
+        shape = (len(self.pairs), self.size, self.size, 3)
+        return np.memmap(self.bytes, np.uint8, "r", shape=shape)
+
+    def bad(self) -> dict[int, Fault]:
+        """Rows whose pictures could not be decoded."""
+        found: dict[int, Fault] = {}
+        for entry in self._entries().values():
+            for row, (kind, what) in dict(entry["bad"]).items():  # type: ignore[call-overload]
+                found[int(row)] = Fault(kind, self.pairs.row(int(row)), what)
+        return dict(sorted(found.items()))
 
 
-def require_room(size: int, *sources: Pairs) -> None:
-    """Refuses what would not fit on the disk, before it is begun."""
-    need = sum(len(pairs) * size * size * 3 for pairs in sources if _find(pairs, size)[1] is None)
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    free = free_bytes(folder)
-    if need > free:
-        room = f"{folder} has {readable(free)} free, the decoded pictures need {readable(need)}"
-        raise OSError(f"{room}; set M1CLIP_CACHE to a folder elsewhere")
-
-
-def _find(pairs: Pairs, size: int) -> tuple[Path, Pixels | None]:
-    """Where the pictures' file is or would be, and its content if it is there and whole."""
-    how = Path(pictures.__file__).read_text()  # a picture squared otherwise is another picture
-    name = sha256(f"{pairs.fingerprint}/{size}/{how}".encode()).hexdigest()[:16]
-    path = cache_folder() / f"pixels-{name}.npy"
-    try:
-        found = _open(path)
-    except (FileNotFoundError, ValueError, EOFError):
-        return path, None
-    return path, found if found.shape == (len(pairs), size, size, 3) else None
-
-
-def _open(path: Path) -> Pixels:
-    mapped: Pixels = np.load(path, mmap_mode="r")
-    return mapped
-
-
-@contextmanager
-def _aside(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that becomes `path` if the block ends well, and vanishes if it does not."""
-    for left in path.parent.glob(f"{path.name}.*"):  # by a process that was killed
-        if left.suffix[1:].isdecimal() and not psutil.pid_exists(int(left.suffix[1:])):
-            left.unlink(missing_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        with open(aside, "wb") as file:
-            yield file
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def _decoded(pairs: Pairs, size: int) -> Iterator[Pixels]:
-    chunks = [range(i, min(i + CHUNK, len(pairs))) for i in range(0, len(pairs), CHUNK)]
-    if len(chunks) == 1:
-        yield _decode(pairs, size, chunks[0])
+def _decode(pairs: Pairs, size: int, parts: Sequence[range], workers: int) -> Iterator[Decoded]:
+    if len(parts) == 1 or workers == 1:
+        yield from (decode_rows(pairs, size, part) for part in parts)
         return
-    # Spawned, because forking a process that has threads (torch's, say) can deadlock.
-    with ProcessPoolExecutor(
-        mp_context=multiprocessing.get_context("spawn"), initializer=_follow_parent
-    ) as pool:
-        yield from pool.map(_decode, *zip(*((pairs, size, chunk) for chunk in chunks), strict=True))
+    with Workers(pairs, size, workers) as pool:
+        yield from pool.map(parts)
 
 
-def _decode(pairs: Pairs, size: int, rows: range) -> Pixels:
-    return np.stack([square(pairs.image(i), size) for i in rows])
+def decoded(pairs: Pairs, size: int, workers: int, progress: Progress = silent) -> Decoded:
+    """All of them, in memory."""
+    parts = [range(at, min(at + PART, len(pairs))) for at in range(0, len(pairs), PART)]
+    done = []
+    for part in _decode(pairs, size, parts, workers):
+        done.append(part)
+        progress(len(part.pixels))
+    bad = {row: what for part in done for row, what in part.bad.items()}
+    return Decoded(np.concatenate([part.pixels for part in done]), bad)
 
 
-def _follow_parent() -> None:
-    """Leave Ctrl-C to the parent, which ends the pool; and end with it, should it be killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+def _write(file: IO[bytes], at: int, data: bytes) -> None:
+    file.seek(at)
+    file.write(data)
+    file.flush()
 
-    def end_with(parent: BaseProcess) -> None:
-        parent.join()
-        os._exit(1)
 
-    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+def stored(
+    pairs: Pairs, size: int, most_gb: float, workers: int, progress: Progress = silent
+) -> Store | None:
+    """The whole store, or None where it would not fit into the cache."""
+    store = Store(pairs, size)
+    store.folder.mkdir(parents=True, exist_ok=True)
+    os.utime(store.folder)  # in use: not the oldest
+    if store.need and not make_room(store.need, most_gb * 1e9, store.folder):
+        with suppress(OSError):
+            store.folder.rmdir()
+        return None
+    store.fill(workers, progress)
+    return store

@@ -1,12 +1,14 @@
-"""What a source of image–caption pairs is, and which source a spec means. No torch."""
+"""What a source of image–caption pairs is, to everything that uses one. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from PIL import Image
 
-from m1clip.config import nearest
-from m1clip.data.synthetic import Synthetic
+Advance = Callable[[int], None]
+Bars = Callable[[str, int | None], AbstractContextManager[Advance]]
+"""How long work is shown: what it is and how much, if that is known; what is given hears of each bit done."""
 
 
 class Pairs(Protocol):
@@ -15,18 +17,11 @@ class Pairs(Protocol):
     @property
     def fingerprint(self) -> str: ...
     def __len__(self) -> int: ...
-    def image(self, index: int) -> Image.Image: ...
+    def image(self, index: int, least: int = 0) -> Image.Image: ...
     def captions(self, index: int) -> Sequence[str]: ...
     def row(self, index: int) -> str: ...
 
 
-def open_pairs(spec: str, held_out: int, seed: int) -> tuple[Pairs, Pairs]:
-    """Training and held-out pairs of a spec such as synthetic:12000."""
-    source, _, size = spec.partition(":")
-    if source != "synthetic":
-        raise ValueError(
-            f"no data source {spec!r}; {nearest(source, ['synthetic'])} (synthetic:N draws N scenes)"
-        )
-    if size and not size.isdecimal():
-        raise ValueError(f"in {spec!r}, {size!r} should be a whole number of scenes")
-    return Synthetic(int(size or 12000), seed), Synthetic(held_out, seed, "held-out")
+@contextmanager
+def silent(what: str, total: int | None) -> Iterator[Advance]:
+    yield lambda done: None

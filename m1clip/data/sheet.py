@@ -2,23 +2,52 @@
 
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from m1clip.data.decode import BadPicture
+from m1clip.data.pairs import Pairs
 
 SIDE, GAP, LINE = 224, 14, 17
+Shot = tuple[Image.Image, str]
 
 
-def contact_sheet(pictures: Sequence[Image.Image], captions: Sequence[str], columns: int) -> Image.Image:
+def shown(pairs: Pairs, number: int) -> list[Shot]:
+    """Pictures from all over the set, those that can be shown; the first ones where it is drawn or small."""
+    if len(pairs) > 4 * number and hasattr(pairs, "read"):
+        rows = np.linspace(0, len(pairs) - 1, number).astype(int).tolist()
+    else:
+        rows = list(range(min(number, len(pairs))))
+    shots: list[Shot] = []
+    for row in rows:
+        try:
+            shots.append((pairs.image(row, SIDE), pairs.captions(row)[0]))
+        except BadPicture as error:
+            shots.append((Image.new("RGB", (SIDE, SIDE), (235, 235, 238)), f"{pairs.row(row)}: {error}"))
+    return shots
+
+
+def contact_sheet(shots: Sequence[Shot], columns: int) -> Image.Image:
     font = ImageFont.load_default(13)
-    texts = [textwrap.wrap(caption, 34)[:4] for caption in captions]
+    texts = [textwrap.wrap(caption, 34)[:4] for _, caption in shots]
     lines = max(len(text) for text in texts)
     width, height = SIDE + GAP, SIDE + LINE * lines + 2 * GAP
-    columns = min(columns, len(pictures))
-    rows = -(-len(pictures) // columns)
+    columns = min(columns, len(shots))
+    rows = -(-len(shots) // columns)
     sheet = Image.new("RGB", (columns * width + GAP, rows * height + GAP), "white")
     pen = ImageDraw.Draw(sheet)
-    for i, (picture, text) in enumerate(zip(pictures, texts, strict=True)):
+    for i, ((picture, _), text) in enumerate(zip(shots, texts, strict=True)):
         x, y = GAP + i % columns * width, GAP + i // columns * height
-        sheet.paste(picture.convert("RGB").resize((SIDE, SIDE)), (x, y))
+        whole = ImageOps.pad(picture.convert("RGB"), (SIDE, SIDE), color=(235, 235, 238))
+        sheet.paste(whole, (x, y))
         pen.multiline_text((x, y + SIDE + 5), "\n".join(text), fill=(50, 50, 60), font=font, spacing=3)
     return sheet
+
+
+def save_sheet(shots: Sequence[Shot], columns: int, path: Path) -> None:
+    try:
+        contact_sheet(shots, columns).save(path)
+    except ValueError:
+        raise ValueError(f"cannot tell the format of {path}; end it with .png or .jpg") from None

@@ -95,7 +95,7 @@ class Synthetic:
         count, size, position, time, sky = DETAILS[detail]
         return Look(subject, colour, count, size, position, where, time, sky)
 
-    def image(self, index: int) -> Image.Image:
+    def image(self, index: int, least: int = 0) -> Image.Image:
         return paint.paint(self.look(index), Random(f"{self.seed}/{self.split}/{index}"))
 
     def captions(self, index: int) -> list[str]:

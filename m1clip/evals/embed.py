@@ -5,24 +5,25 @@ Shapes: N pictures, M captions, E embedding.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from m1clip import devices
-from m1clip.data.pairs import Pairs
+from m1clip.data.sides import Side
 from m1clip.model.clip import CLIP
-from m1clip.pictures import Pixels
 
 CHUNK = 256
 
 
 @torch.inference_mode()
-def embed_pictures(model: CLIP, pixels: Pixels, most: int = CHUNK) -> Tensor:
-    """(N, E) on the CPU, from bytes (N, S, S, 3)."""
+def embed_pictures(model: CLIP, pairs: Side, most: int = CHUNK) -> Tensor:
+    """(N, E) on the CPU."""
     device = model.logit_scale.device
     parts = []
-    for start in range(0, len(pixels), most):
-        bytes_BSSC = devices.copy(torch.tensor(pixels[start : start + most]), device)
+    for start in range(0, len(pairs), most):
+        _, pixels = pairs.take(np.arange(start, min(start + most, len(pairs))))
+        bytes_BSSC = devices.copy(torch.from_numpy(pixels), device)
         parts.append(model.embed_pixels(model.normalise(bytes_BSSC)).cpu())
     return torch.cat(parts)
 
@@ -40,9 +41,7 @@ def embed_captions(
     return torch.cat(parts)
 
 
-def embed_pairs(
-    model: CLIP, pairs: Pairs, pixels: Pixels, most: int = CHUNK
-) -> tuple[Tensor, Tensor, Tensor]:
+def embed_pairs(model: CLIP, pairs: Side, most: int = CHUNK) -> tuple[Tensor, Tensor, Tensor]:
     """Pictures (N, E), all their captions (M, E), and which picture each caption belongs to (M).
 
     At most `most` of them, and never more than CHUNK, are in memory at once.
@@ -52,4 +51,4 @@ def embed_pairs(
     owner_M = torch.tensor([row for row, some in enumerate(captions) for _ in some])
     flat = [caption for some in captions for caption in some]
     rows = [pairs.row(int(row)) for row in owner_M]
-    return embed_pictures(model, pixels, most), embed_captions(model, flat, rows, most), owner_M
+    return embed_pictures(model, pairs, most), embed_captions(model, flat, rows, most), owner_M

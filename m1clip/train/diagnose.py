@@ -104,7 +104,7 @@ def overfitting(seen: History) -> dict[str, str]:
         return {}
     return {
         "overfitting": f"accuracy in training still rises while held-out R@1 has fallen from "
-        f"{best:.1%} to {now:.1%}: more data, --shift, --drop-tokens or --patience would help"
+        f"{best:.1%} to {now:.1%}: more data, --crop, --drop-tokens or --patience would help"
     }
 
 

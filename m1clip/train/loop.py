@@ -15,16 +15,15 @@ import torch
 
 from m1clip import __version__, devices, sensors
 from m1clip.config import TrainConfig, to_json
-from m1clip.data.batches import Batches, growing
-from m1clip.data.cache import pixels, require_room
-from m1clip.data.pairs import Pairs, open_pairs
+from m1clip.data.augment import margin
+from m1clip.data.batches import Augment, Batches, growing
+from m1clip.data.sides import Side, Sides, open_sides
 from m1clip.evals.embed import embed_pairs
 from m1clip.evals.health import health
 from m1clip.evals.retrieval import Retrieval, retrieval
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.model.tokenizer import make as make_tokenizer
-from m1clip.pictures import Pixels
 from m1clip.run import Run, write_whole
 from m1clip.sensors import readable
 from m1clip.train import checkpoint, memory, track
@@ -37,6 +36,9 @@ from m1clip.train.screen import Screen
 from m1clip.train.stop import Stop
 from m1clip.train.watch import Watch
 
+MOST_READ = 200_000
+"""Pictures whose captions a tokenizer is learned from."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -44,8 +46,7 @@ class Setup:
 
     device: torch.device
     why: str
-    pairs: Pairs
-    held_out: Pairs
+    data: Sides
     tokenizer: Tokenizer
     total: int
     """Steps of the whole run."""
@@ -70,31 +71,36 @@ class Result:
         return {**done, "best_step": self.best_step, **scores}
 
 
-def check(config: TrainConfig, runs: Path, resumed: Run | None) -> Setup:
-    """Everything that can be refused at once, before anything is written."""
+def check(config: TrainConfig, runs: Path, resumed: Run | None, screen: Screen) -> Setup:
+    """Everything that can be refused, before the run is written: the data is read, its pictures prepared."""
     device, why = devices.choose(config.device)
     track.require(config.track)
-    pairs, held_out = open_pairs(config.data, config.held_out, config.seed)
-    if config.batch > len(pairs):
-        raise ValueError(f"batch {config.batch} is larger than the {len(pairs)} training pairs")
-    total = config.epochs * (len(pairs) // config.batch)
+    require_room(config, runs, resumed)
+    size = config.model.vision.image_size
+    data = open_sides(config, size, margin(size, config.crop), screen.working)
+    pairs = data.train.per_epoch
+    if config.batch > pairs:
+        raise ValueError(f"batch {config.batch} is larger than the {pairs} training pairs")
+    total = config.epochs * (pairs // config.batch)
     start, damaged = checkpoint.newest_whole(resumed) if resumed else (None, {})
     if start and checkpoint.step_of(start) > total:
         done = checkpoint.step_of(start)
         raise ValueError(f"{start.parent} is at step {done}; {config.epochs} epochs have only {total}")
     words = Tokenizer.load(start / "tokenizer.json") if start else None
-    words = words or make_tokenizer(config.tokenizer, captions(pairs), config.model.text.vocab)
+    words = words or make_tokenizer(config.tokenizer, captions(data.train), config.model.text.vocab)
+    return Setup(device, why, data, words, total, start, damaged)
+
+
+def require_room(config: TrainConfig, runs: Path, resumed: Run | None) -> None:
     held = len(checkpoint.all_of(resumed)) if resumed else 0
     with torch.device("meta"):
-        need = checkpoint.needed_bytes(CLIP(config.model, words), config, held)
+        need = checkpoint.needed_bytes(CLIP(config.model), config, held)
     there = next(folder for folder in (runs, *runs.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
     if free < need:
         raise OSError(
             f"{there} has {readable(free)} free; checkpoints need {readable(need)} (--keep 1 needs less)"
         )
-    require_room(config.model.vision.image_size, pairs, held_out)
-    return Setup(device, why, pairs, held_out, words, total, start, damaged)
 
 
 def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result:
@@ -104,12 +110,12 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
     learner = Learner(CLIP(config.model, setup.tokenizer).to(setup.device), config)
     progress = checkpoint.load(setup.start, learner) if setup.start else Progress()
     introduce(run, config, setup, progress, screen)
-    batches, held_pixels = prepare(config, setup, screen)
+    batches, held_out = prepare(config, setup), setup.data.held_out
     meter, keeper = Meter(config, setup.device), Keeper(run, learner, progress, screen.warn)
     watch, scores = Watch(run, screen, learner, progress, batches), None
     meter.recall(row for row in run.records("step") if row["step"] > batches.epoch_start(progress.step))
     divided = divide(learner, progress, batches, watch)
-    screen.start(facts(run, setup, learner, progress, divided), meter.chance, 1 / len(setup.held_out))
+    screen.start(facts(run, setup, learner, progress, divided), meter.chance, 1 / len(held_out))
 
     tracker = track.mirrored(run, config, progress.step, screen.warn)
     with Stop(screen.say) as stop, tracker, screen.training(progress.step, setup.total):
@@ -130,7 +136,7 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
             if epoch:
                 with meter.paused():
                     due = epoch % config.eval_every == 0 or epoch == config.epochs
-                    scores = evaluate(learner, setup.held_out, held_pixels, watch) if due else None
+                    scores = evaluate(learner, held_out, watch) if due else None
                 if scores:
                     keeper.judge(scores)
                 watch.epoch(epoch, meter.epoch(), scores)
@@ -145,7 +151,7 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
         watch.gave_up()
 
     if finished and (scores is None or keeper.restored):
-        scores = evaluate(learner, setup.held_out, held_pixels)
+        scores = evaluate(learner, held_out)
     watch.status("finished" if finished else "stopped")
     return Result(finished, progress.step, progress.seconds, scores, progress.best_step)
 
@@ -172,25 +178,19 @@ def introduce(run: Run, config: TrainConfig, setup: Setup, progress: Progress, s
     run.status("running", progress.step, total=setup.total, **best)
 
 
-def prepare(config: TrainConfig, setup: Setup, screen: Screen) -> tuple[Batches, Pixels]:
-    """The stream of batches, and the held-out pictures; what has to be drawn or decoded is, with a bar."""
-    vision, pairs = config.model.vision, setup.pairs
-    with screen.drawing(len(pairs) + len(setup.held_out)) as drawn:
-        train_pixels, held_pixels = (
-            pixels(some, vision.image_size, drawn) for some in (pairs, setup.held_out)
-        )
-    batches = Batches(
-        pairs,
-        train_pixels,
+def prepare(config: TrainConfig, setup: Setup) -> Batches:
+    vision = config.model.vision
+    return Batches(
+        setup.data.train,
         partial(setup.tokenizer, length=config.model.text.length),
         config.batch,
         config.seed,
-        shift=config.shift,
+        vision.image_size,
+        Augment(config.crop, config.flip, config.colour),
         mask_twins=not config.count_twins,
         sides=growing(config.start_size, vision.image_size, vision.patch),
         total=setup.total,
     )
-    return batches, held_pixels
 
 
 def divide(learner: Learner, progress: Progress, batches: Batches, watch: Watch) -> str:
@@ -207,16 +207,16 @@ def divide(learner: Learner, progress: Progress, batches: Batches, watch: Watch)
     return why
 
 
-def captions(pairs: Pairs) -> Iterator[str]:
-    return (caption for row in range(len(pairs)) for caption in pairs.captions(row))
+def captions(pairs: Side) -> Iterator[str]:
+    """All of them; of very many, those of pictures at equal distances."""
+    rows = range(0, len(pairs), max(1, len(pairs) // MOST_READ))
+    return (caption for row in rows for caption in islice(pairs.captions(row), 20))
 
 
-def evaluate(learner: Learner, pairs: Pairs, pictures: Pixels, watch: Watch | None = None) -> Retrieval:
+def evaluate(learner: Learner, pairs: Side, watch: Watch | None = None) -> Retrieval:
     """Held-out retrieval of the weights that would be kept."""
     with learner.averaged() as model:
-        image_NE, text_ME, owner_M = embed_pairs(
-            model, pairs, pictures, 4 * learner.chunk
-        )  # no graph is kept
+        image_NE, text_ME, owner_M = embed_pairs(model, pairs, 4 * learner.chunk)  # no graph is kept
     scores = retrieval(image_NE, text_ME, owner_M)
     if watch:
         first_N = torch.searchsorted(owner_M, torch.arange(len(image_NE)))  # each picture's first caption
@@ -227,20 +227,21 @@ def evaluate(learner: Learner, pairs: Pairs, pictures: Pixels, watch: Watch | No
 def facts(run: Run, setup: Setup, learner: Learner, progress: Progress, divided: str) -> dict[str, str]:
     """What a person wants to know before it starts."""
     millions = sum(weight.numel() for weight in learner.weights.values()) / 1e6
-    vision, config = learner.model.config.vision, learner.config
+    vision, config, data = learner.model.config.vision, learner.config, setup.data
     at = f"step {progress.step:,} of " if progress.step else ""
     chunks = "" if learner.chunk >= config.batch else f", {learner.chunk:,} at once"
     return {
         "run": f"{run.path}, {at}{setup.total:,} steps",
         "device": f"{setup.device}: {setup.why}; {torch.get_num_threads()} CPU threads",
         "model": f"{millions:.2f} M parameters, pictures of {vision.image_size} px",
-        "data": f"{len(setup.pairs):,} pairs to learn from, {len(setup.held_out):,} held out",
-        "captions": reading(setup.tokenizer, setup.pairs, config.model.text.length),
+        "data": f"{config.data}: {len(data.train):,} pictures to learn from, {len(data.held_out):,} held out",
+        **data.facts,
+        "captions": reading(setup.tokenizer, data.train, config.model.text.length),
         "batch": f"{config.batch:,} pairs{chunks} ({divided})",
     }
 
 
-def reading(tokenizer: Tokenizer, pairs: Pairs, length: int) -> str:
+def reading(tokenizer: Tokenizer, pairs: Side, length: int) -> str:
     """How long captions are in tokens, from the first thousand, and whether the model sees all of them."""
     lengths = tokenizer.lengths(list(islice(captions(pairs), 1000)))
     cut = sum(one > length for one in lengths) / len(lengths)

@@ -55,9 +55,9 @@ class Screen:
         self.console.print(f"[bold yellow]{escape(text)}[/]", soft_wrap=not self.console.is_terminal)
 
     @contextmanager
-    def drawing(self, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar for the pictures that are not there yet."""
-        with self._bar(TextColumn("preparing pictures"), total) as bar:
+    def working(self, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+        """A bar for work that has to be done first; one that only counts where the end is not known."""
+        with self._bar(TextColumn(escape(what)), total) as bar:
             yield lambda done: bar.advance(bar.task_ids[0], done)
 
     def start(self, facts: dict[str, str], chance: dict[str, float], recall: float) -> None:
@@ -100,10 +100,12 @@ class Screen:
         )
         self.say(row(cells))
 
-    def _bar(self, first: ProgressColumn, total: int, **fields: Any) -> Progress:
+    def _bar(self, first: ProgressColumn, total: int | None, **fields: Any) -> Progress:
         bar = BarColumn(max(4, min(40, self.console.width - 80)))  # the words matter more
         columns = (first, bar, MofNCompleteColumn(), TimeRemainingColumn(compact=True))
-        progress = Progress(*columns, console=self.console, transient=True)
+        progress = Progress(
+            *columns, console=self.console, transient=True, disable=not self.console.is_terminal
+        )
         progress.add_task("", total=total, **fields)
         return progress
 

@@ -2,18 +2,23 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from m1clip.data.pairs import open_pairs
-from m1clip.data.sheet import contact_sheet
+import tyro
+
+from m1clip.config import DataConfig
 from m1clip.verbs import flags
 
 
 @dataclass(frozen=True)
-class Args:
-    """Write a contact sheet: pictures of the data, each with its caption."""
+class Args(DataConfig):
+    """Write a contact sheet: pictures of the data, each with its caption.
 
-    data: str = "synthetic"
+    m1clip data preview                             the built-in scenes
+    m1clip data preview photos/ --split held-out    your own, the side that is kept for the test
+    """
+
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[SPEC]")] = "synthetic"
     """Which data, as in train."""
     split: Literal["train", "held-out"] = "train"
     """Which side: what is learned from, or what is kept for the test."""
@@ -21,8 +26,6 @@ class Args:
     """Pictures in a row."""
     rows: int = 4
     """Rows of pictures."""
-    seed: int = 0
-    """Which scenes are drawn."""
     out: Path = Path("preview.png")
     """The file to write; its ending says the format."""
 
@@ -35,17 +38,15 @@ def parse(prog: str, words: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
-    number = args.columns * args.rows
-    train, held_out = open_pairs(args.data, number, args.seed)
-    pairs = train if args.split == "train" else held_out
-    sheet = contact_sheet(
-        [pairs.image(i) for i in range(min(number, len(pairs)))],
-        [pairs.captions(i)[0] for i in range(min(number, len(pairs)))],
-        args.columns,
-    )
-    try:
-        sheet.save(args.out)
-    except ValueError:
-        raise ValueError(f"cannot tell the format of {args.out}; end it with .png or .jpg") from None
-    print(f"{args.out}: {min(number, len(pairs))} of the {args.split} pairs of {args.data}")
+    from m1clip.data.sheet import save_sheet, shown
+    from m1clip.data.sources import open_sources
+    from m1clip.train.screen import Screen
+
+    number, shots = args.columns * args.rows, []
+    sources = open_sources(args, Screen().working)
+    for source in sources:
+        pairs = source.train if args.split == "train" else source.held_out
+        shots += shown(pairs, -(-number // len(sources)))
+    save_sheet(shots[:number], args.columns, args.out)
+    print(f"{args.out}: {len(shots[:number])} of the {args.split} pairs of {args.data}")
     return 0

@@ -1,15 +1,19 @@
 """m1clip eval: a run or a saved model, on held-out pairs."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from m1clip import run as runs
 from m1clip.config import TrainConfig, from_json
 from m1clip.verbs import flags, tables
+
+if TYPE_CHECKING:
+    from m1clip.data.pairs import Pairs
+    from m1clip.data.sources import Source
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,12 @@ class Args:
     """How many pairs; by default the run's number, or 240."""
     seed: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Which scenes are drawn; by default the run's seed, or 0."""
+    split: Literal["held-out", "test", "all"] = "held-out"
+    """Which side: what the run held out, the test list where the data has one, or every pair."""
+    image_column: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """The column of a table that names the picture; by default as for the run, or guessed."""
+    caption_column: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """The column that holds the caption."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
     runs: Path = Path("runs")
@@ -45,8 +55,9 @@ def main(args: Args) -> int:
     folder, trained = find(args)
     with tables.loading():
         from m1clip import devices
-        from m1clip.data.cache import pixels
-        from m1clip.data.pairs import open_pairs
+        from m1clip.data.rows import Faults
+        from m1clip.data.sides import Side, open_part
+        from m1clip.data.sources import open_sources
         from m1clip.evals.embed import embed_pairs
         from m1clip.evals.negatives import edit_scores, is_editable
         from m1clip.evals.retrieval import retrieval
@@ -55,16 +66,18 @@ def main(args: Args) -> int:
 
     device, _ = devices.choose(args.device)
     model = load(folder).to(device)
-    _, held_out = open_pairs(
-        args.data or trained.data,
-        trained.held_out if args.held_out is None else args.held_out,
-        trained.seed if args.seed is None else args.seed,
-    )
-    with Screen().drawing(len(held_out)) as drawn:
-        pictures = pixels(held_out, model.config.vision.image_size, drawn)
-    image_NE, text_ME, owner_M = embed_pairs(model, held_out, pictures)
+    screen, config, faults = Screen(), reading(args, trained), Faults()
+    size = model.config.vision.image_size
+    sides: list[Pairs] = []
+    for source in open_sources(config, screen.working):
+        sides.append(side_of(source, args.split))
+        faults += source.faults
+    pairs = Side([open_part(side, size, config, faults, screen.working) for side in sides])
+    faults.require_few(config.max_bad)
+    image_NE, text_ME, owner_M = embed_pairs(model, pairs)
     scores = retrieval(image_NE, text_ME, owner_M)
-    edits = edit_scores(model, held_out, image_NE, text_ME) if is_editable(held_out) else []
+    first = sides[0]
+    edits = edit_scores(model, first, image_NE, text_ME) if len(sides) == 1 and is_editable(first) else []
     if args.json:
         print(
             json.dumps({"model": str(folder), **scores.record(), "edits": [asdict(edit) for edit in edits]})
@@ -76,6 +89,21 @@ def main(args: Args) -> int:
         print()
         tables.show_edits(edits)
     return 0
+
+
+def reading(args: Args, trained: TrainConfig) -> TrainConfig:
+    """The run's own way of reading its data, and what the flags say otherwise."""
+    names = ("data", "held_out", "seed", "image_column", "caption_column")
+    said = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if "data" in said:  # its columns need not be called the same
+        trained = replace(trained, image_column="auto", caption_column="auto", held_out="auto")
+    return replace(trained, **said)
+
+
+def side_of(source: "Source", split: str) -> "Pairs":
+    if split == "test" and source.test is None:
+        raise ValueError(f"{source.spec} has no test split; --split all takes every pair")
+    return {"held-out": source.held_out, "test": source.test or source.every, "all": source.every}[split]
 
 
 def find(args: Args) -> tuple[Path, TrainConfig]:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:  # it brings torch
     from m1clip.train.loop import Result
 
 # What the order of the data, the weights and the optimiser's memory depend on.
-FIXED = ("model", "data", "tokenizer", "batch", "shift", "seed", "optimizer", "ema", "held_out", "best_by")
+FIXED = (
+    *("model", "data", "held_out", "image_column", "caption_column", "prompt", "allow", "seed", "batch"),
+    *("crop", "flip", "colour", "tokenizer", "optimizer", "ema", "best_by"),
+)
 COMPATIBLE = {("--fresh", "--config"), ("--fresh", "--preset")}
 
 
@@ -108,12 +111,12 @@ def main(args: Args) -> int:
         with tables.loading():
             from m1clip.train import loop  # only now: torch takes seconds to import
             from m1clip.train.screen import Screen
-
-            setup = loop.check(config, args.runs, old)
+        screen = Screen()
+        setup = loop.check(config, args.runs, old, screen)
         run = old or runs.create(args.runs, args.name, config.preset, args.fresh)
         if old is None:
             held.enter_context(run.owned())
-        result = loop.train(config, setup, run, Screen())
+        result = loop.train(config, setup, run, screen)
     return tell(args, run, result)
 
 

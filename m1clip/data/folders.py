@@ -1,0 +1,154 @@
+"""A folder of pictures: captions beside them (.txt), in a metadata table, or the folders' names as labels."""
+
+import os
+import re
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+from m1clip.config import DataConfig
+from m1clip.data.rows import Fault, Listing, Row
+from m1clip.data.tables import PICTURE, TABLES, table
+
+BESIDE = (".txt", ".caption")
+# Texts that are about a folder, not about one of its pictures.
+ABOUT = re.compile(
+    r"(readme|licen[cs]e|notes?|credits|captions?|classes|labels|attribution|\..*)\.(txt|caption)", re.I
+)
+SIDES = {
+    **dict.fromkeys(("train", "training", "restval"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev", "eval", "held-out", "held_out"), "held-out"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+"""What the sides of a split are called in the wild."""
+
+
+def folder(path: Path, config: DataConfig) -> Listing:
+    tables = sorted(
+        one for suffix in TABLES for deep in ("", "*/") for one in path.glob(f"{deep}metadata{suffix}")
+    )
+    if tables:
+        return _joined(path, [table(one, config) for one in tables], tables)
+    lonely = [one for one in path.iterdir() if one.suffix.lower() in TABLES and one.is_file()]
+    text, nested, flat = _look(path, config)
+    if text:
+        return Listing(str(path), _beside(path, config))
+    if len(lonely) == 1:
+        return table(lonely[0], config)
+    if nested and not flat:
+        return Listing(str(path), _labelled(path, config))
+    if not nested and not flat:
+        raise ValueError(f"{path} has no pictures in it" + _tables_there(lonely))
+    raise ValueError(
+        f"{path} has pictures but no captions: put a .txt beside each, list them in a metadata.csv "
+        f"(file_name, text), or sort them into one folder for each label" + _tables_there(lonely)
+    )
+
+
+def _tables_there(tables: list[Path]) -> str:
+    return f"; or name a table: {', '.join(map(str, sorted(tables)))}" if tables else ""
+
+
+def _joined(path: Path, listings: list[Listing], tables: list[Path]) -> Listing:
+    parts = (
+        moved(listing, str(path), side_of(where.relative_to(path)))
+        for listing, where in zip(listings, tables, strict=True)
+    )
+    return Listing(str(path), chain.from_iterable(parts))
+
+
+def moved(listing: Listing, root: str, split: str = "") -> Iterator[Row | Fault]:
+    """The rows of a listing, told from another root."""
+    way = os.path.relpath(listing.root, root)
+    for row in listing.rows:
+        if isinstance(row, Row):
+            image = row.image if "://" in row.image else os.path.normpath(os.path.join(way, row.image))
+            row = row._replace(image=image, split=row.split or split)
+        yield row
+
+
+def walk(path: Path, config: DataConfig) -> Iterator[str | Fault]:
+    """Every file under the folder, in order, from the folder; what is hidden is passed over."""
+    links = "links" in config.allow
+    for here, folders, files in os.walk(path, followlinks=links):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in folders:
+            if not links and os.path.islink(os.path.join(here, name)):
+                yield Fault(
+                    "refused", os.path.join(here, name), "a link to a folder; --allow links would follow it"
+                )
+        for name in sorted(files):
+            if not name.startswith("."):
+                yield os.path.relpath(os.path.join(here, name), path)
+
+
+def _look(path: Path, config: DataConfig) -> tuple[bool, bool, bool]:
+    """Whether captions lie beside, whether there are pictures in folders below, and in this one itself."""
+    pictures, texts = set[str](), set[str]()
+    nested = flat = False
+    for name in walk(path, config):
+        if isinstance(name, Fault):
+            continue
+        stem, ending = os.path.splitext(name)
+        if PICTURE.search(name):
+            nested, flat = nested or os.sep in name, flat or os.sep not in name
+            pictures.add(stem)
+        elif ending in BESIDE:
+            texts.add(stem)
+        if len(pictures) > 20_000:  # enough to know
+            break
+    return not pictures.isdisjoint(texts), nested, flat
+
+
+def _beside(path: Path, config: DataConfig) -> Iterator[Row | Fault]:
+    waiting, taken, here = dict[str, str](), set[str](), ""
+
+    def orphans() -> Iterator[Fault]:
+        for stem in sorted(waiting.keys() - taken):
+            if not ABOUT.fullmatch(os.path.basename(waiting[stem])):
+                yield Fault("missing file", str(path / waiting[stem]), "a caption without a picture")
+
+    for name in walk(path, config):
+        if isinstance(name, Fault):
+            yield name
+            continue
+        if os.path.dirname(name) != here:  # texts are beside their pictures: only one folder is remembered
+            yield from orphans()
+            waiting, taken, here = {}, set(), os.path.dirname(name)
+        stem, ending = os.path.splitext(name)
+        if ending in BESIDE:
+            waiting[stem] = name
+        if not PICTURE.search(name):
+            continue
+        taken.add(stem)
+        found = next(
+            (path / (stem + ending) for ending in BESIDE if (path / (stem + ending)).is_file()), None
+        )
+        if found is None:
+            yield Fault("no caption", str(path / name), "no .txt lies beside it")
+            continue
+        text = found.read_bytes().decode("utf-8-sig", "surrogateescape")
+        yield Row(name, text.splitlines() or [""], split=side_of(Path(name)))
+    yield from orphans()
+
+
+def _labelled(path: Path, config: DataConfig) -> Iterator[Row | Fault]:
+    for name in walk(path, config):
+        if isinstance(name, Fault):
+            yield name
+        elif PICTURE.search(name):
+            label = os.path.basename(os.path.dirname(name))
+            yield Row(name, [prompted(label, config.prompt)], split=side_of(Path(name)))
+
+
+def prompted(label: str, prompt: str) -> str:
+    """n02099601-golden_retriever → a photo of a golden retriever."""
+    words = re.sub(r"^n\d{8}[-_ ]", "", label).replace("_", " ").strip() or label
+    if words[0].lower() in "aeiou":
+        prompt = re.sub(r"\b(a|A) \{\}", r"\1n {}", prompt)
+    return prompt.replace("{}", words)
+
+
+def side_of(path: Path) -> str:
+    """The side of the split that a path names by its first folders, if it does."""
+    return next((SIDES[part.lower()] for part in path.parts[:-1] if part.lower() in SIDES), "")

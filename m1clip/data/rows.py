@@ -1,0 +1,112 @@
+"""What every source is read as: rows, each the place of a picture and its captions, or a fault in its stead.
+
+Knows no formats. A reader is a generator of these, so a million rows need no memory.
+"""
+
+import html
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+NAMED = 10_000  # faults kept with their names; beyond these they are only counted
+
+
+class Row(NamedTuple):
+    image: str
+    """Path of the picture from the listing's root, or its name inside `file`, or its address on the net."""
+    captions: Sequence[str]
+    line: int = 0
+    """Where in `table` it stands, from 1; 0 where no table lists it."""
+    table: str = ""
+    split: str = ""
+    """The side it is on, in the source's own words."""
+    file: str = ""
+    """The file that holds the picture among others: `length` bytes from `offset`."""
+    offset: int = 0
+    length: int = 0
+
+
+class Fault(NamedTuple):
+    kind: str
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+class Listing(NamedTuple):
+    root: str
+    rows: Iterator[Row | Fault]
+
+
+@dataclass
+class Faults:
+    """How many of how many rows are unusable, by kind, and the first of them by name."""
+
+    rows: int = 0
+    """All of them, the good ones too."""
+    counts: Counter[str] = field(default_factory=Counter)
+    named: list[Fault] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return self.counts.total()
+
+    def add(self, fault: Fault) -> None:
+        self.counts[fault.kind] += 1
+        if len(self.named) < NAMED:
+            self.named.append(fault)
+
+    def __add__(self, other: "Faults") -> "Faults":
+        named = (self.named + other.named)[:NAMED]
+        return Faults(self.rows + other.rows, self.counts + other.counts, named)
+
+    def require_few(self, most: float) -> None:
+        """Refuses data of which more than the part `most` is unusable."""
+        if len(self) <= most * self.rows:
+            return
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.most_common())
+        first = "; ".join(str(fault) for fault in self.named[:3])
+        raise ValueError(
+            f"{len(self):,} of {self.rows:,} rows are unusable ({kinds}), and --max-bad allows {most:.2%}. "
+            f"The first: {first}. m1clip data check names them all"
+        )
+
+
+def meaningful(captions: Iterable[object]) -> list[str]:
+    """The captions that say something, without the spaces around them."""
+    texts = (caption.strip() for caption in captions if isinstance(caption, str))
+    return [text for text in texts if text and ("&" not in text or html.unescape(text).strip())]
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text read with surrogateescape came from proper UTF-8."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def checked(row: Row) -> Row | Fault:
+    """The row with the captions that can be used; a fault where it cannot be."""
+    where = place(row)
+    if not row.image or "\0" in row.image:
+        return Fault("broken line", where, "no picture is named")
+    if not is_utf8(row.image) or not all(map(is_utf8, row.captions)):
+        return Fault("not UTF-8", where, "the text is not UTF-8")
+    captions = meaningful(row.captions)
+    if not captions:
+        return Fault("no caption", where, "the caption is empty")
+    return row._replace(captions=captions)
+
+
+def place(row: Row) -> str:
+    """Where a person finds the row."""
+    image = row.image.encode(errors="replace").decode()
+    if row.line:
+        return f"{row.table} line {row.line}"
+    return f"{row.file}: {image}" if row.file else image

@@ -1,0 +1,111 @@
+"""WebDataset shards: tar files in which the members of a pair share a name. Read in place, never unpacked."""
+
+import json
+import os
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from m1clip.data.rows import Fault, Listing, Row
+from m1clip.data.tables import PICTURE, several
+
+PICKLES = re.compile(r"\.(pyd|pkl|pickle|pt|pth|joblib|npy|npz)$", re.I)  # what readers of shards unpickle
+TEXTS = ("txt", "text", "caption", "cap")
+MOST_TEXT = 1_000_000  # bytes
+
+
+def shards(paths: list[Path]) -> Listing:
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{len(missing)} of {len(paths)} shards are missing, the first is {missing[0]}"
+        )
+    return Listing(
+        os.path.dirname(os.path.commonpath(paths)) or ".", (row for path in paths for row in shard(path))
+    )
+
+
+def shard(path: Path) -> Iterator[Row | Fault]:
+    """The pairs of one tar; a truncated one gives those that are whole."""
+    try:
+        with tarfile.open(path, "r:") as tar:  # not compressed: pictures are read by their place in the file
+            key, members = "", dict[str, tarfile.TarInfo]()
+            while (member := tar.next()) is not None:
+                tar.members.clear()  # type: ignore[attr-defined]  # it would keep every header it has seen
+                if member.isdir():
+                    continue
+                _refuse(path, member)
+                name, ending = split_name(member.name)
+                if name != key:
+                    yield from _pair(path, tar, key, members)
+                    key, members = name, {}
+                members[ending.lower()] = member
+            yield from _pair(path, tar, key, members)
+            if not _ended(path, tar):
+                yield Fault(
+                    "truncated", str(path), "the shard ends before its end mark: pairs may be missing"
+                )
+    except (tarfile.TarError, EOFError) as error:
+        what = error if os.path.getsize(path) else "it is empty"
+        yield Fault("truncated", str(path), f"the shard breaks off or is no plain tar ({what})")
+
+
+def _ended(path: Path, tar: tarfile.TarFile) -> bool:
+    with open(path, "rb") as file:
+        file.seek(tar.offset - tarfile.BLOCKSIZE if tar.offset >= tarfile.BLOCKSIZE else 0)
+        return not any(file.read(tarfile.BLOCKSIZE))
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """a/b.c.d → a/b and c.d: the key of a pair, and what the member is of it."""
+    folder, _, base = name.rpartition("/")
+    stem, _, ending = base.partition(".")
+    return f"{folder}/{stem}" if folder else stem, ending
+
+
+def _refuse(path: Path, member: tarfile.TarInfo) -> None:
+    if member.name.startswith("/") or ".." in member.name.split("/"):
+        raise ValueError(f"{path} is refused: its member {member.name!r} leads out of the archive")
+    if member.issym() or member.islnk():
+        raise ValueError(f"{path} is refused: its member {member.name!r} is a link to {member.linkname!r}")
+    if not member.isfile():
+        raise ValueError(f"{path} is refused: its member {member.name!r} is a device, not a file")
+    if PICKLES.search(member.name):
+        raise ValueError(f"{path} is refused: its member {member.name!r} may be a pickle, which can run code")
+
+
+def _pair(
+    path: Path, tar: tarfile.TarFile, key: str, members: dict[str, tarfile.TarInfo]
+) -> Iterator[Row | Fault]:
+    if not members:
+        return
+    where = f"{path}: {key}"
+    image = next((one for ending, one in members.items() if PICTURE.search(f".{ending}")), None)
+    if image is None:
+        yield Fault("missing file", where, f"no picture among its members ({', '.join(sorted(members))})")
+        return
+    if image.offset_data + image.size > os.path.getsize(path):
+        yield Fault("truncated", where, "the shard ends inside the picture")
+        return
+    captions = list[str]()
+    for ending in TEXTS:
+        if ending in members:
+            captions += _read(tar, members[ending]).decode("utf-8-sig", "surrogateescape").splitlines()
+    if "json" in members and not captions:
+        try:
+            values = json.loads(_read(tar, members["json"]))
+        except (ValueError, RecursionError) as error:
+            yield Fault("broken line", f"{where}.json", f"not JSON ({error})")
+            return
+        if isinstance(values, dict):
+            captions = next(
+                (several(values[k]) for k in ("caption", "captions", "text", "texts") if values.get(k)), []
+            )
+    yield Row(image.name, captions or [""], file=str(path), offset=image.offset_data, length=image.size)
+
+
+def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    assert file is not None  # it is a file: links were refused
+    return file.read(MOST_TEXT)

@@ -1,0 +1,229 @@
+"""Which pairs a spec means: its parts found, listed, and divided so that no picture stands on two sides."""
+
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from glob import glob
+from hashlib import blake2b, file_digest
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from braceexpand import braceexpand
+from numpy.typing import NDArray
+
+from m1clip.config import DataConfig, nearest
+from m1clip.data import captions, folders, hub, index, shards, tables
+from m1clip.data.decode import BadPicture
+from m1clip.data.disk import cache_folder
+from m1clip.data.index import Builder, Indexed
+from m1clip.data.pairs import Bars, Pairs, silent
+from m1clip.data.rows import Faults, Listing
+from m1clip.data.synthetic import Synthetic
+
+KINDS = ("synthetic", "coco", "flickr30k", "flickr8k", "hf")
+GIVEN = 5000  # of a held-out side as given, this many are scored unless --held-out asks for more
+DRAWN = 240
+
+
+@dataclass(frozen=True)
+class Source:
+    spec: str
+    weight: float
+    """How often each of its training pairs comes in an epoch."""
+    every: Pairs
+    """All of them, of whatever side."""
+    train: Pairs
+    held_out: Pairs
+    test: Pairs | None
+    faults: Faults
+    why: str
+    """How the sides were divided."""
+
+
+def open_sources(config: DataConfig, bars: Bars = silent) -> list[Source]:
+    """The parts of a spec such as coco:DIR@2+mine.csv."""
+    sources = [_open(spec, weight, config, bars) for spec, weight in parts_of(config.data)]
+    return _apart(sources, bars) if len(sources) > 1 else sources
+
+
+def parts_of(spec: str) -> list[tuple[str, float]]:
+    """Specs and their weights; a plus sign or an @ that belongs to a path is left alone."""
+    if not spec.strip():
+        raise ValueError("--data is empty; a folder, a table, or synthetic:N is expected")
+    parts = []
+    for part in [spec] if _exists(spec) else spec.split("+"):
+        found = None if _exists(part) else re.fullmatch(r"(.+)@([0-9.]+)", part.strip())
+        name, weight = (found.group(1), found.group(2)) if found else (part.strip(), "1")
+        try:
+            parts.append((name, float(weight)))
+        except ValueError:
+            raise ValueError(f"in {spec!r}, {weight!r} should be a number: how often a pair comes") from None
+        if not 0 < parts[-1][1] <= 1000:
+            raise ValueError(f"in {spec!r}, the weight {weight} should be above 0 and at most 1000")
+    return parts
+
+
+def _exists(spec: str) -> bool:
+    kind, mark, rest = spec.partition(":")
+    return os.path.exists(os.path.expanduser(rest if mark and kind in KINDS else spec))
+
+
+def _open(spec: str, weight: float, config: DataConfig, bars: Bars) -> Source:
+    if spec.partition(":")[0] == "synthetic":
+        return _synthetic(spec, weight, config)
+    faults = Faults()
+    with bars(f"listing {spec}", None) as listed:
+        folder = cache_folder()
+        aside = folder / f"index-{os.getpid()}.new"
+        try:
+            fingerprint = Builder(listing(spec, config), config, faults).write(aside, listed)
+            with open(aside, "rb") as file:
+                path = folder / f"index-{file_digest(file, 'blake2b').hexdigest()[:16]}.arrow"
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+    pairs = Indexed(path, fingerprint)
+    if not len(pairs):
+        faults.require_few(0)
+        raise ValueError(f"{spec} has no pairs in it")
+    faults.require_few(config.max_bad)
+    train, held_out, test, why = divide(pairs, config, bars)
+    left = None if test is None else pairs.take(test)
+    return Source(spec, weight, pairs, pairs.take(train), pairs.take(held_out), left, faults, why)
+
+
+def _synthetic(spec: str, weight: float, config: DataConfig) -> Source:
+    size = spec.partition(":")[2]
+    if size and not size.isdecimal():
+        raise ValueError(f"in {spec!r}, {size!r} should be a whole number of scenes")
+    number = DRAWN if config.held_out == "auto" else config.held_out
+    train = Synthetic(int(size or 12000), config.seed)
+    held_out = Synthetic(number, config.seed, "held-out")
+    return Source(spec, weight, train, train, held_out, None, Faults(), "combinations never trained on")
+
+
+def listing(spec: str, config: DataConfig) -> Listing:
+    kind, mark, rest = spec.partition(":")
+    if mark and kind == "hf":
+        return hub.hub(rest, config, cache_folder())
+    if mark and kind in KINDS:
+        path = Path(rest).expanduser()
+        if not path.is_dir():
+            raise FileNotFoundError(f"{kind}:{rest} needs the folder of {kind}; there is no folder {rest!r}")
+        return captions.coco(path, config) if kind == "coco" else captions.flickr(path, kind, config)
+    paths = files_of(spec)
+    if paths[0].is_dir():
+        inside = sorted(paths[0].glob("*.tar"))
+        return shards.shards(inside) if inside else folders.folder(paths[0], config)
+    endings = {path.suffix.lower() for path in paths}
+    if endings == {".tar"}:
+        return shards.shards(paths)
+    if endings == {".parquet"} and tables.has_pictures(paths[0]):
+        return hub.parquet(paths, config)
+    if endings <= {*tables.TABLES} and len(endings) == 1:
+        return _tables(paths, config)
+    raise ValueError(
+        f"{paths[0]} is nothing m1clip can read: a folder, {', '.join(tables.TABLES)} or plain .tar shards"
+    )
+
+
+def files_of(spec: str) -> list[Path]:
+    """The files of a path with {000..099} or * in it, or the one it names."""
+    spec = os.path.expanduser(spec)
+    names = [spec] if os.path.exists(spec) else list(braceexpand(spec))
+    names = [found for name in names for found in (sorted(glob(name)) if "*" in name else [name])]
+    if not names or not any(map(os.path.exists, names)):
+        kind = spec.partition(":")[0]
+        close = (
+            nearest(kind, KINDS) if "/" not in kind and "." not in kind else "there is no such file or folder"
+        )
+        raise FileNotFoundError(f"no data source {spec!r}; {close}")
+    return [Path(name) for name in names]
+
+
+def _tables(paths: Sequence[Path], config: DataConfig) -> Listing:
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+    if paths[0].suffix.lower() == ".json" and (known := captions.known_json(paths[0])):
+        return known
+    listings = [tables.table(path, config) for path in paths]
+    if len(listings) == 1:
+        return listings[0]
+    root = os.path.commonpath([os.path.abspath(one.root) for one in listings])
+    return Listing(root, chain.from_iterable(folders.moved(one, root) for one in listings))
+
+
+def divide(
+    pairs: Indexed, config: DataConfig, bars: Bars
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None, str]:
+    """Rows of the training, held-out and test sides, and the reason."""
+    side, wish = pairs.column("side"), config.held_out
+    train, held, test = (np.flatnonzero(np.isin(side, codes)) for codes in ([0, 1], [2], [3]))
+    if len(train) and (len(held) or len(test)):
+        given, word = (held, "validation") if len(held) else (test, "test")
+        most = GIVEN if wish == "auto" else wish
+        some = given if len(given) <= most else given[np.linspace(0, len(given) - 1, most).astype(int)]
+        return train, some, test if len(test) else None, f"the {word} split as given"
+    rows = np.flatnonzero(side != index.UNLISTED)
+    if not len(rows):
+        raise ValueError("every picture is on no list: the lists of the split and the captions do not match")
+    content = contents(pairs, bars)[rows]
+    known = np.unique(content)
+    number = min(1000, max(1, len(known) // 20)) if wish == "auto" else wish
+    if number >= len(known):
+        raise ValueError(f"--held-out {number} of {len(known)} different pictures leaves none to learn from")
+    mine = content <= known[number - 1]
+    return rows[~mine], rows[mine], None, "by a hash of each picture's bytes"
+
+
+def contents(pairs: Indexed, bars: Bars = silent) -> NDArray[np.uint64]:
+    """A number for each picture, equal for equal bytes; kept, so that they are read once."""
+    path = cache_folder() / f"content-{blake2b(pairs.fingerprint.encode(), digest_size=8).hexdigest()}.npy"
+    if path.exists():
+        known: NDArray[np.uint64] = np.load(path)
+        if len(known) == len(pairs):
+            return known
+
+    def content(row: int) -> int:
+        try:
+            data = pairs.read(row)
+        except BadPicture:
+            return 2**64 - 1 - row % 2**32  # found again, and named, when it is decoded
+        return int.from_bytes(blake2b(data, digest_size=8).digest())
+
+    found = np.empty(len(pairs), np.uint64)
+    with bars("reading pictures", len(pairs)) as advance, ThreadPoolExecutor(8) as pool:
+        for start in range(0, len(pairs), 256):
+            part = range(start, min(start + 256, len(pairs)))
+            found[start : part.stop] = list(pool.map(content, part))
+            advance(len(part))
+    aside = path.with_suffix(f".{os.getpid()}.npy")
+    np.save(aside, found)
+    os.replace(aside, path)
+    return found
+
+
+def _apart(sources: list[Source], bars: Bars) -> list[Source]:
+    """Where sources are mixed, a picture that one holds out is not trained on from another."""
+    listed = [source for source in sources if isinstance(source.train, Indexed)]
+    kept = [
+        contents(pairs, bars)
+        for one in listed
+        for pairs in (one.held_out, one.test)
+        if isinstance(pairs, Indexed)
+    ]
+    if len(listed) < 2 or not kept:
+        return sources
+    out = np.unique(np.concatenate(kept))
+    apart = []
+    for source in sources:
+        if isinstance(source.train, Indexed):
+            free = np.flatnonzero(~np.isin(contents(source.train, bars), out))
+            if len(free) < len(source.train):
+                source = replace(source, train=source.train.take(free))
+        apart.append(source)
+    return apart

@@ -1,0 +1,89 @@
+"""Processes that decode pictures. Spawned: forking a process that has threads can deadlock. No torch."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.process import BaseProcess
+from typing import NamedTuple
+
+import numpy as np
+
+from m1clip.data.decode import BadPicture
+from m1clip.data.pairs import Pairs
+from m1clip.pictures import Pixels, square
+
+AHEAD = 4  # tasks for each worker that may be waiting, done or not: memory stays bounded
+
+
+class Decoded(NamedTuple):
+    pixels: Pixels
+    bad: dict[int, tuple[str, str]]
+    """Rows that could not be decoded, and are black: kind and sentence."""
+
+
+def decode_rows(pairs: Pairs, size: int, rows: Sequence[int]) -> Decoded:
+    pixels, bad = np.zeros((len(rows), size, size, 3), np.uint8), dict[int, tuple[str, str]]()
+    for i, row in enumerate(rows):
+        try:
+            pixels[i] = square(pairs.image(row, 2 * size), size)
+        except BadPicture as error:
+            bad[row] = (error.kind, str(error))
+    return Decoded(pixels, bad)
+
+
+class Workers:
+    """A pool for one source and size; the source is sent to each process once."""
+
+    def __init__(self, pairs: Pairs, size: int, number: int):
+        self.number = number or os.cpu_count() or 1
+        spawn = multiprocessing.get_context("spawn")
+        self.pool = ProcessPoolExecutor(self.number, spawn, _begin, (pairs, size))
+
+    def submit(self, rows: Sequence[int]) -> "Future[Decoded]":
+        return self.pool.submit(_work, rows)
+
+    def map(self, parts: Sequence[Sequence[int]]) -> Iterator[Decoded]:
+        """The parts, decoded, in order."""
+        waiting: list[Future[Decoded]] = []
+        for part in parts:
+            waiting.append(self.submit(part))
+            if len(waiting) > AHEAD * self.number:
+                yield waiting.pop(0).result()
+        while waiting:
+            yield waiting.pop(0).result()
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_mine: tuple[Pairs, int]
+
+
+def _begin(pairs: Pairs, size: int) -> None:
+    """Leave Ctrl-C to the parent, which ends the pool; end with it, if it is killed; let training lead."""
+    global _mine
+    _mine = (pairs, size)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(5)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with(parent: BaseProcess) -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+
+
+def _work(rows: Sequence[int]) -> Decoded:
+    pairs, size = _mine
+    return decode_rows(pairs, size, rows)

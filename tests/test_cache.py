@@ -1,0 +1,175 @@
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from m1clip.data import cache, disk
+from m1clip.data.cache import Store, decoded, stored
+from m1clip.data.decode import BadPicture
+from m1clip.data.sides import Live
+from m1clip.data.synthetic import Synthetic
+from m1clip.data.workers import decode_rows
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "PART", 8)
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """Scenes of which some cannot be decoded; can be sent to workers."""
+
+    size: int = 40
+    bad: tuple[int, ...] = (3, 4, 39)
+    fingerprint: str = "spoiled"
+
+    def __len__(self) -> int:
+        return self.size
+
+    def image(self, index, least=0):
+        if index in self.bad:
+            raise BadPicture("truncated", "the file ends before the picture does")
+        return Synthetic(self.size).image(index)
+
+    def captions(self, index):
+        return Synthetic(self.size).captions(index)
+
+    def row(self, index):
+        return f"row {index}"
+
+
+def test_pictures_are_decoded_once_and_then_verified():
+    heard = []
+    first = stored(Synthetic(20), 16, 1, 1, heard.append)
+    assert (sum(heard), first.pixels().shape) == (20, (20, 16, 16, 3))
+    before = first.bytes.stat().st_mtime_ns
+    again = stored(Synthetic(20), 16, 1, 1, heard.append)
+    assert sum(heard) == 40  # counted as done at once, not drawn again
+    assert again.bytes.stat().st_mtime_ns == before
+    assert np.array_equal(first.pixels(), decode_rows(Synthetic(20), 16, range(20)).pixels)
+
+
+def test_a_byte_that_the_disk_has_changed_is_noticed_and_only_its_part_made_again(monkeypatch):
+    store = stored(Synthetic(20), 16, 1, 1)
+    sound = np.array(store.pixels())
+    with open(store.bytes, "r+b") as file:
+        file.seek(9 * 16 * 16 * 3 + 5)  # in the second part
+        file.write(b"\xff")
+    again = []
+    monkeypatch.setattr(cache, "decode_rows", lambda *args: again.append(args[2]) or decode_rows(*args))
+    del store
+    assert np.array_equal(stored(Synthetic(20), 16, 1, 1).pixels(), sound)
+    assert again == [range(8, 16)]
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "journal cut", "journal gone"])
+def test_a_store_that_is_not_whole_is_completed(damage):
+    store = stored(Synthetic(20), 16, 1, 1)
+    sound = np.array(store.pixels())
+    file = store.journal if "journal" in damage else store.bytes
+    if "gone" in damage:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-30])
+    assert np.array_equal(stored(Synthetic(20), 16, 1, 1).pixels(), sound)
+
+
+BUILD = """
+import sys, time
+from m1clip.data import cache
+from m1clip.data.synthetic import Synthetic
+cache.PART = 8
+
+class Slow(Synthetic):
+    def image(self, index, least=0):
+        time.sleep(0.02)
+        return super().image(index)
+
+done = []
+cache.stored(Slow(200), 16, 1, 1, lambda n: print(n, flush=True))
+"""
+
+
+def test_a_build_that_is_killed_goes_on_where_it_was():
+    child = subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.PIPE, text=True)
+    for _ in range(5):
+        child.stdout.readline()
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    store = Store(Synthetic(200), 16)
+    assert 5 <= len(store._entries()) < 25
+    kept = store.bytes.stat().st_size
+    heard = []
+    store = stored(Synthetic(200), 16, 1, 1, heard.append)
+    assert sum(heard) == 200
+    assert kept < store.bytes.stat().st_size == 200 * 16 * 16 * 3
+    assert np.array_equal(store.pixels(), decode_rows(Synthetic(200), 16, range(200)).pixels)
+
+
+def test_two_processes_make_it_together_without_doing_it_twice():
+    child = subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.PIPE, text=True)
+    child.stdout.readline()
+    store = stored(Synthetic(200), 16, 1, 1)  # waits for the other
+    assert child.wait() == 0
+    lines = [line for line in store.journal.read_text().splitlines() if line]
+    assert len(lines) == 25
+    assert np.array_equal(store.pixels()[::20], decode_rows(Synthetic(200), 16, range(0, 200, 20)).pixels)
+
+
+def test_many_processes_make_what_one_does():
+    many, one = decoded(Synthetic(20), 16, 2), decoded(Synthetic(20), 16, 1)
+    assert np.array_equal(many.pixels, one.pixels)
+
+
+def test_rows_that_cannot_be_decoded_are_named():
+    store = stored(Spoiled(), 16, 1, 1)
+    assert {row: (fault.kind, fault.where) for row, fault in store.bad().items()} == {
+        row: ("truncated", f"row {row}") for row in (3, 4, 39)
+    }
+
+
+def test_what_does_not_fit_into_the_cache_is_not_stored():
+    assert stored(Synthetic(20), 16, 10e-6, 1) is None
+    assert not [one for one in disk.cache_folder().iterdir() if one.name.startswith("pixels-")]
+
+
+def test_older_pictures_make_room_for_newer_unless_in_use():
+    size = 20 * 16 * 16 * 3 / 1e9
+    used, old = (stored(Synthetic(20, seed), 16, 1, 1) for seed in (0, 1))
+    for age, store in enumerate((used, old)):
+        os.utime(store.folder, (1e9 + age, 1e9 + age))
+    old.close()
+    new = stored(Synthetic(20, 2), 16, 2.5 * size, 1)
+    assert new is not None
+    assert used.folder.exists()
+    assert not old.folder.exists()
+
+
+def test_a_disk_without_room_is_refused_with_a_way_out(monkeypatch):
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 1000)
+    with pytest.raises(OSError, match=r"M1CLIP_CACHE.*--cache-gb 0"):
+        stored(Synthetic(20), 16, 1, 1)
+
+
+def test_live_pictures_are_those_of_the_cache_and_a_bad_row_gives_its_place_to_the_next():
+    whole = decode_rows(Spoiled(), 16, range(40)).pixels
+    live = Live(Spoiled(), 16, 2, max_bad=0.1)
+    rows, pixels = live.take(np.array([5, 3, 39, 0]))
+    live.workers.close()
+    assert rows.tolist() == [5, 5, 0, 0]
+    assert np.array_equal(pixels, whole[rows])
+    assert len(live.faults) == 3
+    assert "row 4" in [fault.where for fault in live.faults.named]
+
+
+def test_too_many_bad_rows_end_a_live_run():
+    live = Live(Spoiled(), 16, 1, max_bad=0.01)
+    with pytest.raises(ValueError, match=r"1 truncated.*row 3"):
+        live.take(np.array([0, 3]))
+    live.workers.close()
