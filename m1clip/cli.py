@@ -16,6 +16,8 @@ VERBS = {
     "stop": "end a run that trains in the background, with a checkpoint",
     "eval": "held-out retrieval of a run or a saved model, and which words it reads",
     "info": "the presets: parameters by part, FLOPs per pair, memory of a batch",
+    "data check": "what is in your data and what is wrong with it, by file and line",
+    "data convert": "your data as WebDataset shards or Parquet, with checksums",
     "data preview": "a contact sheet of the data with its captions",
 }
 HELP = f"""m1clip {__version__}: train, understand and ship a CLIP model on the computer you own

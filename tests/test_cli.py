@@ -144,7 +144,7 @@ def test_train_eval_and_repeat_from_the_command_line(capsys, tmp_path, monkeypat
 
     code, _, err = said(capsys, "train", "--resume", "--name", "nano-2", "--batch", "4", "--seed", "3")
     assert code == 2
-    assert "keeps its batch, seed" in err
+    assert "keeps its seed, batch" in err
     code, _, err = said(capsys, "train", "--resume", "--name", "nano-2", "--best-by", "i2t_r5")
     assert code == 2
     assert "keeps its best_by" in err

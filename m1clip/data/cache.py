@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import IO
@@ -64,7 +65,7 @@ class Store:
         os.utime(self.folder)
 
     def _claim(self) -> None:
-        """Ours alone while it is made; shared where others only read it; if another makes it, wait for that."""
+        """Ours alone while it is made; shared where others only read it; else wait for who makes it."""
         self._lock = os.open(self.folder, os.O_RDONLY)
         while True:
             for how in (fcntl.LOCK_EX, fcntl.LOCK_SH):
@@ -133,7 +134,7 @@ def _decode(pairs: Pairs, size: int, parts: Sequence[range], workers: int) -> It
     if len(parts) == 1 or workers == 1:
         yield from (decode_rows(pairs, size, part) for part in parts)
         return
-    with Workers(pairs, size, workers) as pool:
+    with Workers(partial(decode_rows, pairs, size), workers) as pool:
         yield from pool.map(parts)
 
 

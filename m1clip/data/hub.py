@@ -17,6 +17,7 @@ import numpy as np
 from m1clip.config import DataConfig
 from m1clip.data.folders import prompted
 from m1clip.data.rows import Fault, Listing, Row
+from m1clip.data.shards import SIDE
 from m1clip.data.tables import Record, guess_captions, holds_bytes, several
 
 if TYPE_CHECKING:
@@ -39,16 +40,20 @@ def hub(name: str, config: DataConfig, keep: Path) -> Listing:
     return _listing(_load(name, options.get("config"), options.get("split")), name, config)
 
 
-def parquet(paths: list[Path], config: DataConfig) -> Listing:
-    return _listing(
-        _load("parquet", None, None, data_files=[str(path) for path in paths]), str(paths[0]), config
-    )
+def parquet(paths: list[Path], config: DataConfig, keep: Path) -> Listing:
+    """Files that are called train-…, val-… or test-… are these sides."""
+    sides: dict[str, list[str]] = {}
+    for path in paths:
+        side = SIDE.match(path.name)
+        sides.setdefault(side.group(1).lower().replace("-", "_") if side else "train", []).append(str(path))
+    found = _load("parquet", None, None, data_files=sides, cache_dir=str(keep / "datasets"))
+    return _listing(found, str(paths[0].parent), config)
 
 
 def _load(name: str, part: str | None, split: str | None, **more: Any) -> "dict[str, Dataset]":
     import datasets
 
-    datasets.logging.set_verbosity_error()
+    _quiet()
     with _explained(name):
         if any(
             (Path(name) / info).is_file() for info in ("dataset_info.json", "dataset_dict.json", "state.json")
@@ -69,7 +74,7 @@ def _streamed(name: str, options: dict[str, str], keep: Path) -> "dict[str, Data
     folder = keep / f"streamed-{sha256(f'{name}/{sorted(options.items())}'.encode()).hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
     done = len(list(folder.glob("*.parquet"))) * STREAMED
-    datasets.logging.set_verbosity_error()
+    _quiet()
     with _explained(name):
         stream = datasets.load_dataset(
             name, options.get("config"), split=options.get("split", "train"), streaming=True
@@ -84,6 +89,13 @@ def _streamed(name: str, options: dict[str, str], keep: Path) -> "dict[str, Data
             os.replace(aside, folder / f"{done:09d}.parquet")
             done += STREAMED
     return _load("parquet", None, None, data_files=[str(part) for part in sorted(folder.glob("*.parquet"))])
+
+
+def _quiet() -> None:
+    import datasets
+
+    datasets.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
 
 
 @contextmanager

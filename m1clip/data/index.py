@@ -98,7 +98,7 @@ class Builder:
                     progress(len(batch))
                     batch = []
                 batch.append(entry)
-                keys.append(hash((entry.file, entry.name)))
+                keys.append(hash((entry.file, entry.offset, entry.name)))
             writer.write_batch(_columns(batch))
             progress(len(batch))
         return np.frombuffer(keys, np.int64) if keys else np.empty(0, np.int64)
@@ -111,7 +111,7 @@ class Builder:
             if isinstance(row, Fault):
                 self.faults.rows += 1
                 self.faults.add(row)
-            elif last and last.name == row.image and last.file == self.files.number(row.file):
+            elif last and (last.name, last.offset) == (row.image, row.offset) and not row.file:
                 last.captions.extend(row.captions)
             else:
                 if last:

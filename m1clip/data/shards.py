@@ -6,12 +6,14 @@ import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from m1clip.data.rows import Fault, Listing, Row
 from m1clip.data.tables import PICTURE, several
 
 PICKLES = re.compile(r"\.(pyd|pkl|pickle|pt|pth|joblib|npy|npz)$", re.I)  # what readers of shards unpickle
 TEXTS = ("txt", "text", "caption", "cap")
+SIDE = re.compile(r"(train|val|valid|validation|dev|held-out|test)[-_.]", re.I)
 MOST_TEXT = 1_000_000  # bytes
 
 
@@ -53,8 +55,8 @@ def shard(path: Path) -> Iterator[Row | Fault]:
 
 def _ended(path: Path, tar: tarfile.TarFile) -> bool:
     with open(path, "rb") as file:
-        file.seek(tar.offset - tarfile.BLOCKSIZE if tar.offset >= tarfile.BLOCKSIZE else 0)
-        return not any(file.read(tarfile.BLOCKSIZE))
+        file.seek(tar.offset)
+        return file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -88,21 +90,23 @@ def _pair(
     if image.offset_data + image.size > os.path.getsize(path):
         yield Fault("truncated", where, "the shard ends inside the picture")
         return
-    captions = list[str]()
-    for ending in TEXTS:
-        if ending in members:
-            captions += _read(tar, members[ending]).decode("utf-8-sig", "surrogateescape").splitlines()
-    if "json" in members and not captions:
+    text = next((members[ending] for ending in TEXTS if ending in members), None)
+    lines = _read(tar, text).decode("utf-8-sig", "surrogateescape").splitlines() if text else []
+    values: Any = {}
+    if "json" in members:
         try:
             values = json.loads(_read(tar, members["json"]))
         except (ValueError, RecursionError) as error:
-            yield Fault("broken line", f"{where}.json", f"not JSON ({error})")
-            return
-        if isinstance(values, dict):
-            captions = next(
-                (several(values[k]) for k in ("caption", "captions", "text", "texts") if values.get(k)), []
-            )
-    yield Row(image.name, captions or [""], file=str(path), offset=image.offset_data, length=image.size)
+            if not lines:
+                yield Fault("broken line", f"{where}.json", f"not JSON ({error})")
+                return
+    said = values if isinstance(values, dict) else {}
+    captions = (
+        several(said.get("captions")) or lines or several(said.get("caption") or said.get("text")) or [""]
+    )
+    side = SIDE.match(path.name)
+    split = side.group(1) if side else ""
+    yield Row(image.name, captions, 0, "", split, str(path), image.offset_data, image.size)
 
 
 def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:

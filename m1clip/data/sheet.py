@@ -11,6 +11,7 @@ from m1clip.data.decode import BadPicture
 from m1clip.data.pairs import Pairs
 
 SIDE, GAP, LINE = 224, 14, 17
+BLANK = (235, 235, 238)
 Shot = tuple[Image.Image, str]
 
 
@@ -20,13 +21,14 @@ def shown(pairs: Pairs, number: int) -> list[Shot]:
         rows = np.linspace(0, len(pairs) - 1, number).astype(int).tolist()
     else:
         rows = list(range(min(number, len(pairs))))
-    shots: list[Shot] = []
-    for row in rows:
-        try:
-            shots.append((pairs.image(row, SIDE), pairs.captions(row)[0]))
-        except BadPicture as error:
-            shots.append((Image.new("RGB", (SIDE, SIDE), (235, 235, 238)), f"{pairs.row(row)}: {error}"))
-    return shots
+    return [shot(pairs, row) for row in rows]
+
+
+def shot(pairs: Pairs, row: int, note: str = "") -> Shot:
+    try:
+        return pairs.image(row, SIDE), note + pairs.captions(row)[0]
+    except BadPicture as error:
+        return Image.new("RGB", (SIDE, SIDE), BLANK), f"{pairs.row(row)}: {error}"
 
 
 def contact_sheet(shots: Sequence[Shot], columns: int) -> Image.Image:
@@ -40,7 +42,7 @@ def contact_sheet(shots: Sequence[Shot], columns: int) -> Image.Image:
     pen = ImageDraw.Draw(sheet)
     for i, ((picture, _), text) in enumerate(zip(shots, texts, strict=True)):
         x, y = GAP + i % columns * width, GAP + i // columns * height
-        whole = ImageOps.pad(picture.convert("RGB"), (SIDE, SIDE), color=(235, 235, 238))
+        whole = ImageOps.pad(picture.convert("RGB"), (SIDE, SIDE), color=BLANK)
         sheet.paste(whole, (x, y))
         pen.multiline_text((x, y + SIDE + 5), "\n".join(text), fill=(50, 50, 60), font=font, spacing=3)
     return sheet

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +13,7 @@ from m1clip.data.index import Indexed, Rows
 from m1clip.data.pairs import Bars, Pairs, silent
 from m1clip.data.rows import Fault, Faults
 from m1clip.data.sources import Source, open_sources
-from m1clip.data.workers import Workers
+from m1clip.data.workers import Workers, decode_rows
 from m1clip.pictures import Pixels
 
 WINDOW = 10_000  # rows that a live shard's order is shuffled over: its files are read nearly in sequence
@@ -41,7 +41,7 @@ class Live:
         self.pairs, self.max_bad = pairs, max_bad
         self.faults = Faults(len(pairs))
         self.bad = set[int]()
-        self.workers = Workers(pairs, size, workers)
+        self.workers = Workers(partial(decode_rows, pairs, size), workers)
 
     def take(self, rows: Rows) -> tuple[Rows, Pixels]:
         rows = np.array([self._good(int(row)) for row in rows])

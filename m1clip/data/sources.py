@@ -122,7 +122,7 @@ def listing(spec: str, config: DataConfig) -> Listing:
     if endings == {".tar"}:
         return shards.shards(paths)
     if endings == {".parquet"} and tables.has_pictures(paths[0]):
-        return hub.parquet(paths, config)
+        return hub.parquet(paths, config, cache_folder())
     if endings <= {*tables.TABLES} and len(endings) == 1:
         return _tables(paths, config)
     raise ValueError(

@@ -4,10 +4,10 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from m1clip.data.decode import BadPicture
 from m1clip.data.pairs import Pairs
 from m1clip.pictures import Pixels, square
 
+T = TypeVar("T")
 AHEAD = 4  # tasks for each worker that may be waiting, done or not: memory stays bounded
 
 
@@ -34,22 +35,20 @@ def decode_rows(pairs: Pairs, size: int, rows: Sequence[int]) -> Decoded:
     return Decoded(pixels, bad)
 
 
-class Workers:
-    """A pool for one source and size; the source is sent to each process once."""
+class Workers(Generic[T]):
+    """A pool that does one thing to parts of a source; what it needs is sent to each process once."""
 
-    def __init__(self, pairs: Pairs, size: int, number: int):
+    def __init__(self, work: Callable[[Sequence[int]], T], number: int):
+        """`work` can be pickled: a function of a module, or a partial of one."""
         self.number = number or os.cpu_count() or 1
         spawn = multiprocessing.get_context("spawn")
-        self.pool = ProcessPoolExecutor(self.number, spawn, _begin, (pairs, size))
+        self.pool = ProcessPoolExecutor(self.number, spawn, _begin, (work,))
 
-    def submit(self, rows: Sequence[int]) -> "Future[Decoded]":
-        return self.pool.submit(_work, rows)
-
-    def map(self, parts: Sequence[Sequence[int]]) -> Iterator[Decoded]:
-        """The parts, decoded, in order."""
-        waiting: list[Future[Decoded]] = []
+    def map(self, parts: Iterable[Sequence[int]]) -> Iterator[T]:
+        """What came of the parts, in order."""
+        waiting: list[Future[T]] = []
         for part in parts:
-            waiting.append(self.submit(part))
+            waiting.append(self.pool.submit(_work, part))
             if len(waiting) > AHEAD * self.number:
                 yield waiting.pop(0).result()
         while waiting:
@@ -58,20 +57,20 @@ class Workers:
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
-    def __enter__(self) -> "Workers":
+    def __enter__(self) -> "Workers[T]":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-_mine: tuple[Pairs, int]
+_mine: Callable[[Sequence[int]], Any]
 
 
-def _begin(pairs: Pairs, size: int) -> None:
+def _begin(work: Callable[[Sequence[int]], Any]) -> None:
     """Leave Ctrl-C to the parent, which ends the pool; end with it, if it is killed; let training lead."""
     global _mine
-    _mine = (pairs, size)
+    _mine = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
     parent = multiprocessing.parent_process()
@@ -84,6 +83,5 @@ def _begin(pairs: Pairs, size: int) -> None:
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
 
 
-def _work(rows: Sequence[int]) -> Decoded:
-    pairs, size = _mine
-    return decode_rows(pairs, size, rows)
+def _work(rows: Sequence[int]) -> Any:
+    return _mine(rows)
