@@ -28,6 +28,7 @@ class Spoiled:
     size: int = 40
     bad: tuple[int, ...] = (3, 4, 39)
     fingerprint: str = "spoiled"
+    identity: str = "spoiled"
 
     def __len__(self) -> int:
         return self.size

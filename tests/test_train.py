@@ -21,6 +21,7 @@ def test_a_run_leaves_the_folder_of_the_design(tiny_run, tmp_path):
     assert {path.name for path in run.path.iterdir()} == {
         *(
             "config.json",
+            "data.json",
             "machine.json",
             "metrics.jsonl",
             "status.json",

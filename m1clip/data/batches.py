@@ -21,9 +21,9 @@ from m1clip.pictures import Pixels
 
 
 class Tokenize(Protocol):
-    """Captions, and for messages where each came from, to token ids (B, L)."""
+    """Captions to token ids (B, L)."""
 
-    def __call__(self, texts: Sequence[str], *, rows: Sequence[str]) -> Tensor: ...
+    def __call__(self, texts: Sequence[str]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Batches:
         captions = [self.pairs.captions(int(row)) for row in rows]
         which = draws(self.seed, epoch, turns, stream=0)
         chosen = [ways[int(u * len(ways))] for ways, u in zip(captions, which, strict=True)]
-        tokens_BL = self.tokenize(chosen, rows=[self.pairs.row(int(row)) for row in rows])
+        tokens_BL = self.tokenize(chosen)
         twin_BB = twins(tokens_BL, pixels) if self.mask_twins else None
         key_B = torch.from_numpy((draws(self.seed, epoch, turns, stream=3) * 2.0**32).astype(np.int64))
         return Batch(self._augmented(pixels, step, epoch, turns), tokens_BL, key_B, twin_BB, rows)

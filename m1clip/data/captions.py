@@ -84,7 +84,8 @@ def known_json(path: Path) -> Listing | None:
     if not isinstance(values, dict) or not isinstance(values.get("images"), list):
         return None
     if "annotations" in values:
-        return Listing(str(path.parent), coco_json(path, path.parent))
+        root = path.parent.parent if path.parent.name == "annotations" else path.parent
+        return Listing(str(root), coco_json(path, root))
     return karpathy_json(path, path.parent)
 
 

@@ -1,9 +1,11 @@
 """The cache folder, and how much of the disk it may take. What is oldest and not in use goes first."""
 
+import atexit
+import fcntl
 import os
 import shutil
-import time
 from pathlib import Path
+from tempfile import mkdtemp
 
 from m1clip.run import locked
 from m1clip.sensors import readable
@@ -47,18 +49,27 @@ def make_room(need: int, most: float, keep: Path) -> bool:
     return taken + need <= most
 
 
+def own_folder(prefix: str) -> Path:
+    """A folder for this process alone; it goes with it, or when another of its kind is asked for."""
+    for left in cache_folder().glob(f"{prefix}*"):
+        _remove(left)
+    folder = Path(mkdtemp(prefix=prefix, dir=cache_folder()))
+    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)  # until we end, however we do
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def _remove(one: Path) -> bool:
     """Whether it could go: what can be made again, and is in nobody's hands."""
-    if one.name.startswith(("index-", "content-", "pixels-")) and one.is_file():
-        if time.time() - one.lstat().st_mtime > 86400:
-            one.unlink(missing_ok=True)
-        return not one.exists()
-    if not one.name.startswith("pixels-"):
-        return False
-    with locked(one) as ours:
-        if ours:
-            shutil.rmtree(one, ignore_errors=True)
-        return ours
+    if one.is_dir() and one.name.startswith(("pixels-", "index-")):
+        with locked(one) as ours:
+            if ours:
+                shutil.rmtree(one, ignore_errors=True)
+            return ours
+    if one.is_file() and one.name.startswith(("content-", "pixels-")):  # small, or of an older version
+        one.unlink(missing_ok=True)
+        return True
+    return False
 
 
 def size_of(path: Path) -> int:

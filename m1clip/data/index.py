@@ -1,4 +1,4 @@
-"""The index of a source: where each picture lies and what is said of it, as a memory-mapped Arrow file.
+"""The index of a source: where each picture lies and what is said of it, in memory-mapped files.
 
 A picture that many rows name is one entry with many captions. A million rows cost the disk, not the memory.
 """
@@ -26,6 +26,7 @@ from m1clip.data.rows import Fault, Faults, Listing, Row, checked, place
 
 Rows = NDArray[np.int64]
 BATCH = 8192
+MOST_LINES = 1000  # of a table, whose captions one picture can have
 NO_SIDE, TRAIN, HELD_OUT, TEST, UNLISTED = range(5)
 CODES = {"train": TRAIN, "held-out": HELD_OUT, "test": TEST, "unlisted": UNLISTED}
 SCHEMA = pa.schema(
@@ -64,12 +65,15 @@ class Names:
     def number(self, name: str) -> int:
         return self.known.setdefault(name, len(self.known) - 1)
 
+    def name(self, number: int) -> str:
+        return self.all()[number]
+
     def all(self) -> list[str]:
         return list(self.known)[1:]
 
 
 class Builder:
-    """Rows in, an Arrow file out; what cannot be used goes to `faults`."""
+    """Rows in, an index out; what cannot be used goes to `faults`."""
 
     def __init__(self, listing: Listing, config: DataConfig, faults: Faults):
         self.listing, self.allow, self.faults = listing, config.allow, faults
@@ -77,20 +81,27 @@ class Builder:
         self.root = os.path.abspath(listing.root)
         self.real_root = os.path.realpath(listing.root)
 
-    def write(self, path: Path, progress: Callable[[int], None]) -> str:
-        """Write the index; the fingerprint of its pictures."""
-        raw = path.with_suffix(".raw")
-        try:
-            keys = self._write_raw(raw, progress)
-            with pa.memory_map(str(raw)) as source:
-                return self._write_final(path, _grouped(pa.ipc.open_file(source), keys))
-        finally:
-            raw.unlink(missing_ok=True)
+    def write(self, folder: Path, progress: Callable[[int], None]) -> None:
+        keys = self._write_rows(folder / "rows.arrow", progress)
+        order, starts = _grouped(keys)
+        with pa.memory_map(str(folder / "rows.arrow")) as source:
+            there, fingerprint, identity = self._look_up(pa.ipc.open_file(source), order, starts)
+        sizes = np.diff(starts)[there]
+        np.save(folder / "order.npy", order[np.repeat(there, np.diff(starts))])
+        np.save(folder / "starts.npy", np.concatenate([[0], np.cumsum(sizes)]))
+        facts = {
+            "root": self.root,
+            "files": self.files.all(),
+            "tables": self.tables.all(),
+            "fingerprint": fingerprint,
+            "identity": identity,
+        }
+        (folder / "facts.json").write_text(json.dumps(facts))
 
-    def _write_raw(self, raw: Path, progress: Callable[[int], None]) -> NDArray[np.int64]:
-        """One entry a row, in the order they come; the answer says which are of the same picture."""
+    def _write_rows(self, path: Path, progress: Callable[[int], None]) -> NDArray[np.int64]:
+        """The rows in the order they come; the answer has equal numbers for those of the same picture."""
         keys = array("q")
-        with pa.ipc.new_file(str(raw), SCHEMA) as writer:
+        with pa.ipc.new_file(str(path), SCHEMA) as writer:
             batch: list[Entry] = []
             for entry in self._entries():
                 if len(batch) == BATCH:
@@ -111,12 +122,12 @@ class Builder:
             if isinstance(row, Fault):
                 self.faults.rows += 1
                 self.faults.add(row)
-            elif last and (last.name, last.offset) == (row.image, row.offset) and not row.file:
+            elif last and last.name == row.image and last.offset == row.offset and not row.file:
                 last.captions.extend(row.captions)
             else:
                 if last:
                     yield last
-                side = CODES.get(SIDES.get(row.split.lower(), row.split), NO_SIDE)
+                side = CODES.get(SIDES.get(row.split.lower(), row.split), NO_SIDE) if row.split else NO_SIDE
                 file, table = self.files.number(row.file), self.tables.number(row.table)
                 last = Entry(
                     row.image, file, row.offset, row.length, table, row.line, side, list(row.captions)
@@ -135,52 +146,56 @@ class Builder:
             )
         return row
 
-    def _write_final(self, path: Path, batches: Iterator[pa.RecordBatch]) -> str:
-        same = blake2b(self.root.encode(), digest_size=16)
+    def _look_up(
+        self, rows: pa.RecordBatchFileReader, order: Rows, starts: Rows
+    ) -> tuple[NDArray[np.bool_], str, str]:
+        """Which pictures are there; a fingerprint of their files, and one of names and captions."""
+        same, said = blake2b(self.root.encode(), digest_size=16), blake2b(digest_size=16)
         for file in self.files.all():
             about = os.stat(file)
             same.update(f"{os.path.abspath(file)}/{about.st_size}/{about.st_mtime_ns}".encode())
-        facts = {"root": self.root, "files": self.files.all(), "tables": self.tables.all()}
-        schema = SCHEMA.with_metadata({"facts": json.dumps(facts)})
-        with pa.ipc.new_file(str(path), schema) as writer:
-            for batch in batches:
-                self.faults.rows += len(batch)
-                names, inside = batch["name"].to_pylist(), batch["file"].to_numpy()
-                there = np.ones(len(batch), bool)
-                for i in np.flatnonzero(inside < 0):
-                    stamp = self._stamp(names[i], batch, int(i))
-                    if isinstance(stamp, Fault):
-                        self.faults.add(stamp)
-                        there[i] = False
-                    same.update(str(stamp).encode())
-                same.update("\n".join(names).encode())
-                same.update(batch["offset"].to_numpy().tobytes() + batch["length"].to_numpy().tobytes())
-                writer.write_batch(batch.filter(pa.array(there)).replace_schema_metadata(schema.metadata))
-        return same.hexdigest()
+        heads = order[starts[:-1]]  # where each picture is first named: in the order of the rows
+        there = np.ones(len(heads), bool)
+        self.faults.rows += len(heads)
+        at, begin = 0, 0
+        for k in range(rows.num_record_batches):
+            batch = rows.get_batch(k)
+            names, inside, lines, tables = (
+                batch[key].to_pylist() for key in ("name", "file", "line", "table")
+            )
+            said.update("\n".join([*names, *batch["captions"].flatten().to_pylist()]).encode())
+            same.update(batch["offset"].to_numpy().tobytes() + batch["length"].to_numpy().tobytes())
+            while at < len(heads) and heads[at] < begin + len(batch):
+                i = int(heads[at]) - begin
+                stamp = names[i] if inside[i] >= 0 else self._stamp(names[i])
+                if isinstance(stamp, Fault):
+                    there[at] = False
+                    where = f"{self.tables.name(tables[i])} line {lines[i]}" if lines[i] else stamp.where
+                    self.faults.add(stamp._replace(where=where))
+                same.update(str(stamp).encode())
+                at += 1
+            begin += len(batch)
+        return there, same.hexdigest(), said.hexdigest()
 
-    def _stamp(self, name: str, batch: pa.RecordBatch, i: int) -> str | Fault:
+    def _stamp(self, name: str) -> str | Fault:
         """What tells a file from an earlier one of the same name; a fault if it cannot be used."""
         if "://" in name:
             return name
         path = os.path.join(self.root, name)
-
-        def fault(kind: str, what: str) -> Fault:
-            line = batch["line"][i].as_py()
-            table = self.tables.all()[batch["table"][i].as_py()] if line else ""
-            return Fault(kind, f"{table} line {line}" if line else path, what)
-
         try:
             about = os.lstat(path)
             if stat.S_ISLNK(about.st_mode):
                 real = os.path.realpath(path)
                 if "links" not in self.allow and not real.startswith(self.real_root + os.sep):
-                    return fault("refused", f"{name} is a link that leads out, to {real} (--allow links)")
+                    return Fault(
+                        "refused", path, f"{name} is a link that leads out, to {real} (--allow links)"
+                    )
                 about = os.stat(path)
         except (OSError, ValueError):
-            return fault("missing file", f"there is no {name}")
+            return Fault("missing file", path, f"there is no {name}")
         if not stat.S_ISREG(about.st_mode):
-            return fault("missing file", f"{name} is not a file")
-        return f"{about.st_size}/{about.st_mtime_ns}"
+            return Fault("missing file", path, f"{name} is not a file")
+        return f"{name}/{about.st_size}/{about.st_mtime_ns}"
 
 
 def _columns(batch: Sequence[Entry]) -> pa.RecordBatch:
@@ -190,64 +205,75 @@ def _columns(batch: Sequence[Entry]) -> pa.RecordBatch:
     )
 
 
-def _grouped(raw: pa.RecordBatchFileReader, keys: NDArray[np.int64]) -> Iterator[pa.RecordBatch]:
-    """Entries of the same picture joined, each where it first stood."""
+def _grouped(keys: NDArray[np.int64]) -> tuple[Rows, Rows]:
+    """Row numbers, those of a picture together, pictures in the order they are first named; the cuts."""
     _, first, group = np.unique(keys, return_index=True, return_inverse=True)
     if len(first) == len(keys):
-        yield from (raw.get_batch(i) for i in range(raw.num_record_batches))
-        return
-    order = np.lexsort((np.arange(len(keys)), first[group]))  # rows by the place of their picture's first
-    starts = np.flatnonzero(np.diff(first[group][order], prepend=-1))
-    ends = np.append(starts[1:], len(order))
-    table = raw.read_all()
-    for at in range(0, len(starts), BATCH):
-        begin, end = starts[at : at + BATCH], ends[at : at + BATCH]
-        taken = table.take(order[begin[0] : end[-1]]).combine_chunks()
-        heads = taken.take(begin - begin[0])
-        captions = taken["captions"].combine_chunks()
-        lengths = np.concatenate([[0], np.cumsum(np.diff(captions.offsets.to_numpy()))])
-        cuts = lengths[np.append(begin, end[-1]) - begin[0]].astype(np.int32)
-        joined = pa.ListArray.from_arrays(pa.array(cuts), captions.flatten())
-        columns = [joined if name == "captions" else heads[name].combine_chunks() for name in SCHEMA.names]
-        yield pa.record_batch(columns, SCHEMA)
+        return np.arange(len(keys)), np.arange(len(keys) + 1)
+    owner = first[group]  # for each row, the first of its picture
+    order = np.argsort(owner, kind="stable")
+    starts = np.flatnonzero(np.diff(owner[order], prepend=-1))
+    return order, np.append(starts, len(order))
 
 
 class Indexed:
     """Pairs of an index, all or some of them. What is opened is opened anew in each process."""
 
-    def __init__(self, path: Path, fingerprint: str, rows: Rows | None = None):
-        self.path, self.fingerprint = path, fingerprint
-        self.rows = np.arange(self._table.num_rows) if rows is None else rows
+    def __init__(self, folder: Path, rows: Rows | None = None):
+        self.folder = folder
+        self.rows = np.arange(len(self._starts) - 1) if rows is None else rows
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "fingerprint": self.fingerprint, "rows": self.rows}
+        return {"folder": self.folder, "rows": self.rows}
 
     def take(self, rows: Rows) -> "Indexed":
-        chosen = self.rows[rows]
-        name = blake2b(chosen.tobytes(), digest_size=8).hexdigest()
-        return Indexed(self.path, f"{self.fingerprint}/{name}", chosen)
+        return Indexed(self.folder, self.rows[rows])
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self._facts['fingerprint']}/{blake2b(self.rows.tobytes(), digest_size=8).hexdigest()}"
+
+    @property
+    def identity(self) -> str:
+        return f"{self._facts['identity']}/{blake2b(self.rows.tobytes(), digest_size=8).hexdigest()}"
 
     @cached_property
     def _table(self) -> pa.Table:
-        return pa.ipc.open_file(pa.memory_map(str(self.path))).read_all()
+        return pa.ipc.open_file(pa.memory_map(str(self.folder / "rows.arrow"))).read_all()
+
+    @cached_property
+    def _order(self) -> Rows:
+        order: Rows = np.load(self.folder / "order.npy", mmap_mode="r")
+        return order
+
+    @cached_property
+    def _starts(self) -> Rows:
+        starts: Rows = np.load(self.folder / "starts.npy", mmap_mode="r")
+        return starts
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = json.loads(self._table.schema.metadata[b"facts"])
+        facts: dict[str, Any] = json.loads((self.folder / "facts.json").read_text())
         return facts
 
     def column(self, name: str) -> NDArray[Any]:
         values: NDArray[Any] = self._table[name].to_numpy()
-        return values[self.rows]
+        return values[self._order[self._starts[self.rows]]]
 
     def _value(self, name: str, index: int) -> Any:
-        return self._table[name][int(self.rows[index])].as_py()
+        chunk, place = divmod(int(self._order[self._starts[self.rows[index]]]), BATCH)
+        return self._table[name].chunk(chunk)[place].as_py()
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def captions(self, index: int) -> Sequence[str]:
-        return Captions(self._table["captions"][int(self.rows[index])].values)
+        row = self.rows[index]
+        lines = self._order[self._starts[row] : self._starts[row + 1]]
+        column = self._table["captions"]
+        return Captions(
+            [column.chunk(line // BATCH)[line % BATCH].values for line in lines[:MOST_LINES].tolist()]
+        )
 
     def row(self, index: int) -> str:
         """Where a person finds it."""
@@ -258,10 +284,6 @@ class Indexed:
         return (
             f"{self._facts['files'][file]}: {name}" if file >= 0 else os.path.join(self._facts["root"], name)
         )
-
-    def name(self, index: int) -> str:
-        name: str = self._value("name", index)
-        return name
 
     def container(self) -> NDArray[np.int32]:
         """The number of the file that holds each picture among others; -1 where it is a file itself."""
@@ -293,12 +315,17 @@ class Indexed:
 class Captions(Sequence[str]):
     """Read one by one: a picture may have very many."""
 
-    def __init__(self, values: pa.StringArray):
-        self.values = values
+    def __init__(self, lines: list[pa.StringArray]):
+        self.lines = lines
 
     def __len__(self) -> int:
-        return len(self.values)
+        return sum(map(len, self.lines))
 
     def __getitem__(self, index: Any) -> Any:
-        found = self.values[index]
-        return found.to_pylist() if isinstance(index, slice) else found.as_py()
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        for line in self.lines:
+            if 0 <= index < len(line):
+                return line[index].as_py()
+            index -= len(line)
+        raise IndexError("no such caption")

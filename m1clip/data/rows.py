@@ -62,16 +62,16 @@ class Faults:
         named = (self.named + other.named)[:NAMED]
         return Faults(self.rows + other.rows, self.counts + other.counts, named)
 
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.most_common())
+        first = "; ".join(str(fault) for fault in self.named[:3])
+        return f"{len(self):,} of {self.rows:,} rows are unusable ({kinds}), the first: {first}"
+
     def require_few(self, most: float) -> None:
         """Refuses data of which more than the part `most` is unusable."""
         if len(self) <= most * self.rows:
             return
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.most_common())
-        first = "; ".join(str(fault) for fault in self.named[:3])
-        raise ValueError(
-            f"{len(self):,} of {self.rows:,} rows are unusable ({kinds}), and --max-bad allows {most:.2%}. "
-            f"The first: {first}. m1clip data check names them all"
-        )
+        raise ValueError(f"{self}; --max-bad allows {most:.2%}, and m1clip data check names them all")
 
 
 def meaningful(captions: Iterable[object]) -> list[str]:
@@ -93,15 +93,14 @@ def is_utf8(text: str) -> bool:
 
 def checked(row: Row) -> Row | Fault:
     """The row with the captions that can be used; a fault where it cannot be."""
-    where = place(row)
     if not row.image or "\0" in row.image:
-        return Fault("broken line", where, "no picture is named")
+        return Fault("broken line", place(row), "no picture is named")
     if not is_utf8(row.image) or not all(map(is_utf8, row.captions)):
-        return Fault("not UTF-8", where, "the text is not UTF-8")
+        return Fault("not UTF-8", place(row), "the text is not UTF-8")
     captions = meaningful(row.captions)
     if not captions:
-        return Fault("no caption", where, "the caption is empty")
-    return row._replace(captions=captions)
+        return Fault("no caption", place(row), "the caption is empty")
+    return row if captions == row.captions else row._replace(captions=captions)
 
 
 def place(row: Row) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -84,8 +84,9 @@ class Side:
         return int(self.starts[-1])
 
     @property
-    def fingerprint(self) -> str:
-        return "+".join(f"{part.pairs.fingerprint}/{len(part.rows)}@{part.weight:g}" for part in self.parts)
+    def identity(self) -> str:
+        """Equal for the same rows with the same captions in the same order."""
+        return "+".join(f"{part.pairs.identity}/{len(part.rows)}@{part.weight:g}" for part in self.parts)
 
     def _at(self, index: int) -> tuple[Part, int]:
         part = int(np.searchsorted(self.starts, index, "right")) - 1
@@ -112,6 +113,11 @@ class Side:
             found[mine], pixels[mine] = some + self.starts[k], seen
         assert pixels is not None
         return found, pixels
+
+    def met(self) -> Faults:
+        """What could not be decoded so far, where pictures are decoded live."""
+        lives = [part.pictures.faults for part in self.parts if isinstance(part.pictures, Live)]
+        return sum(lives, Faults())
 
     @property
     def per_epoch(self) -> int:
@@ -156,6 +162,18 @@ class Sides:
     skipped: Faults
     facts: dict[str, str]
     """For a person: where the pictures come from, how the sides were divided."""
+
+    def record(self) -> dict[str, Any]:
+        """What a run keeps: which data it was, and what was left out of it."""
+        return {
+            "identity": self.train.identity,
+            "train": len(self.train),
+            "held_out": len(self.held_out),
+            **self.facts,
+            "rows": self.skipped.rows,
+            "skipped": dict(self.skipped.counts),
+            "named": [str(fault) for fault in self.skipped.named[:1000]],
+        }
 
 
 def open_sides(config: DataConfig, size: int, margin: int, bars: Bars = silent) -> Sides:

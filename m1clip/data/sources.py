@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from glob import glob
-from hashlib import blake2b, file_digest
+from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from m1clip.config import DataConfig, nearest
 from m1clip.data import captions, folders, hub, index, shards, tables
 from m1clip.data.decode import BadPicture
-from m1clip.data.disk import cache_folder
+from m1clip.data.disk import cache_folder, own_folder
 from m1clip.data.index import Builder, Indexed
 from m1clip.data.pairs import Bars, Pairs, silent
 from m1clip.data.rows import Faults, Listing
@@ -75,17 +75,10 @@ def _open(spec: str, weight: float, config: DataConfig, bars: Bars) -> Source:
     if spec.partition(":")[0] == "synthetic":
         return _synthetic(spec, weight, config)
     faults = Faults()
+    folder = own_folder("index-")
     with bars(f"listing {spec}", None) as listed:
-        folder = cache_folder()
-        aside = folder / f"index-{os.getpid()}.new"
-        try:
-            fingerprint = Builder(listing(spec, config), config, faults).write(aside, listed)
-            with open(aside, "rb") as file:
-                path = folder / f"index-{file_digest(file, 'blake2b').hexdigest()[:16]}.arrow"
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
-    pairs = Indexed(path, fingerprint)
+        Builder(listing(spec, config), config, faults).write(folder, listed)
+    pairs = Indexed(folder)
     if not len(pairs):
         faults.require_few(0)
         raise ValueError(f"{spec} has no pairs in it")

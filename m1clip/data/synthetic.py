@@ -81,6 +81,10 @@ class Synthetic:
         """Equal for equal pictures: what a cache of them is named by."""
         return f"synthetic/{_drawing_code()}/{self.split}/{self.seed}/{self.size}"
 
+    @property
+    def identity(self) -> str:
+        return self.fingerprint
+
     def __len__(self) -> int:
         return self.size
 

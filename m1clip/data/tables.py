@@ -193,6 +193,9 @@ def _misfit(where: str, text: str, names: Sequence[str]) -> Fault:
 
 def fields_of(text: str, delimiter: str) -> list[str] | None:
     """The fields of a line; none of an empty one. None: a quotation is open, and may end on a later line."""
+    if '"' not in text:  # most lines: nothing to unquote
+        bare = text.rstrip("\r\n")
+        return bare.split(delimiter) if bare else []
     lines = [line + "\n" for line in text.split("\n")]
     for strict in (True, False):
         try:

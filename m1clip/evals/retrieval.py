@@ -4,6 +4,7 @@ Shapes: Q queries, T targets, E embedding.
 """
 
 from dataclasses import asdict, dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -36,8 +37,12 @@ class Retrieval:
     @property
     def chance(self) -> Direction:
         """What guessing among the pictures gives."""
-        r1, r5, r10 = (min(1.0, k / self.pictures) for k in AT)
-        return Direction(r1, r5, r10, (self.pictures + 1) / 2)
+        return _guess(self.pictures, 1)
+
+    @property
+    def chance_image_to_text(self) -> Direction:
+        """What guessing among the captions gives, of which a picture may have several."""
+        return _guess(self.captions, self.captions / self.pictures)
 
     def record(self) -> dict[str, float | int]:
         """Flat, for a log line: i2t_r1 … t2i_median_rank, mean_r1, chance_r1."""
@@ -47,6 +52,15 @@ class Retrieval:
         }
         counts = {"pictures": self.pictures, "captions": self.captions}
         return {**flat, "mean_r1": self.mean_r1, "chance_r1": self.chance.r1, **counts}
+
+
+def _guess(targets: int, right: float) -> Direction:
+    """Scores of a random order of the targets, `right` of which are right."""
+    r1, r5, r10 = (
+        1 - prod(max(0.0, (targets - right - i) / (targets - i)) for i in range(min(k, targets))) for k in AT
+    )
+    median = (targets + 1) / 2 if right == 1 else targets * (1 - 0.5 ** (1 / right)) + 0.5
+    return Direction(r1, r5, r10, median)
 
 
 def retrieval(image_NE: Tensor, text_ME: Tensor, owner_M: Tensor | None = None) -> Retrieval:

@@ -103,7 +103,7 @@ class Tokenizer:
             encoding.ids[: length - 2] for encoding in self.core.encode_batch_fast([clean(t) for t in texts])
         ]
         for i, one in enumerate(ids):
-            if not one:
+            if not one and not texts[i].strip():
                 raise ValueError(f"empty caption in {rows[i] if rows else f'text {i}'}: {texts[i]!r}")
         longest = max(map(len, ids)) + 2
         width = next((bucket for bucket in BUCKETS if longest <= bucket < length), length)

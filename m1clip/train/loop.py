@@ -5,6 +5,7 @@ What a person sees goes through `Screen`; what lasts goes through `Run`.
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -82,6 +83,8 @@ def check(config: TrainConfig, runs: Path, resumed: Run | None, screen: Screen) 
     if config.batch > pairs:
         raise ValueError(f"batch {config.batch} is larger than the {pairs} training pairs")
     total = config.epochs * (pairs // config.batch)
+    if resumed:
+        require_same(resumed, data)
     start, damaged = checkpoint.newest_whole(resumed) if resumed else (None, {})
     if start and checkpoint.step_of(start) > total:
         done = checkpoint.step_of(start)
@@ -89,6 +92,16 @@ def check(config: TrainConfig, runs: Path, resumed: Run | None, screen: Screen) 
     words = Tokenizer.load(start / "tokenizer.json") if start else None
     words = words or make_tokenizer(config.tokenizer, captions(data.train), config.model.text.vocab)
     return Setup(device, why, data, words, total, start, damaged)
+
+
+def require_same(run: Run, data: Sides) -> None:
+    """A resumed run reads the pairs it began with: batch k rests on their order."""
+    with suppress(FileNotFoundError):
+        if run.read("data.json")["identity"] != data.train.identity:
+            raise ValueError(
+                f"the data is not what {run.path} began with (rows, captions or their order have changed); "
+                f"put it back, or start a new run"
+            )
 
 
 def require_room(config: TrainConfig, runs: Path, resumed: Run | None) -> None:
@@ -140,6 +153,7 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
                 if scores:
                     keeper.judge(scores)
                 watch.epoch(epoch, meter.epoch(), scores)
+                watch.bad_rows(batches.pairs.met())
             if saving or keeper.has_new_best:
                 with meter.paused():
                     keeper.save()
@@ -168,12 +182,17 @@ def introduce(run: Run, config: TrainConfig, setup: Setup, progress: Progress, s
     }
     write_whole(run.path / "config.json", to_json(config))  # first: from here on the run can be resumed
     run.write("machine.json", machine)
+    run.write("data.json", setup.data.record())
     run.rewind(progress.step)
     for path, what in setup.damaged.items():
         checkpoint.set_aside(path)
         run.log("event", progress.step, event="damaged checkpoint", checkpoint=path.name, reason=what)
         screen.warn(f"{path} is damaged ({what}); going on from {setup.start} instead")
-    run.log("event", progress.step, event="resume" if progress.step else "start")
+    skipped = setup.data.skipped
+    if skipped:
+        screen.warn(f"{skipped}; m1clip data check names them")
+    counts = {"skipped_rows": len(skipped), "of_rows": skipped.rows}
+    run.log("event", progress.step, event="resume" if progress.step else "start", **counts)
     best = {"best_by": config.best_by, "best_score": progress.best_score}
     run.status("running", progress.step, total=setup.total, **best)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from m1clip import sensors
 from m1clip.data.batches import Batch, Batches
+from m1clip.data.rows import Faults
 from m1clip.evals.health import health
 from m1clip.evals.retrieval import Retrieval
 from m1clip.run import Run
@@ -29,7 +30,7 @@ class Watch:
     def __init__(self, run: Run, screen: Screen, learner: Learner, progress: Progress, batches: Batches):
         self.run, self.screen, self.learner, self.progress = run, screen, learner, progress
         self.batches, self.config = batches, learner.config
-        self.pair_bytes, self.last_row = 0, Row()
+        self.pair_bytes, self.last_row, self.told_bad = 0, Row(), 0
         self.seen, self.said = History(batches.total), set[str]()
         self.energy, self.beat_at = sensors.Energy(), 0.0
         # A total is known only if every session could be measured, an epoch's if it began in this one.
@@ -140,6 +141,14 @@ class Watch:
         self.seen.epochs.append(means)
         self.screen.epoch(epoch, self.config.epochs, means, scores)
         self._diagnose()
+
+    def bad_rows(self, faults: Faults) -> None:
+        """Tell of rows that could not be decoded while training, as far as that has not been told."""
+        if new := faults.named[self.told_bad :]:
+            self.told_bad += len(new)
+            names = [str(fault) for fault in new[:20]]
+            self.run.log("event", self.progress.step, event="bad rows", count=len(faults), names=names)
+            self.screen.warn(f"{faults}; others were taken instead")
 
     def gave_up(self) -> None:
         """Why the run ends before its time, and what it leaves."""

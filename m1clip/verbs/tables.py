@@ -53,15 +53,12 @@ def show_retrieval(scores: "Retrieval") -> None:
     made = table("", "R@1", "R@5", "R@10", "median rank")
     for name, way in (("image→text", scores.image_to_text), ("text→image", scores.text_to_image)):
         made.add_row(name, percent(way.r1), percent(way.r5), percent(way.r10), f"{way.median_rank:g}")
-    guess = scores.chance
-    made.add_row(
-        "chance",
-        percent(guess.r1),
-        percent(guess.r5),
-        percent(guess.r10),
-        f"{guess.median_rank:g}",
-        style="dim",
-    )
+    guesses = {"chance": scores.chance}
+    if scores.captions != scores.pictures:  # a picture may find any of its captions
+        guesses = {"chance i→t": scores.chance_image_to_text, "chance t→i": scores.chance}
+    for name, guess in guesses.items():
+        recalls = (percent(guess.r1), percent(guess.r5), percent(guess.r10))
+        made.add_row(name, *recalls, f"{guess.median_rank:.4g}", style="dim")
     show(f"held-out retrieval: {scores.pictures:,} pictures, {scores.captions:,} captions", made)
 
 
