@@ -43,7 +43,7 @@ BROKEN = (
     ArithmeticError,
     AttributeError,
     AssertionError,
-    NotImplementedError,
+    RuntimeError,
     struct.error,
     zlib.error,
     Image.DecompressionBombError,
@@ -87,7 +87,7 @@ def header(data: bytes) -> Image.Image:
             "unreadable", f"not a picture of a known kind (it begins with {data[:8]!r})"
         ) from None
     except BROKEN as error:
-        raise BadPicture("unreadable", f"the header is broken ({error})") from None
+        raise _bad("the header is broken", error) from None
     width, height = picture.size
     if width * height > MOST_PIXELS:
         raise BadPicture("refused", f"{width:,} × {height:,} pixels are refused as a decompression bomb")
@@ -102,18 +102,24 @@ def decode(data: bytes, least: int = 0) -> Image.Image:
     plain = picture.format in ("JPEG", "MPO") and picture.mode in ("RGB", "L")
     try:
         with warnings.catch_warnings(action="ignore"):
-            turn = TURNS.get(picture.getexif().get(ORIENTATION, 1))
-            whole = (plain and _jpeg(data, least)) or rgb(picture)
+            whole = _jpeg(data, least) if plain else None
+            if whole is None:
+                picture.load()
+            turn = TURNS.get(picture.getexif().get(ORIENTATION, 1))  # not before: loading turns some kinds
+            whole = whole or rgb(picture)
             whole = whole if turn is None else whole.transpose(turn)
             whole.info = {}  # so that nobody turns it again
             return whole
+    except BadPicture:
+        raise
     except MemoryError:
         raise BadPicture("refused", "decoding it needs more memory than there is") from None
     except BROKEN as error:
-        if isinstance(error, BadPicture):
-            raise
-        kind = "truncated" if "truncated" in str(error).lower() else "unreadable"
-        raise BadPicture(kind, f"cannot be decoded ({error})") from None
+        raise _bad("cannot be decoded", error) from None
+
+
+def _bad(what: str, error: Exception) -> BadPicture:
+    return BadPicture("truncated" if "truncated" in str(error).lower() else "unreadable", f"{what} ({error})")
 
 
 def _jpeg(data: bytes, least: int) -> Image.Image | None:

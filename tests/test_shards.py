@@ -1,0 +1,171 @@
+import http.server
+import io
+import json
+import os
+import tarfile
+import threading
+
+import pytest
+import webdataset
+
+from photos import found, jpeg, listed, opened, photos, tar
+
+
+def pairs(start: int, number: int) -> dict[str, bytes]:
+    members: dict[str, bytes] = {}
+    for i in range(start, start + number):
+        members[f"{i:09d}.jpg"] = jpeg(i)
+        members[f"{i:09d}.json"] = json.dumps(
+            {"caption": f"scene {i}", "key": f"{i:09d}", "status": "success"}
+        ).encode()
+        members[f"{i:09d}.txt"] = f"scene {i}".encode()
+    return members
+
+
+def test_shards_are_read_as_webdataset_itself_reads_them(tmp_path):
+    for k in range(3):
+        tar(tmp_path / f"{k:05d}.tar", pairs(10 * k, 10))
+    source = opened(tmp_path / "{00000..00002}.tar")
+    theirs = {
+        sample["txt"].decode(): sample["jpg"]
+        for sample in webdataset.WebDataset(str(tmp_path / "{00000..00002}.tar"), shardshuffle=False)
+    }
+    every = source.every
+    assert {every.captions(i)[0]: every.read(i) for i in range(len(every))} == theirs
+    assert len(theirs) == 30
+    assert not source.faults
+    assert len(opened(tmp_path / "*.tar").every) == len(opened(tmp_path).every) == 30
+
+
+def test_captions_in_json_and_names_with_folders_and_dots(tmp_path):
+    members = {
+        "a/b.c/one.jpg": jpeg(0),
+        "a/b.c/one.json": b'{"captions": ["x", "y"]}',
+        "two.png.jpg": jpeg(1),
+        "two.txt": b"z",
+    }
+    assert listed(opened(tar(tmp_path / "s.tar", members), held_out=1)) == {
+        "a/b.c/one.jpg": ["x", "y"],
+        "two.png.jpg": ["z"],
+    }
+
+
+def test_pairs_without_picture_or_caption_are_named(tmp_path):
+    members = pairs(0, 6)
+    del members["000000001.jpg"], members["000000002.txt"], members["000000002.json"]
+    members["000000003.json"] = b"{broken"  # its text is there
+    assert found(opened(tar(tmp_path / "s.tar", members), held_out=1)) == {
+        ("missing file", "s.tar: 000000001"),
+        ("no caption", "s.tar: 000000002.jpg"),
+    }
+
+
+@pytest.mark.parametrize("part", [0.0, 0.001, 0.3, 0.62, 0.8])
+def test_a_shard_that_breaks_off_gives_what_is_whole(tmp_path, part):
+    whole, cut = tar(tmp_path / "0.tar", pairs(0, 10)), tar(tmp_path / "1.tar", pairs(10, 10))
+    cut.write_bytes(cut.read_bytes()[: int(cut.stat().st_size * part)])
+    source = opened(tmp_path / "{0..1}.tar")
+    assert 10 <= len(source.every) < 20
+    assert source.faults.counts["truncated"] >= 1
+    for i in range(len(source.every)):
+        source.every.image(i)
+    assert whole.exists()
+
+
+HOSTILE = {
+    "leads out": {"name": "../../etc/cron.jpg"},
+    "leads out of": {"name": "/etc/passwd.jpg"},
+    "is a link to": {"name": "a.jpg", "type": tarfile.SYMTYPE, "linkname": "/etc/passwd"},
+    "link to '/etc": {"name": "a.jpg", "type": tarfile.LNKTYPE, "linkname": "/etc/passwd"},
+    "is a device": {"name": "a.jpg", "type": tarfile.CHRTYPE},
+    "a pickle": {"name": "a.pkl"},
+    "pickle, which can run code": {"name": "a.emb.npy"},
+}
+
+
+@pytest.mark.parametrize("words", HOSTILE)
+def test_a_hostile_shard_is_refused(tmp_path, words):
+    with tarfile.open(tmp_path / "s.tar", "w") as file:
+        for name, data in pairs(0, 2).items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+        info = tarfile.TarInfo()
+        for key, value in HOSTILE[words].items():
+            setattr(info, key, value)
+        file.addfile(info, io.BytesIO(b""))
+    with pytest.raises(ValueError, match=f"s.tar is refused.*{words}"):
+        opened(tmp_path / "s.tar")
+
+
+def test_a_compressed_shard_is_no_plain_tar(tmp_path):
+    with tarfile.open(tmp_path / "s.tar", "w:gz") as file:
+        file.addfile(tarfile.TarInfo("a.jpg"))
+    with pytest.raises(ValueError, match="no plain tar"):
+        opened(tmp_path / "s.tar")
+
+
+def test_missing_shards_are_named(tmp_path):
+    tar(tmp_path / "0.tar", pairs(0, 3))
+    with pytest.raises(FileNotFoundError, match=r"2 of 3 shards are missing, the first is .*1\.tar"):
+        opened(tmp_path / "{0..2}.tar")
+
+
+def test_links_that_leave_the_folder_are_refused_unless_asked_for(tmp_path):
+    photos(tmp_path / "elsewhere", 2)
+    photos(tmp_path / "set" / "cat", 3, start=10)
+    os.symlink(tmp_path / "elsewhere" / "0000.jpg", tmp_path / "set" / "cat" / "out.jpg")
+    os.symlink(tmp_path / "set" / "cat" / "0010.jpg", tmp_path / "set" / "cat" / "within.jpg")
+    os.symlink(tmp_path / "elsewhere", tmp_path / "set" / "dog")
+    refused = opened(tmp_path / "set", held_out=1)
+    assert found(refused) == {("refused", "out.jpg"), ("refused", "dog")}
+    assert "cat/within.jpg" in listed(refused)
+    assert {"cat/out.jpg", "dog/0001.jpg"} <= listed(
+        opened(tmp_path / "set", held_out=1, allow=("links",))
+    ).keys()
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A real one, of the files in tmp_path/web; /away sends on to a local file."""
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=str(tmp_path / "web"))
+
+        def do_GET(self):
+            if self.path == "/away.jpg":
+                self.send_response(302)
+                self.send_header("Location", "file:///etc/passwd")
+                self.end_headers()
+            else:
+                super().do_GET()
+
+        def log_message(self, *args):
+            pass
+
+    serving = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{serving.server_port}"
+    serving.shutdown()
+
+
+def test_addresses_are_refused_unless_asked_for(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path / "cache"))
+    images = photos(tmp_path / "web", 4)
+    rows = [
+        *(f"{server}/{name},scene" for name in images),
+        f"{server}/gone.jpg,scene",
+        f"{server}/away.jpg,scene",
+        "ftp://x/y.jpg,s",
+    ]
+    (tmp_path / "t.csv").write_text("url,caption\n" + "\n".join(rows))
+    with pytest.raises(ValueError, match=r"is on the net; --allow urls would fetch it"):
+        opened(tmp_path / "t.csv")
+    source = opened(tmp_path / "t.csv", held_out=1, allow=("urls",))
+    assert found(source) == {("refused", "t.csv line 8")}
+    every = source.every
+    assert every.read(2) == jpeg(2)
+    for row, words in ((4, "answers 404"), (5, "cannot be fetched|answers 302")):
+        with pytest.raises(ValueError, match=words):
+            every.read(row)
