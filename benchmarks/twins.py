@@ -13,7 +13,8 @@ from pathlib import Path
 
 from m1clip import run as runs
 from m1clip.config import preset
-from m1clip.data.cache import pixels
+from m1clip.data.rows import Faults
+from m1clip.data.sides import Side, open_part
 from m1clip.data.synthetic import Synthetic
 from m1clip.evals.embed import embed_captions, embed_pictures
 from m1clip.model.clip import load
@@ -53,15 +54,17 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, seed: int, mask: bool) -> tuple[float, int]:
     config = replace(preset("nano"), seed=seed, epochs=args.epochs, count_twins=not mask)
-    pairs = Labelled(12000, seed, words=args.words)
-    held_out = Labelled(1000, seed, "held-out", words=args.words)
-    setup = replace(loop.check(config, args.out, None), pairs=pairs, held_out=held_out)
+    pairs = Labelled(12000, seed, words=args.words), Labelled(1000, seed, "held-out", words=args.words)
+    screen, size = Screen(), config.model.vision.image_size
+    train, held_out = (Side([open_part(one, size, config, Faults(), screen.working)]) for one in pairs)
+    setup = loop.check(config, args.out, None, screen)
+    setup = replace(setup, data=replace(setup.data, train=train, held_out=held_out))
     run = runs.create(args.out, f"{args.words}-{mask}-{seed}", "nano", fresh=False)
     with run.owned():
-        loop.train(config, setup, run, Screen())
+        loop.train(config, setup, run, screen)
     model = load(run.path)
     words = sorted({caption for row in range(len(held_out)) for caption in held_out.captions(row)})
-    image_NE = embed_pictures(model, pixels(held_out, model.config.vision.image_size))
+    image_NE = embed_pictures(model, held_out)
     chosen = (image_NE @ embed_captions(model, words).T).argmax(1).tolist()
     right = sum(words[word] in held_out.captions(row) for row, word in enumerate(chosen))
     return right / len(chosen), len(words)

@@ -160,6 +160,8 @@ def stored(
 ) -> Store | None:
     """The whole store, or None where it would not fit into the cache."""
     store = Store(pairs, size)
+    if len(pairs) * size**2 * 3 > most_gb * 1e9:
+        return None
     store.folder.mkdir(parents=True, exist_ok=True)
     os.utime(store.folder)  # in use: not the oldest
     if store.need and not make_room(store.need, most_gb * 1e9, store.folder):
