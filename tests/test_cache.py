@@ -135,6 +135,44 @@ def test_rows_that_cannot_be_decoded_are_named():
     }
 
 
+def test_a_fault_that_another_day_may_mend_is_tried_again(monkeypatch):
+    monkeypatch.setattr(Spoiled, "image", lambda self, index, least=0: mend(index))
+
+    def mend(index):
+        if index == 3 and not mended:
+            raise BadPicture("HEIC", "HEIC pictures need pip install 'm1clip[heic]'")
+        return Synthetic(40).image(index)
+
+    mended = False
+    assert list(stored(Spoiled(), 16, 1, 1).bad()) == [3]
+    mended = True
+    assert not stored(Spoiled(), 16, 1, 1).bad()
+
+
+def test_a_build_that_fails_lets_go(monkeypatch):
+    def fail(*_):
+        raise OSError("no")
+
+    monkeypatch.setattr(cache, "decode_rows", fail)
+    with pytest.raises(OSError, match="no"):
+        stored(Synthetic(20), 16, 1, 1)
+    monkeypatch.undo()
+    assert stored(Synthetic(20), 16, 1, 1) is not None  # it would wait for ever
+
+
+@dataclass(frozen=True)
+class Deadly(Spoiled):
+    def image(self, index, least=0):
+        if index == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().image(index)
+
+
+def test_a_worker_that_is_killed_is_one_sentence():
+    with pytest.raises(RuntimeError, match="a process that decodes pictures was killed"):
+        stored(Deadly(), 16, 1, 2)
+
+
 def test_what_does_not_fit_into_the_cache_is_not_stored():
     assert stored(Synthetic(20), 16, 10e-6, 1) is None
     assert not [one for one in disk.cache_folder().iterdir() if one.name.startswith("pixels-")]

@@ -159,6 +159,14 @@ def test_convert_keeps_bytes_captions_and_sides(spoiled, tmp_path, capsys, to):
     assert (code, "other settings" in err) == (2, True)
 
 
+def test_a_conversion_of_other_captions_or_sides_is_not_continued(spoiled, tmp_path, capsys):
+    words = ("data", "convert", spoiled, tmp_path / "out", "--max-bad", "0.1")
+    assert said(capsys, *words)[0] == 0
+    spoiled.write_text(spoiled.read_text().replace("scene 50,", "scene fifty,"))
+    code, _, err = said(capsys, *words)
+    assert (code, "conversion of other data" in err) == (2, True)
+
+
 def test_a_run_passes_over_bad_rows_and_says_so(spoiled, tiny_run, tmp_path):
     config = replace(tiny_run, data=str(spoiled), held_out="auto", max_bad=0.1, workers=1)
     screen = Quiet()
@@ -190,6 +198,15 @@ def test_stored_and_live_pictures_train_the_same_model(tiny_run, tmp_path):
     for name, gigabytes in (("stored", 1.0), ("live", 0.0)):
         trained(replace(config, cache_gb=gigabytes), tmp_path / name)
     one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("stored", "live"))
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_a_resumed_run_has_its_pictures_as_before_whatever_the_cache_allows_now(spoiled, tiny_run, tmp_path):
+    config = replace(tiny_run, data=str(spoiled), held_out="auto", max_bad=0.1, workers=2, cache_gb=0.0)
+    trained(config, tmp_path / "whole")
+    trained(config, tmp_path / "broken", stop_at=3)
+    trained(replace(config, cache_gb=5.0), tmp_path / "broken")
+    one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "broken"))
     assert all(np.array_equal(one[name], other[name]) for name in one)
 
 

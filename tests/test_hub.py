@@ -45,6 +45,16 @@ def test_a_folder_of_parquet_as_the_hub_has_it(tmp_path):
     assert len(opened(f"hf:{tmp_path}/name?split=test", held_out=1).every) == 3
 
 
+@pytest.mark.parametrize("split", ["train[3:7]", "train[50%:]", "train[:2]%2Btest"])
+def test_a_slice_keeps_pictures_with_their_captions(tmp_path, split):
+    (tmp_path / "name").mkdir()
+    rows(0, 8).to_parquet(tmp_path / "name" / "train-00000.parquet")
+    rows(8, 3).to_parquet(tmp_path / "name" / "test-00000.parquet")
+    found = by_caption(opened(f"hf:{tmp_path}/name?split={split}", held_out=1).every)
+    assert 3 < len(found) < 8
+    assert found == {f"scene {i}": jpeg(i) for i in range(11) if f"scene {i}" in found}
+
+
 def test_numbers_of_classes_become_prompts(tmp_path):
     kinds = datasets.Features(
         {"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "old_dog"])}

@@ -77,7 +77,7 @@ HOSTILE = {
     "leads out of": {"name": "/etc/passwd.jpg"},
     "is a link to": {"name": "a.jpg", "type": tarfile.SYMTYPE, "linkname": "/etc/passwd"},
     "link to '/etc": {"name": "a.jpg", "type": tarfile.LNKTYPE, "linkname": "/etc/passwd"},
-    "is a device": {"name": "a.jpg", "type": tarfile.CHRTYPE},
+    "is not a plain file": {"name": "a.jpg", "type": tarfile.CHRTYPE},
     "a pickle": {"name": "a.pkl"},
     "pickle, which can run code": {"name": "a.emb.npy"},
 }
@@ -96,6 +96,22 @@ def test_a_hostile_shard_is_refused(tmp_path, words):
         file.addfile(info, io.BytesIO(b""))
     with pytest.raises(ValueError, match=f"s.tar is refused.*{words}"):
         opened(tmp_path / "s.tar")
+
+
+@pytest.mark.parametrize(
+    ("size", "first"), [(-512, False), (-5, False), (-1024, False), (-512, True), (-1024, True)]
+)
+def test_a_member_with_less_than_no_bytes_is_refused(tmp_path, size, first):
+    """Such a size once sent tarfile back to where it had been, for ever (CVE-2025-8194)."""
+    path = tar(tmp_path / "s.tar", pairs(0, 2))
+    with tarfile.open(path) as file:
+        end = 0 if first else file.getmembers()[3].offset
+    info = tarfile.TarInfo("evil.jpg")
+    info.size = size
+    whole = path.read_bytes()
+    path.write_bytes(whole[:end] + info.tobuf(tarfile.GNU_FORMAT) + whole[end:])
+    with pytest.raises(ValueError, match=r"impossible|no plain tar"):
+        opened(path)
 
 
 def test_a_compressed_shard_is_no_plain_tar(tmp_path):
@@ -120,6 +136,12 @@ def test_links_that_leave_the_folder_are_refused_unless_asked_for(tmp_path):
     refused = opened(tmp_path / "set", held_out=1)
     assert found(refused) == {("refused", "out.jpg"), ("refused", "dog")}
     assert "cat/within.jpg" in listed(refused)
+    table = tmp_path / "set" / "t.csv"
+    table.write_text("image,caption\ndog/0001.jpg,a dog\ncat/0010.jpg,a cat\ncat/0011.jpg,x")
+    assert found(opened(table, held_out=1)) == {("refused", "t.csv line 2")}
+    table.unlink()
+    os.symlink(tmp_path / "set", tmp_path / "set" / "circle")
+    os.symlink(tmp_path / "set", tmp_path / "set" / "cat" / "circle")
     assert {"cat/out.jpg", "dog/0001.jpg"} <= listed(
         opened(tmp_path / "set", held_out=1, allow=("links",))
     ).keys()

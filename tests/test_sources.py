@@ -156,6 +156,38 @@ def test_broken_lines_are_named_and_cost_no_others(tmp_path):
         opened(tmp_path / "t.csv", max_bad=0.01)
 
 
+def test_a_lost_quote_takes_no_other_line_with_it(tmp_path):
+    photos(tmp_path, 6)
+    lines = [
+        "",
+        "image,caption",
+        '0000.jpg,"lost',
+        "0001.jpg,fine",
+        '0002.jpg,"quoted, good"',
+        '0003.jpg,"also" fine, yes',
+    ]
+    (tmp_path / "t.csv").write_text("\n".join([*lines, "0004.jpg,commas, that nobody, quoted"]))
+    source = opened(tmp_path / "t.csv", held_out=1)
+    assert found(source) == {("broken line", "t.csv line 3")}
+    assert listed(source) == {
+        "0001.jpg": ["fine"],
+        "0002.jpg": ["quoted, good"],
+        "0003.jpg": ["also fine, yes"],
+        "0004.jpg": ["commas, that nobody, quoted"],
+    }
+
+
+def test_faults_are_counted_against_what_they_cost(tmp_path):
+    """A broken line of a picture with five is a fifth of it; a missing picture is all of it."""
+    some = photos(tmp_path, 20)
+    lines = [f"{name},caption {k}" for name in some for k in range(5)]
+    lines[7] = "broken"
+    (tmp_path / "t.csv").write_text("image,caption\n" + "\n".join(lines))
+    assert opened(tmp_path / "t.csv").faults.share == pytest.approx(1 / 100)
+    (tmp_path / some[9]).unlink()
+    assert opened(tmp_path / "t.csv").faults.share == pytest.approx(1 / 100 + 1 / 21)
+
+
 def test_broken_json_lines_are_named(tmp_path):
     images = photos(tmp_path, 4)
     lines = [json.dumps({"image": name, "caption": f"scene {i}"}).encode() for i, name in enumerate(images)]
@@ -312,6 +344,40 @@ def test_a_spec_is_taken_apart(tmp_path):
 def test_a_spec_that_means_nothing_is_refused(spec, words):
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         opened(spec)
+
+
+@pytest.mark.parametrize(
+    ("words", "sides"),
+    [
+        (["train", "val2017", "testA", "minival"], (1, 2, 1)),
+        (["train", "val", "test-dev", "extra"], (1, 1, 1)),
+        (["A", "B", "C", "D"], (3, 1, 0)),  # no sides: divided by hash
+    ],
+)
+def test_words_for_sides(tmp_path, words, sides):
+    some = photos(tmp_path, 4)
+    lines = [f"{name},x,{word}" for name, word in zip(some, words, strict=True)]
+    (tmp_path / "t.csv").write_text("image,caption,split\n" + "\n".join(lines))
+    source = opened(tmp_path / "t.csv", held_out=2 if sides[2] else 1)
+    assert (len(source.train), len(source.held_out), len(source.test or [])) == sides
+
+
+def test_many_files_or_folders_are_one_source(tmp_path):
+    for side, start in (("train2017", 0), ("val2017", 5)):
+        some = photos(tmp_path / side, 5, start)
+        (tmp_path / f"captions_{side}.json").write_text(coco_json(some, first=start + 1))
+    source = opened(tmp_path / "captions_{train,val}2017.json")
+    assert (len(source.train), len(source.held_out)) == (5, 5)
+    photos(tmp_path / "a" / "cat", 3)
+    photos(tmp_path / "b" / "dog", 3, start=3)
+    assert set(listed(opened(tmp_path / "{a,b}"))) >= {"a/cat/0000.jpg", "b/dog/0003.jpg"}
+
+
+def test_sides_are_no_labels(tmp_path):
+    photos(tmp_path / "train", 3)
+    photos(tmp_path / "val", 3, start=3)
+    with pytest.raises(ValueError, match="has pictures but no captions"):
+        opened(tmp_path)
 
 
 def test_too_many_held_out_leave_nothing_to_learn(tmp_path):

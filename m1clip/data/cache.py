@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -28,6 +28,8 @@ from m1clip.data.workers import Decoded, Workers, decode_rows
 from m1clip.pictures import Pixels
 
 PART = 256  # pictures
+PASSING = ("HEIC", "missing file", "cannot be read")
+"""Kinds of faults that another day may mend: they are tried again."""
 Progress = Callable[[int], None]
 
 
@@ -53,34 +55,37 @@ class Store:
         there = self.bytes.stat().st_size if self.bytes.exists() else 0
         return max(0, len(self.pairs) * self.size**2 * 3 - there)
 
+    def claim(self) -> None:
+        """Ours alone while it is made; shared where others only read it; else wait for who makes it."""
+        while True:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder, os.O_RDONLY)
+            for how in (fcntl.LOCK_EX, fcntl.LOCK_SH):
+                with suppress(BlockingIOError):
+                    fcntl.flock(self._lock, how | fcntl.LOCK_NB)
+                    with suppress(FileNotFoundError):  # it may have been removed while we waited
+                        if os.stat(self.folder).st_ino == os.fstat(self._lock).st_ino:
+                            os.utime(self.folder)  # in use: not the oldest
+                            return
+                    break
+            os.close(self._lock)
+            time.sleep(0.2)
+
     def fill(self, workers: int, progress: Progress = silent) -> None:
         """Make it whole: what is there is verified, what is missing or damaged is decoded."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._claim()
         entries = self._entries()
         sound = self._verified(entries, progress)
         if len(sound) < len(self.parts):
             self._decode([k for k in range(len(self.parts)) if k not in sound], workers, progress)
         fcntl.flock(self._lock, fcntl.LOCK_SH)  # kept while we live: what is in use is not removed
-        os.utime(self.folder)
-
-    def _claim(self) -> None:
-        """Ours alone while it is made; shared where others only read it; else wait for who makes it."""
-        self._lock = os.open(self.folder, os.O_RDONLY)
-        while True:
-            for how in (fcntl.LOCK_EX, fcntl.LOCK_SH):
-                with suppress(BlockingIOError):
-                    fcntl.flock(self._lock, how | fcntl.LOCK_NB)
-                    return
-            time.sleep(0.2)
 
     def close(self) -> None:
         """From here on it may be removed to make room."""
         os.close(self._lock)
 
-    def _entries(self) -> dict[int, dict[str, object]]:
+    def _entries(self) -> dict[int, dict[str, Any]]:
         """The journal: checksum and faults of each part; a line cut by a crash is void."""
-        entries: dict[int, dict[str, object]] = {}
+        entries: dict[int, dict[str, Any]] = {}
         with suppress(FileNotFoundError):
             for line in self.journal.read_bytes().splitlines():
                 with suppress(ValueError, KeyError, TypeError):
@@ -88,7 +93,7 @@ class Store:
                     entries[int(entry["part"])] = entry
         return entries
 
-    def _verified(self, entries: dict[int, dict[str, object]], progress: Progress) -> set[int]:
+    def _verified(self, entries: dict[int, dict[str, Any]], progress: Progress) -> set[int]:
         """The parts whose bytes are those that were written."""
 
         def check(k: int) -> int | None:
@@ -96,8 +101,10 @@ class Store:
             with open(self.bytes, "rb") as file:
                 file.seek(part.start * self.size**2 * 3)
                 found = zlib.crc32(file.read(len(part) * self.size**2 * 3))
-            progress(len(part) if found == entries[k]["crc"] else 0)
-            return k if found == entries[k]["crc"] else None
+            mendable = any(kind in PASSING for kind, _ in entries[k]["bad"].values())
+            sound = found == entries[k]["crc"] and not mendable
+            progress(len(part) if sound else 0)
+            return k if sound else None
 
         if not entries or not self.bytes.exists():
             return set()
@@ -125,7 +132,7 @@ class Store:
         """Rows whose pictures could not be decoded."""
         found: dict[int, Fault] = {}
         for entry in self._entries().values():
-            for row, (kind, what) in dict(entry["bad"]).items():  # type: ignore[call-overload]
+            for row, (kind, what) in dict(entry["bad"]).items():
                 found[int(row)] = Fault(kind, self.pairs.row(int(row)), what)
         return dict(sorted(found.items()))
 
@@ -159,14 +166,18 @@ def stored(
     pairs: Pairs, size: int, most_gb: float, workers: int, progress: Progress = silent
 ) -> Store | None:
     """The whole store, or None where it would not fit into the cache."""
-    store = Store(pairs, size)
     if len(pairs) * size**2 * 3 > most_gb * 1e9:
         return None
-    store.folder.mkdir(parents=True, exist_ok=True)
-    os.utime(store.folder)  # in use: not the oldest
-    if store.need and not make_room(store.need, most_gb * 1e9, store.folder):
-        with suppress(OSError):
-            store.folder.rmdir()
-        return None
-    store.fill(workers, progress)
+    store = Store(pairs, size)
+    store.claim()
+    try:
+        if store.need and not make_room(store.need, most_gb * 1e9, store.folder):
+            store.close()
+            with suppress(OSError):
+                store.folder.rmdir()
+            return None
+        store.fill(workers, progress)
+    except BaseException:
+        store.close()
+        raise
     return store

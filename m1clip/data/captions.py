@@ -29,14 +29,15 @@ def coco_json(path: Path, root: Path) -> Iterator[Row | Fault]:
     values = load_json(path)
     images, notes = (_objects(path, values, key) for key in ("images", "annotations"))
     name = re.search(r"(train|val|test)(\d*)", path.stem)
-    files = {one.get("id"): one.get("file_name") for one in images}
+    files = {one.get("id"): one.get("file_name") for one in images if isinstance(one.get("id"), int | str)}
     captions: dict[Any, list[str]] = {number: [] for number in files}
     del values, images
     for i, note in enumerate(notes, 1):
-        if note.get("image_id") in captions:
-            captions[note["image_id"]] += several(note.get("caption"))
+        number = note.get("image_id")
+        if isinstance(number, int | str) and number in captions:
+            captions[number] += several(note.get("caption"))
         else:
-            what = f"its image_id {note.get('image_id')!r} is none of the images"
+            what = f"its image_id {number!r} is none of the images"
             yield Fault("broken line", f"{path} annotation {i}", what)
     folder = _folder(
         root,

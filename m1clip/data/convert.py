@@ -33,9 +33,16 @@ class Sample(NamedTuple):
 def convert(
     sources: list[Source], out: Path, to: Format, each: int, max_bad: float, bars: Bars
 ) -> dict[str, Any]:
-    """Write every pair of the sources, side by side; what was done."""
+    """Write every pair that is on a side; what was done."""
     out.mkdir(parents=True, exist_ok=True)
-    manifest = Manifest(out, [[one.spec, one.every.fingerprint] for one in sources], to, each)
+    made_of = [
+        [
+            one.spec,
+            *(f"{side.fingerprint}/{side.identity}" for side in (one.train, one.held_out, one.test) if side),
+        ]
+        for one in sources
+    ]
+    manifest = Manifest(out, made_of, to, each)
     faults = sum((source.faults for source in sources), Faults())
     parts = list(_parts(sources, each))
     pairs = sum(len(rows) for *_, rows in parts)
@@ -65,6 +72,8 @@ def _parts(sources: list[Source], each: int) -> Iterator[tuple[str, Pairs, range
         number = 0
         for source in sources:
             side: Pairs | None = getattr(source, word)
+            if word == "held_out" and side is source.test:  # written as test, once
+                continue
             for start in range(0, len(side) if side is not None else 0, each):
                 assert side is not None
                 yield f"{name}-{number:06d}", side, range(start, min(start + each, len(side)))
@@ -85,7 +94,7 @@ def _samples(side: Pairs, rows: range, name: str, faults: Faults) -> Iterator[Sa
     with ThreadPoolExecutor() as pool:  # decoding lets other threads run
         for made in pool.map(sample, rows):
             if isinstance(made, Fault):
-                faults.add(made)
+                faults.add(made, picture=True)
             else:
                 yield made
 

@@ -4,12 +4,14 @@ import atexit
 import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 
-from m1clip.run import locked
 from m1clip.sensors import readable
 
+OURS = ("pixels-", "index-", "content-")  # what is made from data that is elsewhere, and can be made again
 RESERVE = 1e9  # bytes of the disk that are never taken, or a twentieth of a small one
 
 
@@ -31,26 +33,27 @@ def make_room(need: int, most: float, keep: Path) -> bool:
     A disk without room is an error, because what fits into the cache was promised.
     """
     folder = cache_folder()
-    if need > most:
-        return False
-    things = sorted(folder.iterdir(), key=lambda one: one.lstat().st_mtime)
+    things = sorted((one for one in folder.iterdir() if one.name.startswith(OURS)), key=_age)
     sizes = {one: size_of(one) for one in things}
+    spare = [one for one in things if one != keep and _is_free(one)]
+    if sum(sizes.values()) - sum(sizes[one] for one in spare) + need > most:
+        return False
     taken = sum(sizes.values())
-    for one in things:
+    for one in spare:
         if taken + need <= most and need <= free_bytes(folder):
             break
-        if one != keep and _remove(one):
+        if _remove(one):
             taken -= sizes[one]
     if need > free_bytes(folder):
         raise OSError(
             f"{folder} has room for {readable(max(0, free_bytes(folder)))}, the decoded pictures need "
             f"{readable(need)}; set M1CLIP_CACHE to a folder elsewhere, or --cache-gb 0 to decode live"
         )
-    return taken + need <= most
+    return True
 
 
 def own_folder(prefix: str) -> Path:
-    """A folder for this process alone; it goes with it, or when another of its kind is asked for."""
+    """A folder for this process alone, gone when it ends; what processes that were killed left goes now."""
     for left in cache_folder().glob(f"{prefix}*"):
         _remove(left)
     folder = Path(mkdtemp(prefix=prefix, dir=cache_folder()))
@@ -59,20 +62,51 @@ def own_folder(prefix: str) -> Path:
     return folder
 
 
-def _remove(one: Path) -> bool:
-    """Whether it could go: what can be made again, and is in nobody's hands."""
-    if one.is_dir() and one.name.startswith(("pixels-", "index-")):
-        with locked(one) as ours:
-            if ours:
-                shutil.rmtree(one, ignore_errors=True)
-            return ours
-    if one.is_file() and one.name.startswith(("content-", "pixels-")):  # small, or of an older version
-        one.unlink(missing_ok=True)
-        return True
-    return False
+def _age(one: Path) -> float:
+    try:
+        return one.lstat().st_mtime
+    except FileNotFoundError:  # others come and go
+        return 0.0
 
 
 def size_of(path: Path) -> int:
-    if not path.is_dir():
-        return path.lstat().st_size
-    return sum(one.lstat().st_size for one in path.rglob("*"))
+    total = 0
+    for one in (path, *path.rglob("*")):
+        with suppress(FileNotFoundError):
+            total += 0 if one.is_dir() else one.lstat().st_size
+    return total
+
+
+def _is_free(one: Path) -> bool:
+    """Whether it is in nobody's hands."""
+    with _free(one) as free:
+        return free
+
+
+def _remove(one: Path) -> bool:
+    """Whether it could go."""
+    with _free(one) as free:
+        if free and one.is_dir():
+            shutil.rmtree(one, ignore_errors=True)
+        elif free:
+            one.unlink(missing_ok=True)
+        return free
+
+
+@contextmanager
+def _free(one: Path) -> Iterator[bool]:
+    """Whether nobody else holds it, kept so for the block."""
+    try:
+        handle = os.open(one, os.O_RDONLY)
+    except OSError:
+        yield False
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = True
+    except BlockingIOError:
+        free = False
+    try:
+        yield free
+    finally:
+        os.close(handle)

@@ -37,9 +37,9 @@ def _get(address: str) -> bytes:
         urllib.request.HTTPDefaultErrorHandler,
     ):
         opener.add_handler(handler())
-    request = urllib.request.Request(address, headers={"User-Agent": "m1clip"})
     for left in reversed(range(TRIES)):
         try:
+            request = urllib.request.Request(address, headers={"User-Agent": "m1clip"})
             with opener.open(request, timeout=WAIT_S) as answer:
                 data: bytes = answer.read(MOST_BYTES + 1)
         except urllib.error.HTTPError as error:

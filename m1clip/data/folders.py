@@ -10,6 +10,7 @@ from m1clip.config import DataConfig
 from m1clip.data.rows import Fault, Listing, Row
 from m1clip.data.tables import PICTURE, TABLES, table
 
+MOST_TEXT = 1_000_000  # bytes of captions beside one picture
 BESIDE = (".txt", ".caption")
 # Texts that are about a folder, not about one of its pictures.
 ABOUT = re.compile(
@@ -57,11 +58,19 @@ def _joined(path: Path, listings: list[Listing], tables: list[Path]) -> Listing:
     return Listing(str(path), chain.from_iterable(parts))
 
 
+def joined(listings: list[Listing]) -> Listing:
+    """Several listings as one, told from the folder that they share."""
+    if len(listings) == 1:
+        return listings[0]
+    root = os.path.commonpath([os.path.abspath(one.root) for one in listings])
+    return Listing(root, chain.from_iterable(moved(one, root) for one in listings))
+
+
 def moved(listing: Listing, root: str, split: str = "") -> Iterator[Row | Fault]:
     """The rows of a listing, told from another root."""
     way = os.path.relpath(listing.root, root)
     for row in listing.rows:
-        if isinstance(row, Row):
+        if isinstance(row, Row) and not row.file:
             image = row.image if "://" in row.image else os.path.normpath(os.path.join(way, row.image))
             row = row._replace(image=image, split=row.split or split)
         yield row
@@ -69,8 +78,13 @@ def moved(listing: Listing, root: str, split: str = "") -> Iterator[Row | Fault]
 
 def walk(path: Path, config: DataConfig) -> Iterator[str | Fault]:
     """Every file under the folder, in order, from the folder; what is hidden is passed over."""
-    links = "links" in config.allow
+    links, seen = "links" in config.allow, set[tuple[int, int]]()
     for here, folders, files in os.walk(path, followlinks=links):
+        about = os.stat(here)
+        if (about.st_dev, about.st_ino) in seen:  # links that lead in a circle
+            folders[:] = []
+            continue
+        seen.add((about.st_dev, about.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in folders:
             if not links and os.path.islink(os.path.join(here, name)):
@@ -91,7 +105,8 @@ def _look(path: Path, config: DataConfig) -> tuple[bool, bool, bool]:
             continue
         stem, ending = os.path.splitext(name)
         if PICTURE.search(name):
-            nested, flat = nested or os.sep in name, flat or os.sep not in name
+            label = os.path.basename(os.path.dirname(name)).lower()
+            nested, flat = nested or label not in ("", *SIDES), flat or label in ("", *SIDES)
             pictures.add(stem)
         elif ending in BESIDE:
             texts.add(stem)
@@ -127,7 +142,12 @@ def _beside(path: Path, config: DataConfig) -> Iterator[Row | Fault]:
         if found is None:
             yield Fault("no caption", str(path / name), "no .txt lies beside it")
             continue
-        text = found.read_bytes().decode("utf-8-sig", "surrogateescape")
+        try:
+            with open(found, "rb") as file:
+                text = file.read(MOST_TEXT).decode("utf-8-sig", "surrogateescape")
+        except OSError as error:
+            yield Fault("no caption", str(found), f"cannot be read ({error.strerror})")
+            continue
         yield Row(name, text.splitlines() or [""], split=side_of(Path(name)))
     yield from orphans()
 
@@ -150,5 +170,5 @@ def prompted(label: str, prompt: str) -> str:
 
 
 def side_of(path: Path) -> str:
-    """The side of the split that a path names by its first folders, if it does."""
+    """The side of the split that one of a path's folders names, if one does."""
     return next((SIDES[part.lower()] for part in path.parts[:-1] if part.lower() in SIDES), "")

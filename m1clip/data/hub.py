@@ -36,8 +36,9 @@ def hub(name: str, config: DataConfig, keep: Path) -> Listing:
             f"hf:{name}?{words}: after the name there may be config=, split= and stream=, joined by &"
         )
     if "stream" in options:
-        return _listing(_streamed(name, options, keep), name, config)
-    return _listing(_load(name, options.get("config"), options.get("split")), name, config)
+        return _listing(_streamed(name, options, keep), name, config, keep)
+    found = _load(name, options.get("config"), options.get("split"))
+    return _listing(found, name, config, keep)
 
 
 def parquet(paths: list[Path], config: DataConfig, keep: Path) -> Listing:
@@ -47,7 +48,7 @@ def parquet(paths: list[Path], config: DataConfig, keep: Path) -> Listing:
         side = SIDE.match(path.name)
         sides.setdefault(side.group(1).lower().replace("-", "_") if side else "train", []).append(str(path))
     found = _load("parquet", None, None, data_files=sides, cache_dir=str(keep / "datasets"))
-    return _listing(found, str(paths[0].parent), config)
+    return _listing(found, str(paths[0].parent), config, keep)
 
 
 def _load(name: str, part: str | None, split: str | None, **more: Any) -> "dict[str, Dataset]":
@@ -84,11 +85,12 @@ def _streamed(name: str, options: dict[str, str], keep: Path) -> "dict[str, Data
                 stream = stream.cast_column(column, datasets.Image(decode=False))
         rest = iter(stream.skip(done).take(max(0, number - done)))
         while rows := list(islice(rest, STREAMED)):
-            aside = folder / "part"
+            aside = folder / f"part.{os.getpid()}"
             datasets.Dataset.from_list(rows, features=stream.features).to_parquet(str(aside))
             os.replace(aside, folder / f"{done:09d}.parquet")
             done += STREAMED
-    return _load("parquet", None, None, data_files=[str(part) for part in sorted(folder.glob("*.parquet"))])
+    parts = [str(part) for part in sorted(folder.glob("*.parquet"))]
+    return _load("parquet", None, None, data_files=parts, cache_dir=str(keep / "datasets"))
 
 
 def _quiet() -> None:
@@ -111,18 +113,35 @@ def _explained(name: str) -> Iterator[None]:
         raise ValueError(f"{name} cannot be loaded by `datasets`: {detail[0]}") from None
 
 
-def _listing(splits: "dict[str, Dataset]", name: str, config: DataConfig) -> Listing:
+def _aligned(data: "Dataset", keep: Path) -> "Dataset":
+    """The same rows in files that hold these and no others: a slice of a split is written out."""
+    import datasets
+    import pyarrow as pa
+
+    rows = 0
+    for file in data.cache_files:
+        with pa.memory_map(file["filename"]) as source:
+            rows += sum(batch.num_rows for batch in pa.ipc.open_stream(source))
+    if data.cache_files and rows == len(data) and data._indices is None:
+        return data
+    folder = keep / "datasets" / f"rows-{data._fingerprint}"
+    if not folder.exists():
+        data.save_to_disk(folder)
+    return datasets.Dataset.load_from_disk(str(folder))
+
+
+def _listing(splits: "dict[str, Dataset]", name: str, config: DataConfig, keep: Path) -> Listing:
     def rows() -> Iterator[Row | Fault]:
         for split, data in splits.items():
-            yield from _rows(data, name, "" if len(splits) == 1 else split, config)
+            yield from _rows(data, name, "" if len(splits) == 1 else split, config, keep)
 
     return Listing(".", rows())
 
 
-def _rows(data: "Dataset", name: str, split: str, config: DataConfig) -> Iterator[Row | Fault]:
+def _rows(data: "Dataset", name: str, split: str, config: DataConfig, keep: Path) -> Iterator[Row | Fault]:
     import datasets
 
-    kinds = dict(data.features)
+    data, kinds = _aligned(data, keep), dict(data.features)
     pictures = [one for one, kind in kinds.items() if isinstance(kind, datasets.Image)]
     pictures += [
         one

@@ -5,6 +5,7 @@ A picture that many rows name is one entry with many captions. A million rows co
 
 import json
 import os
+import re
 import stat
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from m1clip.data.rows import Fault, Faults, Listing, Row, checked, place
 Rows = NDArray[np.int64]
 BATCH = 8192
 MOST_LINES = 1000  # of a table, whose captions one picture can have
-NO_SIDE, TRAIN, HELD_OUT, TEST, UNLISTED = range(5)
+NO_SIDE, TRAIN, HELD_OUT, TEST, UNLISTED, UNKNOWN = range(6)
 CODES = {"train": TRAIN, "held-out": HELD_OUT, "test": TEST, "unlisted": UNLISTED}
 SCHEMA = pa.schema(
     [
@@ -72,6 +73,21 @@ class Names:
         return list(self.known)[1:]
 
 
+def code_of(word: str) -> int:
+    """The side that a word means: train, val2017, testA …"""
+    word = word.strip().lower()
+    for name in (
+        word,
+        re.sub(r"\W?\d+$", "", word),
+        word.removeprefix("mini"),
+        re.split(r"[-_. ]", word)[0],
+        word[:4],
+    ):
+        if name in CODES or name in SIDES:
+            return CODES[SIDES.get(name, name)]
+    return UNKNOWN
+
+
 class Builder:
     """Rows in, an index out; what cannot be used goes to `faults`."""
 
@@ -80,6 +96,7 @@ class Builder:
         self.files, self.tables = Names(), Names()
         self.root = os.path.abspath(listing.root)
         self.real_root = os.path.realpath(listing.root)
+        self.known_folders: dict[str, bool] = {}
 
     def write(self, folder: Path, progress: Callable[[int], None]) -> None:
         keys = self._write_rows(folder / "rows.arrow", progress)
@@ -124,10 +141,11 @@ class Builder:
                 self.faults.add(row)
             elif last and last.name == row.image and last.offset == row.offset and not row.file:
                 last.captions.extend(row.captions)
+                self.faults.rows += 1
             else:
                 if last:
                     yield last
-                side = CODES.get(SIDES.get(row.split.lower(), row.split), NO_SIDE) if row.split else NO_SIDE
+                side = code_of(row.split) if row.split else NO_SIDE
                 file, table = self.files.number(row.file), self.tables.number(row.table)
                 last = Entry(
                     row.image, file, row.offset, row.length, table, row.line, side, list(row.captions)
@@ -156,7 +174,8 @@ class Builder:
             same.update(f"{os.path.abspath(file)}/{about.st_size}/{about.st_mtime_ns}".encode())
         heads = order[starts[:-1]]  # where each picture is first named: in the order of the rows
         there = np.ones(len(heads), bool)
-        self.faults.rows += len(heads)
+        self.faults.rows += len(order)
+        self.faults.pictures += len(heads)
         at, begin = 0, 0
         for k in range(rows.num_record_batches):
             batch = rows.get_batch(k)
@@ -171,7 +190,7 @@ class Builder:
                 if isinstance(stamp, Fault):
                     there[at] = False
                     where = f"{self.tables.name(tables[i])} line {lines[i]}" if lines[i] else stamp.where
-                    self.faults.add(stamp._replace(where=where))
+                    self.faults.add(stamp._replace(where=where), picture=True)
                 same.update(str(stamp).encode())
                 at += 1
             begin += len(batch)
@@ -181,21 +200,29 @@ class Builder:
         """What tells a file from an earlier one of the same name; a fault if it cannot be used."""
         if "://" in name:
             return name
-        path = os.path.join(self.root, name)
+        path, short = os.path.join(self.root, name), name[:80]
         try:
             about = os.lstat(path)
-            if stat.S_ISLNK(about.st_mode):
+            if stat.S_ISLNK(about.st_mode) or self._leads_out(os.path.dirname(path)):
                 real = os.path.realpath(path)
                 if "links" not in self.allow and not real.startswith(self.real_root + os.sep):
                     return Fault(
-                        "refused", path, f"{name} is a link that leads out, to {real} (--allow links)"
+                        "refused", path, f"{short} is a link that leads out, to {real} (--allow links)"
                     )
                 about = os.stat(path)
         except (OSError, ValueError):
-            return Fault("missing file", path, f"there is no {name}")
+            return Fault("missing file", path, f"there is no {short}")
         if not stat.S_ISREG(about.st_mode):
-            return Fault("missing file", path, f"{name} is not a file")
+            return Fault("missing file", path, f"{short} is not a file")
         return f"{name}/{about.st_size}/{about.st_mtime_ns}"
+
+    def _leads_out(self, folder: str) -> bool:
+        """Whether a folder that is named as one below the root is elsewhere: a link is on the way."""
+        if folder not in self.known_folders:
+            below = os.path.normpath(folder).startswith(self.root + os.sep)
+            out = not os.path.realpath(folder).startswith(self.real_root + os.sep)
+            self.known_folders[folder] = below and out
+        return self.known_folders[folder]
 
 
 def _columns(batch: Sequence[Entry]) -> pa.RecordBatch:
@@ -292,11 +319,11 @@ class Indexed:
     def read(self, index: int) -> bytes:
         """The picture's bytes as they lie on the disk."""
         name, file = self._value("name", index), self._value("file", index)
-        if file >= 0:
-            path = self._facts["files"][file]
-        else:
-            path = fetched(name) if "://" in name else os.path.join(self._facts["root"], name)
         try:
+            if file >= 0:
+                path = self._facts["files"][file]
+            else:
+                path = fetched(name) if "://" in name else os.path.join(self._facts["root"], name)
             with open(path, "rb") as handle:
                 size = self._value("length", index) or os.fstat(handle.fileno()).st_size
                 if size > MOST_BYTES:
@@ -306,7 +333,7 @@ class Indexed:
         except FileNotFoundError:
             raise BadPicture("missing file", "there is no such file") from None
         except OSError as error:
-            raise BadPicture("unreadable", f"cannot be read ({error.strerror})") from None
+            raise BadPicture("cannot be read", f"cannot be read ({error.strerror})") from None
 
     def image(self, index: int, least: int = 0) -> Image.Image:
         return decode(self.read(index), least)

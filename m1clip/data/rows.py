@@ -46,30 +46,42 @@ class Faults:
     """How many of how many rows are unusable, by kind, and the first of them by name."""
 
     rows: int = 0
-    """All of them, the good ones too."""
+    """All of them, the good ones too: lines of a table, or pictures."""
+    pictures: int = 0
+    """Different pictures among them."""
+    of_pictures: int = 0
+    """Faults that cost a picture, and not a line of a table."""
     counts: Counter[str] = field(default_factory=Counter)
     named: list[Fault] = field(default_factory=list)
 
     def __len__(self) -> int:
         return self.counts.total()
 
-    def add(self, fault: Fault) -> None:
+    def add(self, fault: Fault, picture: bool = False) -> None:
+        self.of_pictures += picture
         self.counts[fault.kind] += 1
         if len(self.named) < NAMED:
             self.named.append(fault)
 
     def __add__(self, other: "Faults") -> "Faults":
         named = (self.named + other.named)[:NAMED]
-        return Faults(self.rows + other.rows, self.counts + other.counts, named)
+        pictures, of_pictures = self.pictures + other.pictures, self.of_pictures + other.of_pictures
+        return Faults(self.rows + other.rows, pictures, of_pictures, self.counts + other.counts, named)
+
+    @property
+    def share(self) -> float:
+        """Part of the data that is lost: of the lines, and of the pictures, which may have several lines."""
+        lines = len(self) - self.of_pictures
+        return lines / max(1, self.rows) + self.of_pictures / max(1, self.pictures + lines)
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.most_common())
         first = "; ".join(str(fault) for fault in self.named[:3])
-        return f"{len(self):,} of {self.rows:,} rows are unusable ({kinds}), the first: {first}"
+        return f"{len(self):,} of {self.rows:,} rows are unusable ({kinds}); first {first}"
 
     def require_few(self, most: float) -> None:
         """Refuses data of which more than the part `most` is unusable."""
-        if len(self) <= most * self.rows:
+        if self.share <= most:
             return
         raise ValueError(f"{self}; --max-bad allows {most:.2%}, and m1clip data check names them all")
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from m1clip.data.folders import MOST_TEXT
 from m1clip.data.rows import Fault, Listing, Row
 from m1clip.data.tables import PICTURE, several
 
 PICKLES = re.compile(r"\.(pyd|pkl|pickle|pt|pth|joblib|npy|npz)$", re.I)  # what readers of shards unpickle
 TEXTS = ("txt", "text", "caption", "cap")
 SIDE = re.compile(r"(train|val|valid|validation|dev|held-out|test)[-_.]", re.I)
-MOST_TEXT = 1_000_000  # bytes
 
 
 def shards(paths: list[Path]) -> Listing:
@@ -32,9 +32,14 @@ def shard(path: Path) -> Iterator[Row | Fault]:
     """The pairs of one tar; a truncated one gives those that are whole."""
     try:
         with tarfile.open(path, "r:") as tar:  # not compressed: pictures are read by their place in the file
-            key, members = "", dict[str, tarfile.TarInfo]()
+            key, members, before = "", dict[str, tarfile.TarInfo](), 0
             while (member := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # it would keep every header it has seen
+                if tar.offset <= before:  # it says that it has less than no bytes
+                    raise ValueError(
+                        f"{path} is refused: the size of its member {member.name!r} is impossible"
+                    )
+                before = tar.offset
                 if member.isdir():
                     continue
                 _refuse(path, member)
@@ -48,7 +53,7 @@ def shard(path: Path) -> Iterator[Row | Fault]:
                 yield Fault(
                     "truncated", str(path), "the shard ends before its end mark: pairs may be missing"
                 )
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, OSError) as error:
         what = error if os.path.getsize(path) else "it is empty"
         yield Fault("truncated", str(path), f"the shard breaks off or is no plain tar ({what})")
 
@@ -71,8 +76,10 @@ def _refuse(path: Path, member: tarfile.TarInfo) -> None:
         raise ValueError(f"{path} is refused: its member {member.name!r} leads out of the archive")
     if member.issym() or member.islnk():
         raise ValueError(f"{path} is refused: its member {member.name!r} is a link to {member.linkname!r}")
-    if not member.isfile():
-        raise ValueError(f"{path} is refused: its member {member.name!r} is a device, not a file")
+    if member.size < 0:
+        raise ValueError(f"{path} is refused: the size of its member {member.name!r} is impossible")
+    if not member.isfile() or member.issparse():
+        raise ValueError(f"{path} is refused: its member {member.name!r} is not a plain file")
     if PICKLES.search(member.name):
         raise ValueError(f"{path} is refused: its member {member.name!r} may be a pickle, which can run code")
 

@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
@@ -46,10 +45,3 @@ def contact_sheet(shots: Sequence[Shot], columns: int) -> Image.Image:
         sheet.paste(whole, (x, y))
         pen.multiline_text((x, y + SIDE + 5), "\n".join(text), fill=(50, 50, 60), font=font, spacing=3)
     return sheet
-
-
-def save_sheet(shots: Sequence[Shot], columns: int, path: Path) -> None:
-    try:
-        contact_sheet(shots, columns).save(path)
-    except ValueError:
-        raise ValueError(f"cannot tell the format of {path}; end it with .png or .jpg") from None

@@ -12,7 +12,7 @@ from m1clip.data.cache import decoded, stored
 from m1clip.data.index import Indexed, Rows
 from m1clip.data.pairs import Bars, Pairs, silent
 from m1clip.data.rows import Fault, Faults
-from m1clip.data.sources import Source, open_sources
+from m1clip.data.sources import Source, open_sources, scored
 from m1clip.data.workers import Workers, decode_rows
 from m1clip.pictures import Pixels
 
@@ -38,24 +38,28 @@ class Live:
     """Decoded by worker processes when asked for. A row that cannot be is replaced by the next that can."""
 
     def __init__(self, pairs: Pairs, size: int, workers: int, max_bad: float):
-        self.pairs, self.max_bad = pairs, max_bad
-        self.faults = Faults(len(pairs))
+        self.pairs, self.size, self.max_bad = pairs, size, max_bad
+        self.faults = Faults(len(pairs), len(pairs))
         self.bad = set[int]()
         self.workers = Workers(partial(decode_rows, pairs, size), workers)
 
     def take(self, rows: Rows) -> tuple[Rows, Pixels]:
         rows = np.array([self._good(int(row)) for row in rows])
-        while True:
-            parts = np.array_split(rows, 2 * self.workers.number)
-            done = list(self.workers.map([part.tolist() for part in parts if len(part)]))
-            bad = {row: what for part in done for row, what in part.bad.items()}
-            if not bad:
-                return rows, np.concatenate([part.pixels for part in done])
-            for row, (kind, what) in bad.items():
-                self.bad.add(row)
-                self.faults.add(Fault(kind, self.pairs.row(row), what))
+        pixels = np.empty((len(rows), self.size, self.size, 3), np.uint8)
+        todo = np.arange(len(rows))
+        while len(todo):
+            parts = [part for part in np.array_split(todo, 2 * self.workers.number) if len(part)]
+            for part, done in zip(
+                parts, self.workers.map([rows[part].tolist() for part in parts]), strict=True
+            ):
+                pixels[part] = done.pixels
+                for row, (kind, what) in done.bad.items():
+                    self.bad.add(row)
+                    self.faults.add(Fault(kind, self.pairs.row(row), what), picture=True)
             self.faults.require_few(self.max_bad)
-            rows = np.array([self._good(int(row)) for row in rows])
+            todo = np.flatnonzero(np.isin(rows, list(self.bad)))
+            rows[todo] = [self._good(int(row)) for row in rows[todo]]
+        return rows, pixels
 
     def _good(self, row: int) -> int:
         while row in self.bad:
@@ -167,6 +171,7 @@ class Sides:
         """What a run keeps: which data it was, and what was left out of it."""
         return {
             "identity": self.train.identity,
+            "live": [isinstance(part.pictures, Live) for part in self.train.parts],
             "train": len(self.train),
             "held_out": len(self.held_out),
             **self.facts,
@@ -176,28 +181,41 @@ class Sides:
         }
 
 
-def open_sides(config: DataConfig, size: int, margin: int, bars: Bars = silent) -> Sides:
-    """Pictures of `size` for the held-out side, and of `margin`, which leaves room for crops, to train on."""
+def open_sides(
+    config: DataConfig, size: int, margin: int, bars: Bars = silent, live: Sequence[bool] = ()
+) -> Sides:
+    """Pictures of `size` for the held-out side, and of `margin`, which leaves room for crops, to train on.
+
+    `live` says of each source how a run that is resumed had its pictures: their order depends on it.
+    """
     sources = open_sources(config, bars)
     faults = sum((source.faults for source in sources), Faults())
-    train = [_part(one, margin, config, faults, bars) for one in sources]
-    held_out = [open_part(one.held_out, size, config, faults, bars) for one in sources]
+    modes: Sequence[bool | None] = live or [None] * len(sources)
+    train = [_part(one, margin, config, faults, bars, mode) for one, mode in zip(sources, modes, strict=True)]
+    held_out = [open_part(scored(one.held_out, config), size, config, faults, bars) for one in sources]
     faults.require_few(config.max_bad)
-    live = [one.spec for one, part in zip(sources, train, strict=True) if isinstance(part.pictures, Live)]
+    if not all(len(part.rows) for part in (*train, *held_out)):
+        raise ValueError(
+            f"{config.data}: no picture of one of its sides can be decoded; m1clip data check tells more"
+        )
+    now = [one.spec for one, part in zip(sources, train, strict=True) if isinstance(part.pictures, Live)]
     facts = {"split": "; ".join(dict.fromkeys(source.why for source in sources))}
-    if live:
-        facts["pictures"] = f"{', '.join(live)} decoded while training: beyond --cache-gb {config.cache_gb:g}"
+    if now:
+        facts["pictures"] = f"{', '.join(now)} decoded while training: beyond --cache-gb {config.cache_gb:g}"
     return Sides(Side(train), Side(held_out), faults, facts)
 
 
-def _part(source: Source, size: int, config: DataConfig, faults: Faults, bars: Bars) -> Part:
+def _part(
+    source: Source, size: int, config: DataConfig, faults: Faults, bars: Bars, live: bool | None = None
+) -> Part:
     """Training pairs of one source: from the cache, or live if they do not fit into it."""
     pairs = source.train
+    most = {True: 0.0, False: float("inf"), None: config.cache_gb}[live]
     with bars("preparing pictures", len(pairs)) as advance:
-        store = stored(pairs, size, config.cache_gb, config.workers, advance)
+        store = stored(pairs, size, most, config.workers, advance)
     if store is None:
-        live = Live(pairs, size, config.workers, config.max_bad)
-        return Part(pairs, np.arange(len(pairs)), live, source.weight)
+        pictures = Live(pairs, size, config.workers, config.max_bad)
+        return Part(pairs, np.arange(len(pairs)), pictures, source.weight)
     return _sound(pairs, store.pixels(), store.bad(), faults, source.weight)
 
 
@@ -214,6 +232,6 @@ def open_part(pairs: Pairs, size: int, config: DataConfig, faults: Faults, bars:
 
 def _sound(pairs: Pairs, pixels: Pixels, bad: dict[int, Fault], faults: Faults, weight: float = 1.0) -> Part:
     for fault in bad.values():
-        faults.add(fault)
+        faults.add(fault, picture=True)
     good = np.setdiff1d(np.arange(len(pairs)), list(bad)).astype(np.int64)
     return Part(pairs, good, Stored(pixels, good), weight)

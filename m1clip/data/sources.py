@@ -1,13 +1,12 @@
-"""Which pairs a spec means: its parts found, listed, and divided so that no picture stands on two sides."""
+"""Which pairs a spec means: its parts found, listed and divided into sides."""
 
 import os
 import re
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from glob import glob
 from hashlib import blake2b
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from m1clip.config import DataConfig, nearest
 from m1clip.data import captions, folders, hub, index, shards, tables
 from m1clip.data.decode import BadPicture
 from m1clip.data.disk import cache_folder, own_folder
-from m1clip.data.index import Builder, Indexed
+from m1clip.data.index import Builder, Indexed, Rows
 from m1clip.data.pairs import Bars, Pairs, silent
 from m1clip.data.rows import Faults, Listing
 from m1clip.data.synthetic import Synthetic
@@ -84,8 +83,9 @@ def _open(spec: str, weight: float, config: DataConfig, bars: Bars) -> Source:
         raise ValueError(f"{spec} has no pairs in it")
     faults.require_few(config.max_bad)
     train, held_out, test, why = divide(pairs, config, bars)
-    left = None if test is None else pairs.take(test)
-    return Source(spec, weight, pairs, pairs.take(train), pairs.take(held_out), left, faults, why)
+    held = pairs.take(held_out)
+    tested = None if test is None else held if test is held_out else pairs.take(test)
+    return Source(spec, weight, pairs, pairs.take(train), held, tested, faults, why)
 
 
 def _synthetic(spec: str, weight: float, config: DataConfig) -> Source:
@@ -108,19 +108,26 @@ def listing(spec: str, config: DataConfig) -> Listing:
             raise FileNotFoundError(f"{kind}:{rest} needs the folder of {kind}; there is no folder {rest!r}")
         return captions.coco(path, config) if kind == "coco" else captions.flickr(path, kind, config)
     paths = files_of(spec)
-    if paths[0].is_dir():
-        inside = sorted(paths[0].glob("*.tar"))
-        return shards.shards(inside) if inside else folders.folder(paths[0], config)
-    endings = {path.suffix.lower() for path in paths}
-    if endings == {".tar"}:
+    endings = {path.suffix.lower() for path in paths if path.is_file()}
+    if endings == {".tar"} and not any(path.is_dir() for path in paths):
         return shards.shards(paths)
     if endings == {".parquet"} and tables.has_pictures(paths[0]):
         return hub.parquet(paths, config, cache_folder())
-    if endings <= {*tables.TABLES} and len(endings) == 1:
-        return _tables(paths, config)
-    raise ValueError(
-        f"{paths[0]} is nothing m1clip can read: a folder, {', '.join(tables.TABLES)} or plain .tar shards"
-    )
+    return folders.joined([_one(path, config) for path in paths])
+
+
+def _one(path: Path, config: DataConfig) -> Listing:
+    if path.is_dir():
+        inside = sorted(path.glob("*.tar"))
+        return shards.shards(inside) if inside else folders.folder(path, config)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    if path.suffix.lower() not in tables.TABLES:
+        raise ValueError(
+            f"{path} is nothing m1clip can read: a folder, {', '.join(tables.TABLES)} or plain .tar shards"
+        )
+    known = captions.known_json(path) if path.suffix.lower() == ".json" else None
+    return known or tables.table(path, config)
 
 
 def files_of(spec: str) -> list[Path]:
@@ -137,30 +144,19 @@ def files_of(spec: str) -> list[Path]:
     return [Path(name) for name in names]
 
 
-def _tables(paths: Sequence[Path], config: DataConfig) -> Listing:
-    for path in paths:
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no file {path}")
-    if paths[0].suffix.lower() == ".json" and (known := captions.known_json(paths[0])):
-        return known
-    listings = [tables.table(path, config) for path in paths]
-    if len(listings) == 1:
-        return listings[0]
-    root = os.path.commonpath([os.path.abspath(one.root) for one in listings])
-    return Listing(root, chain.from_iterable(folders.moved(one, root) for one in listings))
-
-
-def divide(
-    pairs: Indexed, config: DataConfig, bars: Bars
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None, str]:
-    """Rows of the training, held-out and test sides, and the reason."""
+def divide(pairs: Indexed, config: DataConfig, bars: Bars) -> tuple[Rows, Rows, Rows | None, str]:
+    """Rows of the training, held-out and test sides, and the reason. Sides as given may share pictures."""
     side, wish = pairs.column("side"), config.held_out
-    train, held, test = (np.flatnonzero(np.isin(side, codes)) for codes in ([0, 1], [2], [3]))
+    if not np.isin(
+        side, (index.TRAIN, index.HELD_OUT, index.TEST)
+    ).any():  # words that are no sides say nothing
+        side = np.where(side == index.UNKNOWN, index.NO_SIDE, side)
+    train = np.flatnonzero(np.isin(side, (index.NO_SIDE, index.TRAIN)))
+    held, test = np.flatnonzero(side == index.HELD_OUT), np.flatnonzero(side == index.TEST)
     if len(train) and (len(held) or len(test)):
-        given, word = (held, "validation") if len(held) else (test, "test")
-        most = GIVEN if wish == "auto" else wish
-        some = given if len(given) <= most else given[np.linspace(0, len(given) - 1, most).astype(int)]
-        return train, some, test if len(test) else None, f"the {word} split as given"
+        left = np.count_nonzero(np.isin(side, (index.UNLISTED, index.UNKNOWN)))
+        word = ("validation" if len(held) else "test") + (f", {left:,} on no side" if left else "")
+        return train, held if len(held) else test, test if len(test) else None, f"the {word} split as given"
     rows = np.flatnonzero(side != index.UNLISTED)
     if not len(rows):
         raise ValueError("every picture is on no list: the lists of the split and the captions do not match")
@@ -173,19 +169,29 @@ def divide(
     return rows[~mine], rows[mine], None, "by a hash of each picture's bytes"
 
 
+def scored(pairs: Pairs, config: DataConfig) -> Pairs:
+    """Those of a held-out side that are scored: all, or as many as are asked for, from all over it."""
+    most = GIVEN if config.held_out == "auto" else config.held_out
+    if len(pairs) <= most or not isinstance(pairs, Indexed):
+        return pairs
+    return pairs.take(np.linspace(0, len(pairs) - 1, most).astype(np.int64))
+
+
 def contents(pairs: Indexed, bars: Bars = silent) -> NDArray[np.uint64]:
     """A number for each picture, equal for equal bytes; kept, so that they are read once."""
     path = cache_folder() / f"content-{blake2b(pairs.fingerprint.encode(), digest_size=8).hexdigest()}.npy"
-    if path.exists():
+    with suppress(OSError, ValueError, EOFError):
         known: NDArray[np.uint64] = np.load(path)
         if len(known) == len(pairs):
             return known
+    unread = []
 
     def content(row: int) -> int:
         try:
             data = pairs.read(row)
         except BadPicture:
-            return 2**64 - 1 - row % 2**32  # found again, and named, when it is decoded
+            unread.append(row)  # found again, and named, when it is decoded
+            return 2**64 - 1 - row % 2**32
         return int.from_bytes(blake2b(data, digest_size=8).digest())
 
     found = np.empty(len(pairs), np.uint64)
@@ -194,29 +200,31 @@ def contents(pairs: Indexed, bars: Bars = silent) -> NDArray[np.uint64]:
             part = range(start, min(start + 256, len(pairs)))
             found[start : part.stop] = list(pool.map(content, part))
             advance(len(part))
-    aside = path.with_suffix(f".{os.getpid()}.npy")
-    np.save(aside, found)
-    os.replace(aside, path)
+    if not unread:
+        aside = path.with_name(f"content-{os.getpid()}.new.npy")
+        np.save(aside, found)
+        os.replace(aside, path)
     return found
 
 
 def _apart(sources: list[Source], bars: Bars) -> list[Source]:
     """Where sources are mixed, a picture that one holds out is not trained on from another."""
-    listed = [source for source in sources if isinstance(source.train, Indexed)]
-    kept = [
-        contents(pairs, bars)
-        for one in listed
-        for pairs in (one.held_out, one.test)
-        if isinstance(pairs, Indexed)
-    ]
-    if len(listed) < 2 or not kept:
+    known = {one.spec: contents(one.every, bars) for one in sources if isinstance(one.every, Indexed)}
+    if len(known) < 2:
         return sources
+    kept = [
+        known[one.spec][side.rows]
+        for one in sources
+        for side in (one.held_out, one.test)
+        if isinstance(side, Indexed)
+    ]
     out = np.unique(np.concatenate(kept))
     apart = []
     for source in sources:
         if isinstance(source.train, Indexed):
-            free = np.flatnonzero(~np.isin(contents(source.train, bars), out))
-            if len(free) < len(source.train):
-                source = replace(source, train=source.train.take(free))
+            free = np.flatnonzero(~np.isin(known[source.spec][source.train.rows], out))
+            if not len(free):
+                raise ValueError(f"every picture of {source.spec} is held out by another part of the mixture")
+            source = replace(source, train=source.train.take(free))
         apart.append(source)
     return apart

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from m1clip.data.decode import ORIENTATION, BadPicture, decode, header
+from m1clip.data.decode import BROKEN, ORIENTATION, BadPicture, decode, header
 from m1clip.data.index import Indexed
 from m1clip.data.pairs import Bars, Pairs
 from m1clip.data.rows import Fault
@@ -40,6 +40,13 @@ FOUND = np.dtype(
 SIZES = (64, 128, 224, 336, 512, 1024, 2048)  # pixels of the shorter side, where the histogram is cut
 Found = NDArray[Any]
 Couple = tuple[int, int]
+
+
+def _traits(picture: Image.Image) -> int:
+    try:
+        return traits(picture)
+    except BROKEN as error:  # what comes after the first picture of an animation, for one
+        raise BadPicture("unreadable", f"cannot be decoded ({error})") from None
 
 
 def traits(picture: Image.Image) -> int:
@@ -84,15 +91,16 @@ def examine(pairs: Pairs, rows: Sequence[int]) -> tuple[Found, dict[int, tuple[s
             if isinstance(pairs, Indexed):
                 data = pairs.read(row)
                 raw, picture = header(data), decode(data, 64)
+                bits = _traits(raw)
             else:
                 raw = picture = pairs.image(row)
-                data = picture.tobytes()
+                data, bits = picture.tobytes(), _traits(picture)
         except BadPicture as error:
             bad[row] = (error.kind, str(error))
             continue
         content = int.from_bytes(blake2b(data, digest_size=8).digest())
         tint = np.asarray(picture.resize((1, 1), Image.Resampling.BOX))[0, 0]
-        values = (True, *raw.size, len(data), traits(raw), content, look(picture), tint)
+        values = (True, *raw.size, len(data), bits, content, look(picture), tint)
         for name, value in zip(FOUND.names or (), values, strict=True):
             one[name] = value
     return found, bad
@@ -141,18 +149,21 @@ def doubles(source: Source, found: Found) -> dict[str, list[Couple]]:
     good = np.flatnonzero(found["good"])
     content = found["content"]
     order = good[np.argsort(content[good], kind="stable")]
-    equal = [_couple(a, b) for a, b in pairwise(order) if content[a] == content[b]]
+    groups = [
+        group for group in np.split(order, np.flatnonzero(np.diff(content[order])) + 1) if len(group) > 1
+    ]
+    equal = [_couple(a, b) for group in groups for a, b in pairwise(group)]
     near = [(good[a], good[b]) for a, b in alike(found[good])]
     near = [_couple(a, b) for a, b in near if content[a] != content[b]]
     side = np.zeros(len(found), int)
     for number, pairs in enumerate((source.train, source.held_out, source.test), 1):
         if isinstance(pairs, Indexed):
             side[pairs.rows] = number
-    leaks = [
-        (a, b)
-        for a, b in (*equal, *near)
-        if 1 in (side[a], side[b]) and side[a] != side[b] and side[a] * side[b]
-    ]
+    across = []
+    for group in groups:  # of copies, one on each side is enough to tell
+        mine, others = group[side[group] == 1], group[side[group] > 1]
+        across += [_couple(mine[0], others[0])] if len(mine) and len(others) else []
+    leaks = across + [(a, b) for a, b in near if side[a] * side[b] and (side[a] == 1) != (side[b] == 1)]
     return {"same_bytes": sorted(equal), "look_alike": near, "leaks": leaks}
 
 

@@ -159,11 +159,11 @@ def csv_records(path: Path, delimiter: str = "", header: Sequence[str] = ()) -> 
     """Lines of a CSV, a record each. A line that does not fit the header, or has lost a quote, is a fault."""
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         lines: Iterator[tuple[int, str]] = enumerate(file, 1)
-        number, text = next(lines, (0, ""))
+        number, text = next(((n, line) for n, line in lines if line.strip()), (0, ""))
         delimiter = delimiter or max(",\t;|", key=text.count)
         names = list(header)
         if not names:
-            names = [name.strip() for name in next(csv.reader([text], delimiter=delimiter), [])]
+            names = [name.strip() for name in fields_of(text, delimiter) or []]
             if any(PICTURE.search(name) for name in names):  # no header: the first line is a row
                 names = [f"column {i + 1}" for i in range(len(names))]
             else:
@@ -172,7 +172,9 @@ def csv_records(path: Path, delimiter: str = "", header: Sequence[str] = ()) -> 
             fields, ahead = fields_of(text, delimiter), list[tuple[int, str]]()
             while fields is None and len(ahead) < LONGEST and (following := next(lines, None)):
                 ahead.append(following)
-                fields = fields_of(text + "".join(line for _, line in ahead), delimiter)
+                fields = fields_of(text + "".join(line for _, line in ahead), delimiter, strict=True)
+                if fields and len(fields) != len(names):  # not one row over several lines: a quote was lost
+                    fields = ["\0"]
             if (
                 fields and len(fields) > len(names) == 2
             ):  # commas that nobody quoted: they can only be the caption's
@@ -191,15 +193,15 @@ def _misfit(where: str, text: str, names: Sequence[str]) -> Fault:
     return Fault("broken line", where, f"{len(names)} fields were expected ({', '.join(names)})")
 
 
-def fields_of(text: str, delimiter: str) -> list[str] | None:
+def fields_of(text: str, delimiter: str, strict: bool = False) -> list[str] | None:
     """The fields of a line; none of an empty one. None: a quotation is open, and may end on a later line."""
     if '"' not in text:  # most lines: nothing to unquote
         bare = text.rstrip("\r\n")
         return bare.split(delimiter) if bare else []
     lines = [line + "\n" for line in text.split("\n")]
-    for strict in (True, False):
+    for exact in (True, strict):
         try:
-            return next(csv.reader(lines, delimiter=delimiter, strict=strict), [])
+            return next(csv.reader(lines, delimiter=delimiter, strict=exact), [])
         except csv.Error as error:
             if "unexpected end" in str(error):
                 return None

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -40,19 +41,29 @@ class Workers(Generic[T]):
 
     def __init__(self, work: Callable[[Sequence[int]], T], number: int):
         """`work` can be pickled: a function of a module, or a partial of one."""
-        self.number = number or os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self.number = number or cores or 1
         spawn = multiprocessing.get_context("spawn")
         self.pool = ProcessPoolExecutor(self.number, spawn, _begin, (work,))
 
     def map(self, parts: Iterable[Sequence[int]]) -> Iterator[T]:
         """What came of the parts, in order."""
-        waiting: list[Future[T]] = []
+        waiting: list[tuple[Sequence[int], Future[T]]] = []
         for part in parts:
-            waiting.append(self.pool.submit(_work, part))
+            waiting.append((part, self.pool.submit(_work, part)))
             if len(waiting) > AHEAD * self.number:
-                yield waiting.pop(0).result()
+                yield self._result(*waiting.pop(0))
         while waiting:
-            yield waiting.pop(0).result()
+            yield self._result(*waiting.pop(0))
+
+    def _result(self, part: Sequence[int], done: "Future[T]") -> T:
+        try:
+            return done.result()
+        except BrokenProcessPool:
+            raise RuntimeError(
+                f"a process that decodes pictures was killed near one of pictures {part[0]} to {part[-1]}: "
+                f"too little memory (--workers 1 needs less), or a file that breaks the decoder"
+            ) from None
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)

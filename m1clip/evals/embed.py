@@ -29,14 +29,12 @@ def embed_pictures(model: CLIP, pairs: Side, most: int = CHUNK) -> Tensor:
 
 
 @torch.inference_mode()
-def embed_captions(
-    model: CLIP, captions: Sequence[str], rows: Sequence[str] | None = None, most: int = CHUNK
-) -> Tensor:
-    """(M, E) on the CPU; `rows` says where each caption came from."""
+def embed_captions(model: CLIP, captions: Sequence[str], most: int = CHUNK) -> Tensor:
+    """(M, E) on the CPU."""
     parts = []
     for start in range(0, len(captions), most):
         chunk = slice(start, start + most)
-        tokens_BL = model.tokenize(captions[chunk], rows and rows[chunk])
+        tokens_BL = model.tokenize(captions[chunk])
         parts.append(model.embed_tokens(devices.copy(tokens_BL, model.logit_scale.device)).cpu())
     return torch.cat(parts)
 
@@ -50,5 +48,4 @@ def embed_pairs(model: CLIP, pairs: Side, most: int = CHUNK) -> tuple[Tensor, Te
     captions = [pairs.captions(row) for row in range(len(pairs))]
     owner_M = torch.tensor([row for row, some in enumerate(captions) for _ in some])
     flat = [caption for some in captions for caption in some]
-    rows = [pairs.row(int(row)) for row in owner_M]
-    return embed_pictures(model, pairs, most), embed_captions(model, flat, rows, most), owner_M
+    return embed_pictures(model, pairs, most), embed_captions(model, flat, most), owner_M

@@ -5,7 +5,6 @@ What a person sees goes through `Screen`; what lasts goes through `Run`.
 
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -78,13 +77,17 @@ def check(config: TrainConfig, runs: Path, resumed: Run | None, screen: Screen) 
     track.require(config.track)
     require_room(config, runs, resumed)
     size = config.model.vision.image_size
-    data = open_sides(config, size, margin(size, config.crop), screen.working)
+    was = began_with(resumed) if resumed else {}
+    data = open_sides(config, size, margin(size, config.crop), screen.working, was.get("live", ()))
     pairs = data.train.per_epoch
     if config.batch > pairs:
         raise ValueError(f"batch {config.batch} is larger than the {pairs} training pairs")
     total = config.epochs * (pairs // config.batch)
-    if resumed:
-        require_same(resumed, data)
+    if resumed and was.get("identity", data.train.identity) != data.train.identity:
+        raise ValueError(
+            f"the data is not what {resumed.path} began with (rows, captions or their order have changed); "
+            f"put it back, or start a new run"
+        )
     start, damaged = checkpoint.newest_whole(resumed) if resumed else (None, {})
     if start and checkpoint.step_of(start) > total:
         done = checkpoint.step_of(start)
@@ -94,14 +97,12 @@ def check(config: TrainConfig, runs: Path, resumed: Run | None, screen: Screen) 
     return Setup(device, why, data, words, total, start, damaged)
 
 
-def require_same(run: Run, data: Sides) -> None:
-    """A resumed run reads the pairs it began with: batch k rests on their order."""
-    with suppress(FileNotFoundError):
-        if run.read("data.json")["identity"] != data.train.identity:
-            raise ValueError(
-                f"the data is not what {run.path} began with (rows, captions or their order have changed); "
-                f"put it back, or start a new run"
-            )
+def began_with(run: Run) -> dict[str, Any]:
+    """Which data a run is of: batch k rests on its rows and their order."""
+    try:
+        return run.read("data.json")
+    except FileNotFoundError:  # it ended before it began
+        return {}
 
 
 def require_room(config: TrainConfig, runs: Path, resumed: Run | None) -> None:

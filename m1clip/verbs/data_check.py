@@ -11,6 +11,7 @@ import tyro
 
 from m1clip.config import DataConfig, preset
 from m1clip.verbs import flags
+from m1clip.verbs.data_preview import require_picture
 
 if TYPE_CHECKING:  # they bring pyarrow
     from m1clip.data.pairs import Bars
@@ -49,6 +50,7 @@ def parse(prog: str, words: list[str]) -> Args:
     if not args.data:
         raise ValueError("data check needs a SPEC: a folder, a table, coco:DIR …; m1clip data check --help")
     preset(args.preset)
+    require_picture(args.sheet)
     return args
 
 
@@ -69,20 +71,22 @@ def main(args: Args) -> int:
 
 
 def is_refused(report: Report, args: Args) -> bool:
-    return bool(report["unusable"] > args.max_bad * report["rows"])
+    return bool(report["share"] > args.max_bad)
 
 
 def check(source: "Source", args: Args, sheet: Path, bars: "Bars") -> Report:
     from m1clip.data import survey
-    from m1clip.data.sheet import save_sheet, shot, shown
+    from m1clip.data.sheet import contact_sheet, shot, shown
 
     pairs, faults = source.every, source.faults
     found, bad = survey.survey(pairs, args.workers, bars)
     for fault in bad:
-        faults.add(fault)
+        faults.add(fault, picture=True)
     twice = survey.doubles(source, found)
     notable = survey.notable(found, twice)[:18]
-    save_sheet([*shown(pairs, 12), *(shot(pairs, row, f"[{why}] ") for row, why in notable)], 6, sheet)
+    contact_sheet([*shown(pairs, 12), *(shot(pairs, row, f"[{why}] ") for row, why in notable)], 6).save(
+        sheet
+    )
     top = survey.largest(found)
     sides = {"train": source.train, "held-out": source.held_out, "test": source.test}
     return {
@@ -92,6 +96,7 @@ def check(source: "Source", args: Args, sheet: Path, bars: "Bars") -> Report:
         "split": source.why,
         "rows": max(faults.rows, len(found)),
         "unusable": len(faults),
+        "share": faults.share,
         "faults": dict(faults.counts.most_common()),
         "named": [fault._asdict() for fault in faults.named],
         "sizes": survey.sizes(found),
@@ -156,7 +161,9 @@ def tell_faults(report: Report, args: Args, line: Line) -> None:
         f"more than --max-bad {args.max_bad:.2%}: training would refuse" if refused else "training skips them"
     )
     line(
-        "unusable", f"{bad:,} of {rows:,} rows ({bad / rows:.2%}), {so}", "bold red" if refused else "yellow"
+        "unusable",
+        f"{bad:,} of {rows:,} rows ({report['share']:.2%}), {so}",
+        "bold red" if refused else "yellow",
     )
     line("", ", ".join(f"{count:,} {kind}" for kind, count in report["faults"].items()))
     for fault in report["named"][:SHOWN]:

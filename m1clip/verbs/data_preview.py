@@ -34,11 +34,20 @@ def parse(prog: str, words: list[str]) -> Args:
     args = flags.read(Args, prog, words)
     if args.columns < 1 or args.rows < 1 or args.columns * args.rows > 1000:
         raise ValueError(f"a sheet has 1 to 1000 pictures, not {args.columns} × {args.rows}")
+    require_picture(args.out)
     return args
 
 
+def require_picture(path: Path) -> None:
+    """Refuses at once what could not be written after long work."""
+    if path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+        raise ValueError(f"cannot tell the format of {path}; end it with .png or .jpg")
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} for {path.name}")
+
+
 def main(args: Args) -> int:
-    from m1clip.data.sheet import save_sheet, shown
+    from m1clip.data.sheet import contact_sheet, shown
     from m1clip.data.sources import open_sources
     from m1clip.train.screen import Screen
 
@@ -47,6 +56,6 @@ def main(args: Args) -> int:
     for source in sources:
         pairs = source.train if args.split == "train" else source.held_out
         shots += shown(pairs, -(-number // len(sources)))
-    save_sheet(shots[:number], args.columns, args.out)
+    contact_sheet(shots[:number], args.columns).save(args.out)
     print(f"{args.out}: {len(shots[:number])} of the {args.split} pairs of {args.data}")
     return 0

@@ -57,7 +57,7 @@ def main(args: Args) -> int:
         from m1clip import devices
         from m1clip.data.rows import Faults
         from m1clip.data.sides import Side, open_part
-        from m1clip.data.sources import open_sources
+        from m1clip.data.sources import open_sources, scored
         from m1clip.evals.embed import embed_pairs
         from m1clip.evals.negatives import edit_scores, is_editable
         from m1clip.evals.retrieval import retrieval
@@ -70,7 +70,8 @@ def main(args: Args) -> int:
     size = model.config.vision.image_size
     sides: list[Pairs] = []
     for source in open_sources(config, screen.working):
-        sides.append(side_of(source, args.split))
+        side = side_of(source, args.split)
+        sides.append(scored(side, config) if args.split == "held-out" else side)
         faults += source.faults
     pairs = Side([open_part(side, size, config, faults, screen.working) for side in sides])
     faults.require_few(config.max_bad)
