@@ -1,0 +1,55 @@
+"""The curves of runs as one picture, from their metrics alone (needs matplotlib).
+
+python benchmarks/curves.py runs/a runs/b --out curves.png
+"""
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from m1clip.run import Run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    figure, (losses, recalls) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+    for number, path in enumerate(args.runs):
+        run, colour = Run(path), f"C{number}"
+        steps = [row for row in run.records("step") if row["loss"] is not None]
+        seconds = np.cumsum([(row["step_ms"] + row["between_ms"]) / 1e3 for row in steps])
+        clock = dict(zip((row["step"] for row in steps), seconds / 60, strict=True))
+        smooth = np.convolve([row["loss"] for row in steps], np.ones(23) / 23, "valid")
+        losses.plot(seconds[22:] / 60, smooth, colour, label=path.name)
+        evals = [row for row in run.records("eval") if row["step"] in clock]
+        for way, style, word in (("i2t", "-", "image→text"), ("t2i", "--", "text→image")):
+            minutes, scores = (
+                [clock[row["step"]] for row in evals],
+                [100 * row[f"{way}_r10"] for row in evals],
+            )
+            recalls.plot(minutes, scores, style, color=colour, label=f"{path.name}, {word}")
+    losses.axhline(steps[-1]["chance_loss"], color="grey", linestyle=":", label="chance")
+    recalls.axhline(1000 * evals[-1]["chance_r1"], color="grey", linestyle=":", label="chance")
+    losses.set(xlabel="minutes of training", ylabel="loss, mean of 23 steps", ylim=(0, None))
+    recalls.set(
+        xlabel="minutes of training",
+        ylabel=f"held-out R@10 of {evals[-1]['pictures']:,} pictures, %",
+        ylim=(0, None),
+    )
+    for axes in (losses, recalls):
+        axes.legend(frameon=False, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(args.out, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
