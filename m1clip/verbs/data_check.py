@@ -34,7 +34,8 @@ class Args(DataConfig):
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")] = ""
-    """Which data, as in train."""
+    """A folder, a .csv, .tsv, .jsonl or .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
+    hf:NAME or synthetic:N, as train --data has it."""
     preset: str = "nano"
     """Whose vocabulary and text length captions are measured by."""
     tokenizer: str = "bpe"

@@ -22,7 +22,8 @@ class Args(DataConfig):
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")] = ""
-    """Which data, as in train."""
+    """A folder, a .csv, .tsv, .jsonl or .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
+    hf:NAME or synthetic:N, as train --data has it."""
     out: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = None
     """The folder to write to."""
     to: Literal["shards", "parquet"] = "shards"

@@ -19,7 +19,8 @@ class Args(DataConfig):
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[SPEC]")] = "synthetic"
-    """Which data, as in train."""
+    """A folder, a .csv, .tsv, .jsonl or .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
+    hf:NAME or synthetic:N, as train --data has it."""
     split: Literal["train", "held-out"] = "train"
     """Which side: what is learned from, or what is kept for the test."""
     columns: int = 6
