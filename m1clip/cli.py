@@ -8,7 +8,7 @@ from importlib import import_module
 from io import TextIOWrapper
 
 from m1clip import __version__
-from m1clip.config import nearest
+from m1clip.config import nearest, printable
 
 VERBS = {
     "train": "train a model; with no flags, the built-in data and the nano preset",
@@ -76,6 +76,11 @@ def split_verb(words: list[str]) -> tuple[str | None, list[str]]:
         if verb in VERBS:
             return verb, words[length:]
     two = any(verb.startswith(f"{words[0]} ") for verb in VERBS)
+    if (two and len(words) == 1) or (two and words[1] in ("-h", "--help")):
+        print(
+            "\n".join(f"m1clip {verb:14}{text}" for verb, text in VERBS.items() if verb.startswith(words[0]))
+        )
+        return None, []
     asked = " ".join(words[: 2 if two else 1])
     raise ValueError(f"no verb {asked!r}; {nearest(asked, VERBS)} (m1clip --help lists them)")
 
@@ -91,5 +96,5 @@ def explain(error: Exception) -> int:
         sentence = str(error) or "not enough memory"  # the only one that comes without words
     else:
         sentence = f"unexpected {type(error).__name__}: {error} (--debug shows where)"
-    print(f"m1clip: {sentence}", file=sys.stderr)
+    print(f"m1clip: {printable(sentence)}", file=sys.stderr)
     return 2 if isinstance(error, ValueError | FileNotFoundError | FileExistsError) else 1

@@ -21,6 +21,11 @@ def nearest(word: str, names: Iterable[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}"
 
 
+def printable(text: str) -> str:
+    """Text from a file, that cannot play tricks with the terminal."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+
+
 def require(condition: bool, sentence: str) -> None:
     if not condition:
         raise ValueError(sentence)

@@ -33,7 +33,6 @@ def said(capsys, *words: str) -> tuple[int, str, str]:
     ("line", "words"),
     [
         ("trian", "did you mean train"),
-        ("data", "did you mean data preview"),
         ("data previw", "did you mean data preview"),
         ("train --preset nanno", "did you mean nano"),
         ("train --batchh 3", "--batch"),

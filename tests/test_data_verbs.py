@@ -101,6 +101,15 @@ def test_check_tells_a_person(spoiled, tmp_path, capsys, monkeypatch):
         assert words in out
 
 
+def test_check_reports_even_where_nothing_can_be_used(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("image,caption\na.jpg,x\nb\x1b[31m.jpg,y\n")
+    code, out, _ = said(capsys, "data", "check", tmp_path / "t.csv", "--json")
+    report = json.loads(out)
+    assert (code, report["unusable"], report["faults"]) == (1, 2, {"missing file": 2})
+    code, out, _ = said(capsys, "data", "check", tmp_path / "t.csv")
+    assert (code, "there is no a.jpg" in out, "\x1b[31m" in out) == (1, True, False)
+
+
 def test_pictures_that_look_alike_are_found_and_others_are_not():
     found = examine(SCENES, range(100))[0]
     assert alike(found) == []
@@ -124,7 +133,7 @@ def test_convert_keeps_bytes_captions_and_sides(spoiled, tmp_path, capsys, to):
     words = ("data", "convert", spoiled, out, "--to", to, "--per-file", "30", "--max-bad", "0.1")
     code, told, _ = said(capsys, *words, "--json")
     done = json.loads(told)
-    assert (code, done["pairs"], done["files"]) == (0, 94, 4)
+    assert (code, done["pairs"], done["files"], done["skipped"]) == (0, 94, 4, 6)
     ending = "tar" if to == "shards" else "parquet"
     source, back = opened(spoiled), opened(out / f"*.{ending}")
     assert (len(back.train), len(back.held_out)) == (84, 10)

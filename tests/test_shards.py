@@ -50,6 +50,23 @@ def test_captions_in_json_and_names_with_folders_and_dots(tmp_path):
     }
 
 
+def test_what_a_mac_adds_is_passed_over_and_a_key_that_comes_twice_is_two_pairs(tmp_path):
+    members = {
+        name: data
+        for key, value in pairs(0, 3).items()
+        for name, data in ((f"._{key}", b"mac"), (key, value))
+    }
+    assert not opened(tar(tmp_path / "mac.tar", members), held_out=1).faults
+    twice = tmp_path / "twice.tar"
+    with tarfile.open(twice, "w") as file:
+        for i in (0, 1, 1):
+            for name, data in (("x.jpg", jpeg(i)), ("x.txt", b"scene")):
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                file.addfile(info, io.BytesIO(data))
+    assert len(opened(twice, held_out=1).every) == 3
+
+
 def test_pairs_without_picture_or_caption_are_named(tmp_path):
     members = pairs(0, 6)
     del members["000000001.jpg"], members["000000002.txt"], members["000000002.json"]

@@ -103,7 +103,7 @@ def test_columns_can_be_said(tmp_path):
     )
     source = opened(table, held_out=1, image_column="thumb", caption_column="alt")
     assert listed(source) == {images[1]: ["short"], images[0]: ["s2"]}
-    with pytest.raises(ValueError, match="no column 'nope'; it has thumb, caption, alt"):
+    with pytest.raises(ValueError, match="no column 'nope'; it has 'thumb', 'caption', 'alt'"):
         opened(table, caption_column="nope")
     (tmp_path / "n.csv").write_text("a,b\n1,2\n3,4\n")
     with pytest.raises(ValueError, match="which column is the image"):
@@ -371,6 +371,71 @@ def test_many_files_or_folders_are_one_source(tmp_path):
     photos(tmp_path / "a" / "cat", 3)
     photos(tmp_path / "b" / "dog", 3, start=3)
     assert set(listed(opened(tmp_path / "{a,b}"))) >= {"a/cat/0000.jpg", "b/dog/0003.jpg"}
+
+
+def test_folders_of_known_sets_are_recognised_and_generic_names_are_no_labels(tmp_path):
+    """Flickr8k as a plain folder once gave 7,000 times "a photo of an images"."""
+    some = photos(tmp_path / "flickr" / "images", 4)
+    with pytest.raises(ValueError, match="has pictures but no captions"):
+        opened(tmp_path / "flickr")
+    (tmp_path / "flickr" / "captions.txt").write_text(
+        "image,caption\n" + "\n".join(f"{n},scene {n}" for n in some)
+    )
+    assert listed(opened(tmp_path / "flickr", held_out=1))["0001.jpg"] == ["scene 0001.jpg"]
+    some = photos(tmp_path / "coco" / "train2014", 4)
+    (tmp_path / "coco" / "annotations").mkdir()
+    (tmp_path / "coco" / "annotations" / "captions_train2014.json").write_text(coco_json(some))
+    assert len(listed(opened(tmp_path / "coco", held_out=1))["train2014/0002.jpg"]) == 5
+
+
+def test_what_users_write_by_hand(tmp_path):
+    """Backslashes, upper-case endings, captions named after the file, no endings, UTF-16, other folders."""
+    photos(tmp_path / "set" / "images", 4)
+    for i in range(4):
+        (tmp_path / "set" / "images" / f"plain{i}").write_bytes(jpeg(i))
+    tables = tmp_path / "set" / "annotations"
+    tables.mkdir()
+    (tables / "slash.csv").write_text(
+        "image,caption\n" + "\n".join(f"images\\000{i}.jpg,scene {i}" for i in range(4))
+    )
+    (tables / "bare.csv").write_text("image,caption\n" + "\n".join(f"plain{i},scene {i}" for i in range(4)))
+    (tables / "wide.csv").write_text(
+        "image\tcaption\n" + "\n".join(f"000{i}.jpg\tscene, {i}" for i in range(4)), "utf-16"
+    )
+    for name in ("slash.csv", "bare.csv", "wide.csv"):
+        source = opened(tables / name, held_out=1)
+        assert (name, len(source.every), len(source.faults)) == (name, 4, 0)
+    photos(tmp_path / "beside", 2)
+    (tmp_path / "beside" / "0000.jpg").rename(tmp_path / "beside" / "A.JPG")
+    (tmp_path / "beside" / "A.TXT").write_text("one")
+    (tmp_path / "beside" / "0001.jpg.txt").write_text("two")
+    assert listed(opened(tmp_path / "beside", held_out=1)) == {"A.JPG": ["one"], "0001.jpg": ["two"]}
+
+
+def test_ids_are_no_captions(tmp_path):
+    photos(tmp_path, 2)
+    turns = [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "A scene."}]
+    rows = [{"id": f"p{i}", "image": f"000{i}.jpg", "conversations": turns} for i in range(2)]
+    (tmp_path / "llava.json").write_text(json.dumps(rows))
+    assert listed(opened(tmp_path / "llava.json", held_out=1))["0000.jpg"] == ["A scene."]
+    (tmp_path / "ids.csv").write_text("id,image\n1,0000.jpg\n2,0001.jpg")
+    with pytest.raises(ValueError, match="which column is the caption"):
+        opened(tmp_path / "ids.csv")
+
+
+def test_a_table_of_addresses_needs_no_header(tmp_path):
+    (tmp_path / "t.tsv").write_text("\n".join(f"scene {i}\thttp://x/{i}.jpg?size=8" for i in range(5)))
+    with pytest.raises(ValueError, match="5 of 5 rows"):
+        opened(tmp_path / "t.tsv")
+
+
+def test_a_picture_may_have_thousands_of_captions(tmp_path):
+    photos(tmp_path, 2)
+    lines = [f"000{i % 2}.jpg,caption {i}" for i in range(6000)]
+    (tmp_path / "t.csv").write_text("image,caption\n" + "\n".join(lines))
+    pairs = opened(tmp_path / "t.csv", held_out=1).every
+    assert len(pairs.captions(1)) == 3000
+    assert pairs.captions(1)[2999] == "caption 5999"
 
 
 def test_sides_are_no_labels(tmp_path):

@@ -90,7 +90,8 @@ class Store:
             for line in self.journal.read_bytes().splitlines():
                 with suppress(ValueError, KeyError, TypeError):
                     entry = json.loads(line)
-                    entries[int(entry["part"])] = entry
+                    if isinstance(entry["crc"], int) and isinstance(entry["bad"], dict):
+                        entries[int(entry["part"])] = entry
         return entries
 
     def _verified(self, entries: dict[int, dict[str, Any]], progress: Progress) -> set[int]:

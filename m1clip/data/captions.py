@@ -79,6 +79,20 @@ def karpathy_json(path: Path, root: Path) -> Listing:
     return Listing(where, rows)
 
 
+def recognised(path: Path, config: DataConfig) -> Listing | None:
+    """A folder that is one of these sets, though nobody said so."""
+    if any(path.glob("annotations/captions_*.json")) or _karpathy_file(path, "coco"):
+        return coco(path, config)
+    for name in ("flickr8k", "flickr30k"):
+        if (
+            _karpathy_file(path, name)
+            or (path / "captions.txt").is_file()
+            or (path / "results.csv").is_file()
+        ):
+            return flickr(path, name, config)
+    return None
+
+
 def known_json(path: Path) -> Listing | None:
     """A JSON file that has COCO's or Karpathy's layout."""
     values = load_json(path)

@@ -60,7 +60,7 @@ def convert(
         "files": len(done),
         "pairs": sum(entry["pairs"] for entry in done),
         "bytes": sum(entry["bytes"] for entry in done),
-        "skipped": pairs - sum(entry["pairs"] for entry in done),
+        "skipped": len(faults),
         "faults": dict(faults.counts),
         "named": [fault._asdict() for fault in faults.named],
     }

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from errno import ENOSPC
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -17,8 +18,25 @@ RESERVE = 1e9  # bytes of the disk that are never taken, or a twentieth of a sma
 
 def cache_folder() -> Path:
     folder = Path(os.environ.get("M1CLIP_CACHE") or Path.home() / ".cache" / "m1clip")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"{folder} cannot be the cache ({error.strerror}); M1CLIP_CACHE names another"
+        ) from None
     return folder
+
+
+@contextmanager
+def explained_if_full(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno == ENOSPC or "No space left" in str(error):
+            raise OSError(
+                f"the disk of {folder.parent} is full; set M1CLIP_CACHE to a folder elsewhere"
+            ) from None
+        raise
 
 
 def free_bytes(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 import http.client
 import os
+import time
 import urllib.error
 import urllib.request
 from hashlib import sha256
@@ -41,14 +42,28 @@ def _get(address: str) -> bytes:
         try:
             request = urllib.request.Request(address, headers={"User-Agent": "m1clip"})
             with opener.open(request, timeout=WAIT_S) as answer:
-                data: bytes = answer.read(MOST_BYTES + 1)
+                return _whole(answer)
         except urllib.error.HTTPError as error:
             raise BadPicture("missing file", f"{address[:80]} answers {error.code} {error.reason}") from None
+        except BadPicture:
+            raise
         except (OSError, http.client.HTTPException, ValueError) as error:
             if not left:
-                raise BadPicture("missing file", f"{address[:80]} cannot be fetched ({error})") from None
-            continue
-        if len(data) > MOST_BYTES:
-            raise BadPicture("refused", f"{address[:80]} is larger than {MOST_BYTES:,} bytes")
-        return data
+                what = " ".join(str(error).split())
+                raise BadPicture("missing file", f"{address[:80]} cannot be fetched ({what})") from None
     raise AssertionError("the last try returns or raises")
+
+
+def _whole(answer: http.client.HTTPResponse) -> bytes:
+    """All that was promised, in bounded time and size."""
+    data, end = b"", time.monotonic() + 3 * WAIT_S
+    while part := answer.read(1 << 16):
+        data += part
+        if len(data) > MOST_BYTES:
+            raise BadPicture("refused", f"the answer is larger than {MOST_BYTES:,} bytes")
+        if time.monotonic() > end:
+            raise TimeoutError(f"it took longer than {3 * WAIT_S} s")
+    promised = answer.headers.get("Content-Length")
+    if promised and promised.isdecimal() and len(data) < int(promised):
+        raise OSError(f"{len(data):,} of {promised} bytes came")
+    return data

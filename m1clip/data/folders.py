@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from m1clip.config import DataConfig
+from m1clip.data import captions
 from m1clip.data.rows import Fault, Listing, Row
 from m1clip.data.tables import PICTURE, TABLES, table
 
@@ -16,6 +17,8 @@ BESIDE = (".txt", ".caption")
 ABOUT = re.compile(
     r"(readme|licen[cs]e|notes?|credits|captions?|classes|labels|attribution|\..*)\.(txt|caption)", re.I
 )
+NO_LABEL = re.compile(r"|images?|imgs?|pictures?|photos?|jpe?gs?|data|(train|val|test)\d+|flick\w+", re.I)
+"""Folders that say nothing of the pictures in them."""
 SIDES = {
     **dict.fromkeys(("train", "training", "restval"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev", "eval", "held-out", "held_out"), "held-out"),
@@ -31,14 +34,16 @@ def folder(path: Path, config: DataConfig) -> Listing:
     if tables:
         return _joined(path, [table(one, config) for one in tables], tables)
     lonely = [one for one in path.iterdir() if one.suffix.lower() in TABLES and one.is_file()]
-    text, nested, flat = _look(path, config)
+    text, labels, flat = _look(path, config)
     if text:
         return Listing(str(path), _beside(path, config))
+    if known := captions.recognised(path, config):
+        return known
     if len(lonely) == 1:
         return table(lonely[0], config)
-    if nested and not flat:
+    if labels and not flat:
         return Listing(str(path), _labelled(path, config))
-    if not nested and not flat:
+    if not labels and not flat:
         raise ValueError(f"{path} has no pictures in it" + _tables_there(lonely))
     raise ValueError(
         f"{path} has pictures but no captions: put a .txt beside each, list them in a metadata.csv "
@@ -96,23 +101,26 @@ def walk(path: Path, config: DataConfig) -> Iterator[str | Fault]:
                 yield os.path.relpath(os.path.join(here, name), path)
 
 
-def _look(path: Path, config: DataConfig) -> tuple[bool, bool, bool]:
-    """Whether captions lie beside, whether there are pictures in folders below, and in this one itself."""
-    pictures, texts = set[str](), set[str]()
-    nested = flat = False
+def _look(path: Path, config: DataConfig) -> tuple[bool, set[str], bool]:
+    """Whether captions lie beside, which folders may be labels, and whether pictures lie in none."""
+    pictures, texts, labels = set[str](), set[str](), set[str]()
+    flat = False
     for name in walk(path, config):
         if isinstance(name, Fault):
             continue
         stem, ending = os.path.splitext(name)
         if PICTURE.search(name):
-            label = os.path.basename(os.path.dirname(name)).lower()
-            nested, flat = nested or label not in ("", *SIDES), flat or label in ("", *SIDES)
-            pictures.add(stem)
-        elif ending in BESIDE:
+            label = os.path.basename(os.path.dirname(name))
+            if label.lower() in SIDES or NO_LABEL.fullmatch(label):
+                flat = True
+            else:
+                labels.add(label)
+            pictures.update((stem, name))
+        elif ending.lower() in BESIDE:
             texts.add(stem)
         if len(pictures) > 20_000:  # enough to know
             break
-    return not pictures.isdisjoint(texts), nested, flat
+    return not pictures.isdisjoint(texts), labels, flat
 
 
 def _beside(path: Path, config: DataConfig) -> Iterator[Row | Fault]:
@@ -131,14 +139,13 @@ def _beside(path: Path, config: DataConfig) -> Iterator[Row | Fault]:
             yield from orphans()
             waiting, taken, here = {}, set(), os.path.dirname(name)
         stem, ending = os.path.splitext(name)
-        if ending in BESIDE:
+        if ending.lower() in BESIDE:
             waiting[stem] = name
         if not PICTURE.search(name):
             continue
-        taken.add(stem)
-        found = next(
-            (path / (stem + ending) for ending in BESIDE if (path / (stem + ending)).is_file()), None
-        )
+        taken.update((stem, name))
+        ways = (one + end for one in (stem, name) for end in (*BESIDE, ".TXT"))
+        found = next((path / one for one in ways if (path / one).is_file()), None)
         if found is None:
             yield Fault("no caption", str(path / name), "no .txt lies beside it")
             continue

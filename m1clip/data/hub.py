@@ -60,6 +60,10 @@ def _load(name: str, part: str | None, split: str | None, **more: Any) -> "dict[
             (Path(name) / info).is_file() for info in ("dataset_info.json", "dataset_dict.json", "state.json")
         ):
             found = datasets.load_from_disk(name)
+            if split and isinstance(found, dict):
+                if split not in found:
+                    raise ValueError(f"there is no split {split!r}; there are {', '.join(found)}")
+                found = found[split]
         else:
             found = datasets.load_dataset(name, part, split=split, **more)
         return found if isinstance(found, dict) else {split or "": found}

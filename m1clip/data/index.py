@@ -27,7 +27,6 @@ from m1clip.data.rows import Fault, Faults, Listing, Row, checked, place
 
 Rows = NDArray[np.int64]
 BATCH = 8192
-MOST_LINES = 1000  # of a table, whose captions one picture can have
 NO_SIDE, TRAIN, HELD_OUT, TEST, UNLISTED, UNKNOWN = range(6)
 CODES = {"train": TRAIN, "held-out": HELD_OUT, "test": TEST, "unlisted": UNLISTED}
 SCHEMA = pa.schema(
@@ -39,6 +38,7 @@ SCHEMA = pa.schema(
         ("table", pa.int32()),
         ("line", pa.int32()),
         ("side", pa.int8()),
+        ("many", pa.int32()),
         ("captions", pa.list_(pa.string())),
     ]
 )
@@ -54,6 +54,8 @@ class Entry(NamedTuple):
     table: int
     line: int
     side: int
+    many: int
+    """Captions; counted when the entry is written."""
     captions: list[str]
 
 
@@ -137,8 +139,11 @@ class Builder:
         for row in self.listing.rows:
             row = row if isinstance(row, Fault) else self._allowed(checked(row))
             if isinstance(row, Fault):
+                lone = not os.path.exists(row.where) and os.path.exists(os.path.join(self.root, row.where))
                 self.faults.rows += 1
-                self.faults.add(row)
+                self.faults.add(
+                    row._replace(where=os.path.join(self.listing.root, row.where)) if lone else row
+                )
             elif last and last.name == row.image and last.offset == row.offset and not row.file:
                 last.captions.extend(row.captions)
                 self.faults.rows += 1
@@ -147,9 +152,8 @@ class Builder:
                     yield last
                 side = code_of(row.split) if row.split else NO_SIDE
                 file, table = self.files.number(row.file), self.tables.number(row.table)
-                last = Entry(
-                    row.image, file, row.offset, row.length, table, row.line, side, list(row.captions)
-                )
+                said = list(row.captions)
+                last = Entry(row.image, file, row.offset, row.length, table, row.line, side, 0, said)
         if last:
             yield last
 
@@ -157,7 +161,9 @@ class Builder:
         if isinstance(row, Fault) or "://" not in row.image:
             return row
         if not row.image.startswith(("http://", "https://")):
-            return Fault("refused", place(row), f"{row.image[:80]} is no file")
+            return Fault(
+                "refused", place(row), f"{row.image[:80]} is an address of a kind that is never fetched"
+            )
         if "urls" not in self.allow:
             return Fault(
                 "refused", place(row), f"{row.image[:80]} is on the net; --allow urls would fetch it"
@@ -226,7 +232,8 @@ class Builder:
 
 
 def _columns(batch: Sequence[Entry]) -> pa.RecordBatch:
-    columns = zip(*batch, strict=True) if batch else [()] * len(SCHEMA)
+    counted = [entry._replace(many=len(entry.captions)) for entry in batch]
+    columns = zip(*counted, strict=True) if batch else [()] * len(SCHEMA)
     return pa.record_batch(
         [pa.array(values, kind) for values, kind in zip(columns, SCHEMA.types, strict=True)], SCHEMA
     )
@@ -279,6 +286,11 @@ class Indexed:
         return starts
 
     @cached_property
+    def _counts(self) -> NDArray[np.int32]:
+        counts: NDArray[np.int32] = self._table["many"].to_numpy()
+        return counts
+
+    @cached_property
     def _facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = json.loads((self.folder / "facts.json").read_text())
         return facts
@@ -297,10 +309,7 @@ class Indexed:
     def captions(self, index: int) -> Sequence[str]:
         row = self.rows[index]
         lines = self._order[self._starts[row] : self._starts[row + 1]]
-        column = self._table["captions"]
-        return Captions(
-            [column.chunk(line // BATCH)[line % BATCH].values for line in lines[:MOST_LINES].tolist()]
-        )
+        return Captions(self._table["captions"], lines, np.cumsum(self._counts[lines]))
 
     def row(self, index: int) -> str:
         """Where a person finds it."""
@@ -342,17 +351,17 @@ class Indexed:
 class Captions(Sequence[str]):
     """Read one by one: a picture may have very many."""
 
-    def __init__(self, lines: list[pa.StringArray]):
-        self.lines = lines
+    def __init__(self, column: pa.ChunkedArray, lines: Rows, ends: Rows):
+        self.column, self.lines, self.ends = column, lines, ends
 
     def __len__(self) -> int:
-        return sum(map(len, self.lines))
+        return int(self.ends[-1])
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        for line in self.lines:
-            if 0 <= index < len(line):
-                return line[index].as_py()
-            index -= len(line)
-        raise IndexError("no such caption")
+        if not 0 <= index < len(self):
+            raise IndexError("no such caption")
+        k = int(np.searchsorted(self.ends, index, "right"))
+        chunk, place = divmod(int(self.lines[k]), BATCH)
+        return self.column.chunk(chunk)[place].values[int(index - (self.ends[k - 1] if k else 0))].as_py()

@@ -40,11 +40,11 @@ def shard(path: Path) -> Iterator[Row | Fault]:
                         f"{path} is refused: the size of its member {member.name!r} is impossible"
                     )
                 before = tar.offset
-                if member.isdir():
+                if member.isdir() or os.path.basename(member.name).startswith("."):  # ._x is what a Mac adds
                     continue
                 _refuse(path, member)
                 name, ending = split_name(member.name)
-                if name != key:
+                if name != key or ending.lower() in members:
                     yield from _pair(path, tar, key, members)
                     key, members = name, {}
                 members[ending.lower()] = member
@@ -54,7 +54,9 @@ def shard(path: Path) -> Iterator[Row | Fault]:
                     "truncated", str(path), "the shard ends before its end mark: pairs may be missing"
                 )
     except (tarfile.TarError, EOFError, OSError) as error:
-        what = error if os.path.getsize(path) else "it is empty"
+        with open(path, "rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        what = "gunzip it first" if packed else error if os.path.getsize(path) else "it is empty"
         yield Fault("truncated", str(path), f"the shard breaks off or is no plain tar ({what})")
 
 

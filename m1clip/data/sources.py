@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from m1clip.config import DataConfig, nearest
 from m1clip.data import captions, folders, hub, index, shards, tables
 from m1clip.data.decode import BadPicture
-from m1clip.data.disk import cache_folder, own_folder
+from m1clip.data.disk import cache_folder, explained_if_full, own_folder
 from m1clip.data.index import Builder, Indexed, Rows
 from m1clip.data.pairs import Bars, Pairs, silent
 from m1clip.data.rows import Faults, Listing
@@ -25,6 +25,16 @@ from m1clip.data.synthetic import Synthetic
 KINDS = ("synthetic", "coco", "flickr30k", "flickr8k", "hf")
 GIVEN = 5000  # of a held-out side as given, this many are scored unless --held-out asks for more
 DRAWN = 240
+
+
+class NoPairs(ValueError):  # noqa: N818 - it is the data that is wrong
+    """Not one row can be used; `faults` has the reasons."""
+
+    def __init__(self, spec: str, faults: Faults):
+        super().__init__(
+            f"{spec}: not one row can be used; {faults}" if faults else f"{spec} has no pairs in it"
+        )
+        self.spec, self.faults = spec, faults
 
 
 @dataclass(frozen=True)
@@ -75,12 +85,11 @@ def _open(spec: str, weight: float, config: DataConfig, bars: Bars) -> Source:
         return _synthetic(spec, weight, config)
     faults = Faults()
     folder = own_folder("index-")
-    with bars(f"listing {spec}", None) as listed:
+    with bars(f"listing {spec}", None) as listed, explained_if_full(folder):
         Builder(listing(spec, config), config, faults).write(folder, listed)
     pairs = Indexed(folder)
     if not len(pairs):
-        faults.require_few(0)
-        raise ValueError(f"{spec} has no pairs in it")
+        raise NoPairs(spec, faults)
     faults.require_few(config.max_bad)
     train, held_out, test, why = divide(pairs, config, bars)
     held = pairs.take(held_out)
@@ -118,8 +127,18 @@ def listing(spec: str, config: DataConfig) -> Listing:
 
 def _one(path: Path, config: DataConfig) -> Listing:
     if path.is_dir():
-        inside = sorted(path.glob("*.tar"))
-        return shards.shards(inside) if inside else folders.folder(path, config)
+        if inside := sorted(path.glob("*.tar")):
+            return shards.shards(inside)
+        if inside := sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet")):
+            whole = tables.has_pictures(inside[0])
+            return (
+                hub.parquet(inside, config, cache_folder())
+                if whole
+                else folders.joined([_one(p, config) for p in inside])
+            )
+        if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+            return hub.hub(str(path), config, cache_folder())
+        return folders.folder(path, config)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     if path.suffix.lower() not in tables.TABLES:
@@ -137,10 +156,8 @@ def files_of(spec: str) -> list[Path]:
     names = [found for name in names for found in (sorted(glob(name)) if "*" in name else [name])]
     if not names or not any(map(os.path.exists, names)):
         kind = spec.partition(":")[0]
-        close = (
-            nearest(kind, KINDS) if "/" not in kind and "." not in kind else "there is no such file or folder"
-        )
-        raise FileNotFoundError(f"no data source {spec!r}; {close}")
+        close = f"; {nearest(kind, KINDS)}" if ":" in spec else ""
+        raise FileNotFoundError(f"no data source {spec!r}: there is no such file or folder{close}")
     return [Path(name) for name in names]
 
 

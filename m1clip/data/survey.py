@@ -90,7 +90,7 @@ def examine(pairs: Pairs, rows: Sequence[int]) -> tuple[Found, dict[int, tuple[s
         try:
             if isinstance(pairs, Indexed):
                 data = pairs.read(row)
-                raw, picture = header(data), decode(data, 64)
+                raw, picture = header(data), decode(data, 256)
                 bits = _traits(raw)
             else:
                 raw = picture = pairs.image(row)

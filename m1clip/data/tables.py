@@ -60,16 +60,18 @@ def table(path: Path, config: DataConfig) -> Listing:
 
 
 def _row(path: Path, record: Record, columns: Columns) -> Row:
-    image = record.values.get(columns.image)
+    image = str(record.values.get(columns.image) or "").strip()
+    image = image if "/" in image else image.replace("\\", "/")  # as Windows writes them
     texts = [text for column in columns.captions for text in several(record.values.get(column))]
     split = str(record.values.get(columns.split) or "") if columns.split else ""
-    return Row(str(image or "").strip(), texts, record.line, str(path), split)
+    return Row(image, texts, record.line, str(path), split)
 
 
 def several(value: Any) -> list[str]:
     """One caption or many, in the shapes they come in: text, a list, a list written as text, objects."""
     if isinstance(value, dict):
-        value = value.get("raw") or value.get("caption") or value.get("text")
+        turn = value.get("value") if value.get("from") in ("gpt", "assistant") else None  # of a conversation
+        value = turn or value.get("raw") or value.get("caption") or value.get("text")
     if isinstance(value, list | tuple):
         return [text for one in value for text in several(one)]
     if not isinstance(value, str):
@@ -120,16 +122,20 @@ def _pick(
     what, wish = asked
     if wish != "auto":
         if wish not in names:
-            raise ValueError(f"{path} has no column {wish!r}; it has {', '.join(names)}")
+            raise ValueError(f"{path} has no column {wish!r}; it has {', '.join(map(repr, names))}")
         return wish
     lower = {name.strip().lower(): name for name in reversed(names)}
     likely = [name for name in names if fits([record.values.get(name) for record in records])]
     by_name = [lower[name] for name in usual if name in lower]
-    for name in (*(name for name in by_name if name in likely), *likely):
+    said = [
+        name
+        for name in likely
+        if not re.search(r"(^|_)(id|ids|key|index|idx|hash|sha256|md5)$", name.lower())
+    ]
+    for name in (*(name for name in by_name if name in likely), *said, *by_name):
         return name
-    raise ValueError(
-        f"{path}: which column is the {what}? --{what}-column says it; there are {', '.join(names)}"
-    )
+    shown = ", ".join(repr(name[:40]) for name in names)
+    raise ValueError(f"{path}: which column is the {what}? --{what}-column says it; there are {shown}")
 
 
 def _like_pictures(values: Sequence[Any]) -> bool:
@@ -147,24 +153,31 @@ def _words(values: Sequence[Any]) -> float:
 
 
 def find_root(path: Path, images: Sequence[str]) -> str:
-    """The folder that most of the first pictures are found in: the table's own, one beside it, or here."""
-    here = path.parent
-    beside = sorted(str(one) for one in here.iterdir() if one.is_dir() and not one.name.startswith("."))
-    folders = [str(here), *beside[:50], str(here.parent), "."]
-    found = [sum(os.path.isfile(os.path.join(folder, name)) for name in images if name) for folder in folders]
-    return folders[found.index(max(found))]
+    """The folder that the first pictures are found in: the table's own, one beside it or above, or here."""
+    here, up = path.parent, path.absolute().parent.parent
+    beside = [[str(one) for one in sorted(where.iterdir()) if one.is_dir()][:50] for where in (here, up)]
+    folders = [str(here), *beside[0], str(up), ".", *beside[1]]
+    images = [name if "/" in name else name.replace("\\", "/") for name in images if name]
+    found = [sum(os.path.isfile(os.path.join(folder, name)) for name in images) for folder in folders]
+    near = next((k for k, number in enumerate(found) if 2 * number > len(images)), found.index(max(found)))
+    return folders[near]
 
 
 def csv_records(path: Path, delimiter: str = "", header: Sequence[str] = ()) -> Iterator[Record | Fault]:
     """Lines of a CSV, a record each. A line that does not fit the header, or has lost a quote, is a fault."""
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+    with open(path, "rb") as file:
+        wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")  # as Excel saves "Unicode text"
+    coding = "utf-16" if wide else "utf-8-sig"
+    with open(path, encoding=coding, errors="replace" if wide else "surrogateescape", newline="") as file:
         lines: Iterator[tuple[int, str]] = enumerate(file, 1)
         number, text = next(((n, line) for n, line in lines if line.strip()), (0, ""))
-        delimiter = delimiter or max(",\t;|", key=text.count)
+        delimiter = delimiter or ("\t" if "\t" in text else max(",;|", key=text.count))
         names = list(header)
         if not names:
             names = [name.strip() for name in fields_of(text, delimiter) or []]
-            if any(PICTURE.search(name) for name in names):  # no header: the first line is a row
+            if any(
+                PICTURE.search(name) or "://" in name for name in names
+            ):  # no header: the first line is a row
                 names = [f"column {i + 1}" for i in range(len(names))]
             else:
                 number, text = next(lines, (0, ""))

@@ -16,6 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from m1clip.config import printable
+
 if TYPE_CHECKING:
     from m1clip.evals.retrieval import Retrieval
 
@@ -52,7 +54,9 @@ class Screen:
 
     def warn(self, text: str) -> None:
         """Something a person should know before the run is over; in a file, one line."""
-        self.console.print(f"[bold yellow]{escape(text)}[/]", soft_wrap=not self.console.is_terminal)
+        self.console.print(
+            f"[bold yellow]{escape(printable(text))}[/]", soft_wrap=not self.console.is_terminal
+        )
 
     @contextmanager
     def working(self, what: str, total: int | None) -> Iterator[Callable[[int], None]]:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from m1clip.config import DataConfig, preset
+from m1clip.config import DataConfig, preset, printable
 from m1clip.verbs import flags
 from m1clip.verbs.data_preview import require_picture
 
 if TYPE_CHECKING:  # they bring pyarrow
     from m1clip.data.pairs import Bars
-    from m1clip.data.sources import Source
+    from m1clip.data.rows import Faults
+    from m1clip.data.sources import NoPairs, Source
 
 SHOWN = 15
 SAMPLE = 50_000  # pictures whose captions are counted in tokens
@@ -56,12 +57,16 @@ def parse(prog: str, words: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
-    from m1clip.data.sources import open_sources
+    from m1clip.data.sources import NoPairs, open_sources
     from m1clip.train.screen import Screen
 
     bars = Screen().working
     reports = []
-    for number, source in enumerate(open_sources(replace(args, max_bad=1.0), bars)):
+    try:
+        sources = open_sources(replace(args, max_bad=1.0), bars)
+    except NoPairs as error:
+        return nothing(error, args)
+    for number, source in enumerate(sources):
         sheet = args.sheet.with_stem(f"{args.sheet.stem}-{number + 1}") if number else args.sheet
         reports.append(check(source, args, sheet, bars))
         if not args.json:
@@ -69,6 +74,28 @@ def main(args: Args) -> int:
     if args.json:
         print(json.dumps(reports[0] if len(reports) == 1 else {"sources": reports}))
     return int(any(is_refused(report, args) for report in reports))
+
+
+def nothing(error: "NoPairs", args: Args) -> int:
+    """Where not one row can be used, its faults are the whole report."""
+    report = {"data": error.spec, "pictures": 0, "captions": 0, **faults_of(error.faults)}
+    if args.json:
+        print(json.dumps(report))
+    else:
+        line = liner()
+        line("data", f"{error.spec}: not one row can be used", "bold red")
+        tell_faults(report, args, line)
+    return 1
+
+
+def faults_of(faults: "Faults") -> Report:
+    return {
+        "rows": faults.rows,
+        "unusable": len(faults),
+        "share": faults.share,
+        "faults": dict(faults.counts.most_common()),
+        "named": [fault._asdict() for fault in faults.named],
+    }
 
 
 def is_refused(report: Report, args: Args) -> bool:
@@ -95,11 +122,7 @@ def check(source: "Source", args: Args, sheet: Path, bars: "Bars") -> Report:
         "pictures": len(found),
         "sides": {name: len(side) for name, side in sides.items() if side is not None},
         "split": source.why,
-        "rows": max(faults.rows, len(found)),
-        "unusable": len(faults),
-        "share": faults.share,
-        "faults": dict(faults.counts.most_common()),
-        "named": [fault._asdict() for fault in faults.named],
+        **faults_of(faults),
         "sizes": survey.sizes(found),
         "largest": None if top is None else [*found[["width", "height"]][top].item(), pairs.row(top)],
         "megabytes": round(int(found["bytes"].sum()) / 1e6, 1),
@@ -133,18 +156,34 @@ def tokens(source: "Source", args: Args) -> Report:
     }
 
 
-def tell(report: Report, args: Args) -> None:
+def liner() -> Line:
+    """Prints a name and what there is to say of it; on a terminal, long lines go on below themselves."""
     from rich.console import Console
     from rich.markup import escape
+    from rich.table import Table
 
     console = Console(highlight=False)
 
     def line(name: str, text: str, style: str = "") -> None:
-        words = f"[{style}]{escape(text)}[/]" if style else escape(text)
-        console.print(f"[dim]{name:>10}[/]  {words}", soft_wrap=True)
+        words = escape(printable(text))
+        words = f"[{style}]{words}[/]" if style else words
+        if not console.is_terminal:
+            console.print(f"[dim]{name:>10}[/]  {words}", soft_wrap=True)
+            return
+        row = Table.grid(padding=(0, 2, 0, 0))
+        row.add_column(width=10, justify="right", style="dim")
+        row.add_column(overflow="fold")
+        row.add_row(name, words)
+        console.print(row)
 
-    title = f"{report['pictures']:,} pictures, {report['captions']:,} captions"
-    console.print(f"[bold]{escape(report['data'])}[/]: {title}", soft_wrap=True)
+    return line
+
+
+def tell(report: Report, args: Args) -> None:
+    line = liner()
+    line(
+        "data", f"{report['data']}: {report['pictures']:,} pictures, {report['captions']:,} captions", "bold"
+    )
     counts = ", ".join(f"{count:,} {side}" for side, count in report["sides"].items())
     line("sides", f"{counts} ({report['split']})")
     tell_faults(report, args, line)

@@ -58,7 +58,7 @@ def show_retrieval(scores: "Retrieval") -> None:
         guesses = {"chance i→t": scores.chance_image_to_text, "chance t→i": scores.chance}
     for name, guess in guesses.items():
         recalls = (percent(guess.r1), percent(guess.r5), percent(guess.r10))
-        made.add_row(name, *recalls, f"{guess.median_rank:.4g}", style="dim")
+        made.add_row(name, *recalls, f"{guess.median_rank:.1f}", style="dim")
     show(f"held-out retrieval: {scores.pictures:,} pictures, {scores.captions:,} captions", made)
 
 

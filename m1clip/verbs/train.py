@@ -140,7 +140,8 @@ def tell(args: Args, run: runs.Run, result: "Result") -> int:
         if result.best_step not in (None, result.step) and not args.training.patience:
             best = run.path / "best"
             print(f"step {result.best_step} scored higher by {args.training.best_by}: it is kept as {best}")
-        print(f"next:  {tables.command('eval', run.path)}    the same figures, and which words it reads")
+        more = ", and which words it reads" if args.training.data.startswith("synthetic") else ""
+        print(f"next:  {tables.command('eval', run.path)}    the same figures{more}")
     else:
         again = tables.command("train", "--resume", "--name", run.path)
         print(f"stopped and saved at step {result.step}; {again} continues")
