@@ -14,6 +14,8 @@ import numpy as np
 
 from m1clip.run import Run
 
+SMOOTH = 23
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -26,22 +28,21 @@ def main() -> None:
     for number, path in enumerate(args.runs):
         run, colour = Run(path), f"C{number}"
         steps = [row for row in run.records("step") if row["loss"] is not None]
-        seconds = np.cumsum([(row["step_ms"] + row["between_ms"]) / 1e3 for row in steps])
-        clock = dict(zip((row["step"] for row in steps), seconds / 60, strict=True))
-        smooth = np.convolve([row["loss"] for row in steps], np.ones(23) / 23, "valid")
-        losses.plot(seconds[22:] / 60, smooth, colour, label=path.name)
-        evals = [row for row in run.records("eval") if row["step"] in clock]
+        evals = list(run.records("eval"))
+        per_epoch = evals[-1]["step"] / evals[-1]["epoch"]
+        smooth = np.convolve([row["loss"] for row in steps], np.ones(SMOOTH) / SMOOTH, "valid")
+        epochs = [row["step"] / per_epoch for row in steps][SMOOTH - 1 :]
+        losses.plot(epochs, smooth, colour, label=path.name)
         for way, style, word in (("i2t", "-", "image→text"), ("t2i", "--", "text→image")):
-            minutes, scores = (
-                [clock[row["step"]] for row in evals],
-                [100 * row[f"{way}_r10"] for row in evals],
+            scores = [100 * row[f"{way}_r10"] for row in evals]
+            recalls.plot(
+                [row["epoch"] for row in evals], scores, style, color=colour, label=f"{path.name}, {word}"
             )
-            recalls.plot(minutes, scores, style, color=colour, label=f"{path.name}, {word}")
     losses.axhline(steps[-1]["chance_loss"], color="grey", linestyle=":", label="chance")
     recalls.axhline(1000 * evals[-1]["chance_r1"], color="grey", linestyle=":", label="chance")
-    losses.set(xlabel="minutes of training", ylabel="loss, mean of 23 steps", ylim=(0, None))
+    losses.set(xlabel="epoch", ylabel=f"loss, mean of {SMOOTH} steps", ylim=(0, None))
     recalls.set(
-        xlabel="minutes of training",
+        xlabel="epoch",
         ylabel=f"held-out R@10 of {evals[-1]['pictures']:,} pictures, %",
         ylim=(0, None),
     )
