@@ -62,6 +62,8 @@ class Live:
         return rows, pixels
 
     def _good(self, row: int) -> int:
+        if len(self.bad) == len(self.pairs):
+            raise ValueError("not one picture can be decoded; m1clip data check tells why")
         while row in self.bad:
             row = (row + 1) % len(self.pairs)
         return row
