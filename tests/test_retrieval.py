@@ -52,3 +52,15 @@ def test_a_perfect_model_scores_one_and_chance_is_shown_beside_it():
     assert scores.mean_r1 == 1.0
     assert scores.chance.r5 == 0.125
     assert scores.record()["chance_r1"] == 1 / 40
+
+
+def test_chance_with_five_captions_a_picture_is_what_guessing_gives():
+    torch.manual_seed(0)
+    image_NE, text_ME = (F.normalize(torch.randn(n, 32), dim=1) for n in (200, 1000))
+    tries = [r.retrieval(image_NE, text_ME[torch.randperm(1000)], torch.arange(1000) // 5) for _ in range(40)]
+    guess = tries[0].chance_image_to_text
+    for key in ("r1", "r5", "r10"):
+        seen = sum(getattr(one.image_to_text, key) for one in tries) / len(tries)
+        assert seen == pytest.approx(getattr(guess, key), rel=0.25)
+    median = sum(one.image_to_text.median_rank for one in tries) / len(tries)
+    assert median == pytest.approx(guess.median_rank, rel=0.08)
