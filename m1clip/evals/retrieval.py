@@ -57,9 +57,11 @@ class Retrieval:
 def _guess(targets: int, right: float) -> Direction:
     """Scores of a random order of the targets, `right` of which are right."""
     if right == 1:
-        return Direction(*(min(1.0, k / targets) for k in AT), (targets + 1) / 2)
-    missed = [prod(max(0.0, 1 - right / (targets - i)) for i in range(min(k, targets))) for k in AT]
-    return Direction(*(1 - one for one in missed), targets * (1 - 0.5 ** (1 / right)) + 0.5)
+        r1, r5, r10 = (min(1.0, k / targets) for k in AT)
+        return Direction(r1, r5, r10, (targets + 1) / 2)
+    missed = (prod(max(0.0, 1 - right / (targets - i)) for i in range(min(k, targets))) for k in AT)
+    r1, r5, r10 = (1 - one for one in missed)
+    return Direction(r1, r5, r10, targets * (1 - 0.5 ** (1 / right)) + 0.5)
 
 
 def retrieval(image_NE: Tensor, text_ME: Tensor, owner_M: Tensor | None = None) -> Retrieval:
