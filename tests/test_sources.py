@@ -82,6 +82,10 @@ TABLES = {
     "bars.csv": "image_name| comment_number| comment\n{0}| 0| one\n{1}| 0| two\n",
     "odd names.csv": "bild,beschreibung,jahr\n{0},one,1999\n{1},two,2000\n",
     "lines.jsonl": '{{"file_name": "{0}", "text": "one"}}\n\n{{"file_name": "{1}", "text": "two"}}\n',
+    "object.json": '{{"{0}": "one", "{1}": ["two", "second"]}}',
+    "inside.json": '{{"data": [{{"image": "{0}", "caption": "one"}}, {{"image": "{1}", "caption": "two"}}]}}',
+    "plain.txt": "image,caption\n{0},one\n{1},two\n",
+    "token.txt": "{0}#0\tone\n{0}#1\tfirst\n{1}#0\ttwo\n",
     "array.json": '[{{"image": "{0}", "caption": "one"}}, {{"image": "{1}", "caption": "two"}}]',
 }
 

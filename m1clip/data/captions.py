@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,16 @@ def karpathy_json(path: Path, root: Path) -> Listing:
         for i, one in enumerate(images, 1)
     )
     return Listing(where, rows)
+
+
+def text_table(path: Path) -> Listing:
+    """A .txt that lists pictures: name.jpg#0, a tab and a caption, or a CSV in all but name."""
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
+        tokens = bool(re.match(r"[^\t]+#\d+\t", file.readline()))
+    rows = _tokens(path) if tokens else _csv(path)
+    first = list(islice(rows, 50))
+    root = find_root(path, [row.image for row in first if isinstance(row, Row)])
+    return Listing(root, chain(first, rows))
 
 
 def recognised(path: Path, config: DataConfig) -> Listing | None:

@@ -169,8 +169,8 @@ def _labelled(path: Path, config: DataConfig) -> Iterator[Row | Fault]:
 
 
 def prompted(label: str, prompt: str) -> str:
-    """n02099601-golden_retriever → a photo of a golden retriever."""
-    words = re.sub(r"^n\d{8}[-_ ]", "", label).replace("_", " ").strip() or label
+    """n02099601-golden_retriever, or 042.golden_retriever → a photo of a golden retriever."""
+    words = re.sub(r"^(n\d{8}[-_ ]|\d{3}\.)", "", label).replace("_", " ").strip() or label
     if words[0].lower() in "aeiou":
         prompt = re.sub(r"\b(a|A) \{\}", r"\1n {}", prompt)
     return prompt.replace("{}", words)

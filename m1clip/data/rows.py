@@ -108,7 +108,7 @@ def checked(row: Row) -> Row | Fault:
     if not row.image or "\0" in row.image:
         return Fault("broken line", place(row), "no picture is named")
     if not is_utf8(row.image) or not all(map(is_utf8, row.captions)):
-        return Fault("not UTF-8", place(row), "the text is not UTF-8")
+        return Fault("not UTF-8", place(row), "the text is not UTF-8: save it as such")
     captions = meaningful(row.captions)
     if not captions:
         return Fault("no caption", place(row), "the caption is empty")

@@ -141,6 +141,8 @@ def _one(path: Path, config: DataConfig) -> Listing:
         return folders.folder(path, config)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
+    if path.suffix.lower() in (".txt", ".token"):
+        return captions.text_table(path)
     if path.suffix.lower() not in tables.TABLES:
         raise ValueError(
             f"{path} is nothing m1clip can read: a folder, {', '.join(tables.TABLES)} or plain .tar shards"

@@ -202,7 +202,7 @@ def csv_records(path: Path, delimiter: str = "", header: Sequence[str] = ()) -> 
 
 def _misfit(where: str, text: str, names: Sequence[str]) -> Fault:
     if not is_utf8(text):
-        return Fault("not UTF-8", where, "the text is not UTF-8")
+        return Fault("not UTF-8", where, "the text is not UTF-8: save it as such")
     return Fault("broken line", where, f"{len(names)} fields were expected ({', '.join(names)})")
 
 
@@ -243,6 +243,14 @@ def json_lines(path: Path) -> Iterator[Record | Fault]:
 
 def json_array(path: Path) -> Iterator[Record | Fault]:
     values = load_json(path)
+    if isinstance(values, dict):
+        inside = [
+            one for one in values.values() if isinstance(one, list) and one and isinstance(one[0], dict)
+        ]
+        if _like_pictures(list(values)):  # {"a.jpg": "a caption" or several}
+            values = [{"image": image, "caption": said} for image, said in values.items()]
+        elif len(inside) == 1:  # {"data": [{…}, {…}]}
+            values = inside[0]
     if not isinstance(values, list):
         raise ValueError(f"{path} should be a list of objects, or COCO's or Karpathy's layout")
     for number, one in enumerate(values, 1):
