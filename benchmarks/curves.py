@@ -46,8 +46,9 @@ def main() -> None:
         ylabel=f"held-out R@10 of {evals[-1]['pictures']:,} pictures, %",
         ylim=(0, None),
     )
+    losses.legend(frameon=False, fontsize=8)
+    recalls.legend(frameon=False, fontsize=8, loc="center right", bbox_to_anchor=(1, 0.4))
     for axes in (losses, recalls):
-        axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(args.out, dpi=110)
 

@@ -109,6 +109,8 @@ def test_columns_can_be_said(tmp_path):
     assert listed(source) == {images[1]: ["short"], images[0]: ["s2"]}
     with pytest.raises(ValueError, match="no column 'nope'; it has 'thumb', 'caption', 'alt'"):
         opened(table, caption_column="nope")
+    table.rename(tmp_path / "t.txt")
+    assert listed(opened(tmp_path / "t.txt", held_out=1, caption_column="alt"))[images[0]] == ["short"]
     (tmp_path / "n.csv").write_text("a,b\n1,2\n3,4\n")
     with pytest.raises(ValueError, match="which column is the image"):
         opened(tmp_path / "n.csv")
@@ -248,6 +250,13 @@ def test_coco_faults_are_named(tmp_path):
     (tmp_path / "annotations" / "captions_val2017.json").write_text(json.dumps(values))
     source = opened(f"coco:{tmp_path}", held_out=1)
     assert source.faults.counts == {"broken line": 1, "no caption": 1, "missing file": 1}
+
+
+def test_a_broken_first_line_of_a_token_file_is_told(tmp_path):
+    some = photos(tmp_path / "images", 4)
+    lines = ["what is this", *(f"{name}#0\tscene" for name in some)]
+    (tmp_path / "Flickr8k.token.txt").write_text("\n".join(lines))
+    assert found(opened(f"flickr8k:{tmp_path}", held_out=1)) == {("broken line", "Flickr8k.token.txt line 1")}
 
 
 def test_karpathys_json(tmp_path):

@@ -9,31 +9,30 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from m1clip import pictures
 from m1clip.data import decode
 from m1clip.data.disk import cache_folder, make_room
-from m1clip.data.pairs import Pairs
+from m1clip.data.pairs import Advance, Pairs
 from m1clip.data.rows import Fault
-from m1clip.data.workers import Decoded, Workers, decode_rows
+from m1clip.data.workers import Decoded, Workers, decode_rows, parts_of
 from m1clip.pictures import Pixels
 
 PART = 256  # pictures
 PASSING = ("HEIC", "missing file", "cannot be read")
 """Kinds of faults that another day may mend: they are tried again."""
-Progress = Callable[[int], None]
 
 
-def silent(done: int) -> None:
+def unheard(done: int) -> None:
     pass
 
 
@@ -47,7 +46,7 @@ class Store:
         name = sha256(f"{pairs.fingerprint}/{len(pairs)}/{size}/{how}".encode()).hexdigest()[:16]
         self.folder = cache_folder() / f"pixels-{name}"
         self.bytes, self.journal = self.folder / "pixels.bin", self.folder / "journal.jsonl"
-        self.parts = [range(at, min(at + PART, len(pairs))) for at in range(0, len(pairs), PART)]
+        self.parts = parts_of(len(pairs), PART)
 
     @property
     def need(self) -> int:
@@ -71,7 +70,7 @@ class Store:
             os.close(self._lock)
             time.sleep(0.2)
 
-    def fill(self, workers: int, progress: Progress = silent) -> None:
+    def fill(self, workers: int, progress: Advance = unheard) -> None:
         """Make it whole: what is there is verified, what is missing or damaged is decoded."""
         entries = self._entries()
         sound = self._verified(entries, progress)
@@ -94,7 +93,7 @@ class Store:
                         entries[int(entry["part"])] = entry
         return entries
 
-    def _verified(self, entries: dict[int, dict[str, Any]], progress: Progress) -> set[int]:
+    def _verified(self, entries: dict[int, dict[str, Any]], progress: Advance) -> set[int]:
         """The parts whose bytes are those that were written."""
 
         def check(k: int) -> int | None:
@@ -112,15 +111,18 @@ class Store:
         with ThreadPoolExecutor() as pool:  # the checksum lets other threads run
             return {k for k in pool.map(check, (k for k in entries if k < len(self.parts))) if k is not None}
 
-    def _decode(self, missing: list[int], workers: int, progress: Progress) -> None:
+    def _decode(self, missing: list[int], workers: int, progress: Advance) -> None:
         self.bytes.touch()
         with open(self.bytes, "r+b") as file, open(self.journal, "ab") as journal:
             parts = [self.parts[k] for k in missing]
             journal.write(b"\n")  # ends a line that a crash may have cut
             for k, done in zip(missing, _decode(self.pairs, self.size, parts, workers), strict=True):
                 # Written, not mapped: on a full disk a write fails with an error, a mapped page kills us.
-                _write(file, self.parts[k].start * self.size**2 * 3, done.pixels.tobytes())
-                entry = {"part": k, "crc": zlib.crc32(done.pixels.tobytes()), "bad": done.bad}
+                data = done.pixels.tobytes()
+                file.seek(self.parts[k].start * self.size**2 * 3)
+                file.write(data)
+                file.flush()  # before the journal speaks of it
+                entry = {"part": k, "crc": zlib.crc32(data), "bad": done.bad}
                 journal.write(json.dumps(entry).encode() + b"\n")
                 journal.flush()
                 progress(len(done.pixels))
@@ -146,25 +148,18 @@ def _decode(pairs: Pairs, size: int, parts: Sequence[range], workers: int) -> It
         yield from pool.map(parts)
 
 
-def decoded(pairs: Pairs, size: int, workers: int, progress: Progress = silent) -> Decoded:
+def decoded(pairs: Pairs, size: int, workers: int, progress: Advance = unheard) -> Decoded:
     """All of them, in memory."""
-    parts = [range(at, min(at + PART, len(pairs))) for at in range(0, len(pairs), PART)]
     done = []
-    for part in _decode(pairs, size, parts, workers):
+    for part in _decode(pairs, size, parts_of(len(pairs), PART), workers):
         done.append(part)
         progress(len(part.pixels))
     bad = {row: what for part in done for row, what in part.bad.items()}
     return Decoded(np.concatenate([part.pixels for part in done]), bad)
 
 
-def _write(file: IO[bytes], at: int, data: bytes) -> None:
-    file.seek(at)
-    file.write(data)
-    file.flush()
-
-
 def stored(
-    pairs: Pairs, size: int, most_gb: float, workers: int, progress: Progress = silent
+    pairs: Pairs, size: int, most_gb: float, workers: int, progress: Advance = unheard
 ) -> Store | None:
     """The whole store, or None where it would not fit into the cache."""
     if len(pairs) * size**2 * 3 > most_gb * 1e9:

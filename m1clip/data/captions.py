@@ -79,11 +79,15 @@ def karpathy_json(path: Path, root: Path) -> Listing:
     return Listing(where, rows)
 
 
-def text_table(path: Path) -> Listing:
+def text_table(path: Path, config: DataConfig) -> Listing:
     """A .txt that lists pictures: name.jpg#0, a tab and a caption, or a CSV in all but name."""
     with open(path, encoding="utf-8-sig", errors="replace") as file:
         tokens = bool(re.match(r"[^\t]+#\d+\t", file.readline()))
-    rows = _tokens(path) if tokens else _csv(path)
+    return _rooted(path, _tokens(path)) if tokens else table(path, config)
+
+
+def _rooted(path: Path, rows: Iterator[Row | Fault]) -> Listing:
+    """The rows, and where their pictures are: beside `path`, as the first of them show."""
     first = list(islice(rows, 50))
     root = find_root(path, [row.image for row in first if isinstance(row, Row)])
     return Listing(root, chain(first, rows))
@@ -142,10 +146,7 @@ def flickr(path: Path, name: str, config: DataConfig) -> Listing:
             f"{path} has none of the files {name} comes with: a .token file, captions.txt, results.csv or "
             f"dataset_{name}.json"
         )
-    sides = _sides(path)
-    first = next((row for row in rows if isinstance(row, Row)), None)
-    root = find_root(path / "here", [first.image] if first else [])
-    rows = chain([first] if first else [], rows)
+    sides, (root, rows) = _sides(path), _rooted(path / "here", rows)
     return Listing(root, (_with_side(row, sides) for row in rows))
 
 

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import file_digest
 from io import BytesIO
 from pathlib import Path
@@ -52,7 +53,7 @@ def convert(
             if not manifest.has(path):
                 samples = list(_samples(side, rows, name, faults))
                 faults.require_few(max_bad)
-                manifest.add(path, len(samples), lambda file, some=samples: WRITERS[to](file, some))  # type: ignore[misc]
+                manifest.add(path, len(samples), partial(WRITERS[to], samples))
             advance(len(rows))
     done = manifest.entries.values()
     return {
@@ -110,7 +111,7 @@ def _bytes(side: Pairs, row: int) -> tuple[bytes, str]:
     return drawn.getvalue(), "png"
 
 
-def write_shard(path: Path, samples: list[Sample]) -> None:
+def write_shard(samples: list[Sample], path: Path) -> None:
     import webdataset
 
     with open(path, "wb") as file, webdataset.TarWriter(file, encoder=False, mtime=0) as tar:
@@ -126,7 +127,7 @@ def write_shard(path: Path, samples: list[Sample]) -> None:
             )
 
 
-def write_parquet(path: Path, samples: list[Sample]) -> None:
+def write_parquet(samples: list[Sample], path: Path) -> None:
     import datasets
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -147,7 +148,7 @@ def write_parquet(path: Path, samples: list[Sample]) -> None:
     )
 
 
-WRITERS: dict[Format, Callable[[Path, list[Sample]], None]] = {
+WRITERS: dict[Format, Callable[[list[Sample], Path], None]] = {
     "shards": write_shard,
     "parquet": write_parquet,
 }

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from m1clip.config import DataConfig
 from m1clip.data import captions
-from m1clip.data.rows import Fault, Listing, Row
+from m1clip.data.rows import MOST_TEXT, Fault, Listing, Row
 from m1clip.data.tables import PICTURE, TABLES, table
 
-MOST_TEXT = 1_000_000  # bytes of captions beside one picture
 BESIDE = (".txt", ".caption")
 # Texts that are about a folder, not about one of its pictures.
 ABOUT = re.compile(

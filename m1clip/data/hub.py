@@ -3,6 +3,7 @@
 It keeps each as an uncompressed Arrow file; a picture is then a place in that file, as in a shard.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,6 +103,7 @@ def _quiet() -> None:
 
     datasets.logging.set_verbosity_error()
     datasets.disable_progress_bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would tell of every try
 
 
 @contextmanager

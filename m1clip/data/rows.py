@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+MOST_TEXT = 1_000_000  # bytes of captions of one picture
 NAMED = 10_000  # faults kept with their names; beyond these they are only counted
 
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m1clip.data.folders import MOST_TEXT
-from m1clip.data.rows import Fault, Listing, Row
+from m1clip.data.rows import MOST_TEXT, Fault, Listing, Row
 from m1clip.data.tables import PICTURE, several
 
 PICKLES = re.compile(r"\.(pyd|pkl|pickle|pt|pth|joblib|npy|npz)$", re.I)  # what readers of shards unpickle

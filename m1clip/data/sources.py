@@ -116,7 +116,11 @@ def listing(spec: str, config: DataConfig) -> Listing:
         if not path.is_dir():
             raise FileNotFoundError(f"{kind}:{rest} needs the folder of {kind}; there is no folder {rest!r}")
         return captions.coco(path, config) if kind == "coco" else captions.flickr(path, kind, config)
-    paths = files_of(spec)
+    return _files(files_of(spec), config)
+
+
+def _files(paths: list[Path], config: DataConfig) -> Listing:
+    """Shards and tables with pictures inside are read together, others one by one."""
     endings = {path.suffix.lower() for path in paths if path.is_file()}
     if endings == {".tar"} and not any(path.is_dir() for path in paths):
         return shards.shards(paths)
@@ -127,22 +131,16 @@ def listing(spec: str, config: DataConfig) -> Listing:
 
 def _one(path: Path, config: DataConfig) -> Listing:
     if path.is_dir():
-        if inside := sorted(path.glob("*.tar")):
-            return shards.shards(inside)
-        if inside := sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet")):
-            whole = tables.has_pictures(inside[0])
-            return (
-                hub.parquet(inside, config, cache_folder())
-                if whole
-                else folders.joined([_one(p, config) for p in inside])
-            )
+        for inside in map(sorted, (path.glob("*.tar"), path.glob("*.parquet"), path.glob("data/*.parquet"))):
+            if inside:
+                return _files(inside, config)
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
             return hub.hub(str(path), config, cache_folder())
         return folders.folder(path, config)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     if path.suffix.lower() in (".txt", ".token"):
-        return captions.text_table(path)
+        return captions.text_table(path, config)
     if path.suffix.lower() not in tables.TABLES:
         raise ValueError(
             f"{path} is nothing m1clip can read: a folder, {', '.join(tables.TABLES)} or plain .tar shards"
@@ -166,9 +164,7 @@ def files_of(spec: str) -> list[Path]:
 def divide(pairs: Indexed, config: DataConfig, bars: Bars) -> tuple[Rows, Rows, Rows | None, str]:
     """Rows of the training, held-out and test sides, and the reason. Sides as given may share pictures."""
     side, wish = pairs.column("side"), config.held_out
-    if not np.isin(
-        side, (index.TRAIN, index.HELD_OUT, index.TEST)
-    ).any():  # words that are no sides say nothing
+    if not np.isin(side, (index.TRAIN, index.HELD_OUT, index.TEST)).any():  # no word of it names a side
         side = np.where(side == index.UNKNOWN, index.NO_SIDE, side)
     train = np.flatnonzero(np.isin(side, (index.NO_SIDE, index.TRAIN)))
     held, test = np.flatnonzero(side == index.HELD_OUT), np.flatnonzero(side == index.TEST)

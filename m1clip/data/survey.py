@@ -18,7 +18,7 @@ from m1clip.data.index import Indexed
 from m1clip.data.pairs import Bars, Pairs
 from m1clip.data.rows import Fault
 from m1clip.data.sources import Source
-from m1clip.data.workers import Workers
+from m1clip.data.workers import Workers, parts_of
 
 PART = 64
 TINY = 32  # pixels of the shorter side
@@ -108,7 +108,7 @@ def examine(pairs: Pairs, rows: Sequence[int]) -> tuple[Found, dict[int, tuple[s
 
 def survey(pairs: Pairs, workers: int, bars: Bars) -> tuple[Found, list[Fault]]:
     """Facts about every picture, and faults of those that cannot be used."""
-    parts = [range(at, min(at + PART, len(pairs))) for at in range(0, len(pairs), PART)]
+    parts = parts_of(len(pairs), PART)
     work = partial(examine, pairs)
     found, faults = [], list[Fault]()
     with bars("looking at pictures", len(pairs)) as advance, Workers(work, workers) as pool:

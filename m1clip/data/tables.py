@@ -308,6 +308,7 @@ def holds_bytes(kind: Any) -> bool:
 RECORDS = {
     ".csv": csv_records,
     ".tsv": lambda path: csv_records(path, "\t"),
+    ".txt": csv_records,
     ".jsonl": json_lines,
     ".json": json_array,
     ".parquet": parquet_records,

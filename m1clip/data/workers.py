@@ -26,6 +26,11 @@ class Decoded(NamedTuple):
     """Rows that could not be decoded, and are black: kind and sentence."""
 
 
+def parts_of(number: int, size: int) -> list[range]:
+    """Rows 0 … number - 1 in parts of `size`."""
+    return [range(at, min(at + size, number)) for at in range(0, number, size)]
+
+
 def decode_rows(pairs: Pairs, size: int, rows: Sequence[int]) -> Decoded:
     pixels, bad = np.zeros((len(rows), size, size, 3), np.uint8), dict[int, tuple[str, str]]()
     for i, row in enumerate(rows):
