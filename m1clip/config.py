@@ -159,6 +159,8 @@ class TrainConfig(DataConfig):
     """bpe (learned from the captions), char (33 letters and marks), or the path of a CLIP vocabulary."""
     epochs: int = 6
     """Passes over the data."""
+    steps: int = 0
+    """End after this many steps, whatever the number of passes; 0 goes by --epochs."""
     batch: int = 256
     """Pairs in one contrastive batch: each is told from the others."""
     lr: float = 1e-3
@@ -198,9 +200,15 @@ class TrainConfig(DataConfig):
     recompute: bool = False
     """Keep no activations inside the blocks: far less memory, a third more work."""
     device: str = "auto"
-    """auto, cpu, cuda or mps; the choice is printed with its reason."""
+    """auto (measured), cpu, cuda, mps, or one a tower: vision=mps,text=cpu; printed with the reason."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of the products inside the towers; auto takes less than fp32 only where that was measured to pay."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Translate the blocks with torch.compile; auto does where it was measured to pay in this run."""
     threads: int = 0
-    """CPU threads; 0 leaves it to torch."""
+    """CPU threads; 0 takes what was measured to be fastest, or torch's own number."""
+    trust_device: bool = False
+    """Do not compare a GPU's results with the CPU's before training on it."""
     log_every: int = 10
     """Steps between two lines of metrics; scalars are read from the device only then."""
     eval_every: int = 1
@@ -232,7 +240,7 @@ class TrainConfig(DataConfig):
         for key in ("lr", "clip_norm", "save_minutes"):
             value = getattr(self, key)
             require(0 < value < float("inf"), f"{key} must be above 0 and finite, not {value}")
-        for key in ("save_steps", "save_epochs", "patience", "max_skips"):
+        for key in ("steps", "save_steps", "save_epochs", "patience", "max_skips"):
             value = getattr(self, key)
             require(value >= 0, f"{key} must be 0 or more, not {value}")
         for key in ("warmup", "colour", "beta2", "ema", "dropout", "drop_tokens", "label_smoothing"):

@@ -4,12 +4,73 @@ The rules for Apple's GPU come from bug reports against PyTorch; each carries it
 """
 
 import gc
+import os
+import shutil
 import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step is laid on the machine: what an advisor decides and a benchmark compares."""
+
+    device: str = "cpu"
+    """One device, or a placement: vision=A,text=B."""
+    precision: str = "fp32"
+    """Of the products inside the towers; weights, loss and updates are always fp32."""
+    compile: bool = False
+    threads: int = 0
+    """Of the CPU; 0 is torch's own number."""
+
+    @property
+    def is_split(self) -> bool:
+        return "=" in self.device
+
+    @property
+    def places(self) -> tuple[torch.device, torch.device]:
+        """Where the vision tower works, and where the text tower does. The loss is with the first."""
+        names = parts_of(self.device)
+        return at(names[0]), at(names[1])
+
+    def __str__(self) -> str:
+        extra = ["compiled"] if self.compile else []
+        extra += [f"{self.threads} thread{'s' if self.threads > 1 else ''}"] if self.threads else []
+        return ", ".join([self.device, self.precision, *extra])
+
+
+def at(name: str) -> torch.device:
+    return torch.device(name)
+
+
+def parts_of(wish: str) -> tuple[str, str]:
+    """The devices of the two towers; one that does not exist here is an error."""
+    if "=" not in wish:
+        names = {"vision": wish, "text": wish}
+    else:
+        names = dict(part.strip().split("=", 1) for part in wish.split(",") if "=" in part)
+        if set(names) != {"vision", "text"} or wish.count(",") != 1:
+            raise ValueError(f"a placement is vision=DEVICE,text=DEVICE, not {wish!r}")
+    here = available()
+    for name in names.values():
+        kind, _, number = name.partition(":")
+        if kind not in ("cpu", "cuda", "mps"):
+            raise ValueError(f"no device {name!r}; there are auto, cpu, cuda, mps and vision=A,text=B")
+        if kind not in here:
+            raise ValueError(
+                f"torch {torch.__version__} has no {kind} on this machine; it has {', '.join(here)}"
+            )
+        if number and not (kind == "cuda" and number.isdecimal() and int(number) < torch.cuda.device_count()):
+            raise ValueError(f"no device {name!r}; it has {', '.join(here)}")
+    return names["vision"], names["text"]
 
 
 def available() -> list[str]:
@@ -31,25 +92,90 @@ def _mps_works() -> bool:
 
 
 def choose(wish: str) -> tuple[torch.device, str]:
-    """The device to train on, and the reason in words."""
+    """One device to use without having measured any, and the reason in words."""
     here = available()
     if wish == "auto":
         if len(here) == 1:
-            return torch.device("cpu"), "no GPU that torch can use was found"
-        return torch.device(here[-1]), f"found beside the CPU; compare with --device cpu ({', '.join(here)})"
-    if wish not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"no device {wish!r}; there are auto, cpu, cuda and mps")
-    if wish not in here:
-        raise ValueError(f"torch {torch.__version__} has no {wish} on this machine; it has {', '.join(here)}")
-    return torch.device(wish), f"asked for with --device {wish}"
+            return at("cpu"), "no GPU that torch can use was found"
+        return at(here[-1]), f"found beside the CPU; compare with --device cpu ({', '.join(here)})"
+    if "=" in wish:
+        raise ValueError(f"a placement of two towers is for training, not {wish!r} here")
+    return at(parts_of(wish)[0]), f"asked for with --device {wish}"
 
 
-def prepare(device: torch.device, threads: int) -> None:
-    if threads:
-        torch.set_num_threads(threads)
+THREADS = torch.get_num_threads()
+"""What torch takes by itself; on Apple silicon the fast cores (pytorch#123038)."""
+
+
+def prepare(plan: Plan) -> None:
+    """Set what belongs to the whole process; where two towers share the CPU, each has half of its threads."""
+    threads = plan.threads or THREADS
+    both_on_cpu = plan.is_split and all(place.type == "cpu" for place in plan.places)
+    torch.set_num_threads(max(1, threads - threads // 2) if both_on_cpu else threads)
+    for place in plan.places:
+        if place.type == "mps":
+            # The default, 1.7 x the working set, is more than the RAM: it would swap before it raised.
+            torch.mps.set_per_process_memory_fraction(1.0)
+
+
+def second_thread(plan: Plan) -> None:
+    """What the thread that drives the text tower needs: the number of its own threads is set in it."""
+    if all(place.type == "cpu" for place in plan.places):
+        torch.set_num_threads(max(1, (plan.threads or THREADS) // 2))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the queue is empty: without it a clock stops when work is queued, not when it is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     if device.type == "mps":
-        # The default, 1.7 x the working set, is more than the machine's RAM: it would swap before it raised.
-        torch.mps.set_per_process_memory_fraction(1.0)
+        torch.mps.synchronize()
+
+
+def is_queued(device: torch.device) -> bool:
+    """Whether a call returns before its work is done."""
+    return device.type != "cpu"
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[precision])
+
+
+def precisions(device: torch.device) -> list[str]:
+    """Those that torch can train in there; which of them pays has to be measured."""
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return ["fp32", "fp16"]
+    # fp16 on a CPU overflows and is emulated nearly everywhere; bf16 on an M1 or M2 GPU is emulated too.
+    return ["fp32", "bf16"] if device.type == "cpu" else ["fp32", "bf16", "fp16"]
+
+
+def product_gain(device: torch.device, precision: str, size: int = 256) -> float:
+    """How much faster a product of two matrices is than in fp32: this tells what a chip merely emulates."""
+
+    def best_s(dtype: torch.dtype) -> float:
+        a_NN, times = torch.randn(size, size, device=device).to(dtype), []
+        for _ in range(4):
+            synchronize(device)
+            began = time.perf_counter()
+            a_NN @ a_NN
+            synchronize(device)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    return best_s(torch.float32) / best_s(DTYPES[precision])
+
+
+def can_compile(device: torch.device) -> tuple[bool, str]:
+    """Whether torch.compile is worth trying, and the reason."""
+    if device.type == "mps":
+        return False, "on MPS it made training 9 times slower in torch 2.13 (pytorch#192551)"
+    if device.type == "cuda":
+        found = find_spec("triton") is not None
+        return found, "triton is there" if found else "it needs triton, which is not installed"
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
+    return compiler is not None, f"with {compiler}" if compiler else "it needs a C++ compiler, and found none"
 
 
 def copy(tensor: Tensor, device: torch.device) -> Tensor:
@@ -115,6 +241,15 @@ def memory_gb(device: torch.device) -> float | None:
         return torch.cuda.memory_allocated() / 1e9
     if device.type == "mps":
         return torch.mps.driver_allocated_memory() / 1e9
+    return None
+
+
+def limit_gb(device: torch.device) -> float | None:
+    """All that torch may take of a GPU's memory; None on the CPU, whose limit is the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 1e9
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() / 1e9
     return None
 
 

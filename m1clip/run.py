@@ -61,18 +61,9 @@ class Run:
             _fsync(self.path / "metrics.jsonl")
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """The lines of metrics.jsonl; a line cut by a crash is passed over."""
-        metrics = self.path / "metrics.jsonl"
-        if not metrics.exists():
-            return
-        with open(metrics, errors="replace") as file:
-            for line in file:
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(record, dict) and kind in (None, record.get("kind")):
-                    yield record
+        """The lines of metrics.jsonl."""
+        lines = json_lines(self.path / "metrics.jsonl")
+        return (record for record in lines if kind in (None, record.get("kind")))
 
     def rewind(self, step: int) -> None:
         """Forget what was measured after `step`, which will be done again; what happened stays known."""
@@ -211,6 +202,31 @@ def is_run(path: Path) -> bool:
 def is_empty(folder: Path) -> bool:
     """But for what a killed process left half-made."""
     return all(HALF_MADE.fullmatch(path.name) for path in folder.iterdir())
+
+
+def cache_folder() -> Path:
+    folder = Path(os.environ.get("M1CLIP_CACHE") or Path.home() / ".cache" / "m1clip")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"{folder} cannot be the cache ({error.strerror}); M1CLIP_CACHE names another"
+        ) from None
+    return folder
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file, one a line; a line cut by a crash is passed over."""
+    if not path.exists():
+        return
+    with open(path, errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
 
 
 def finite(value: Any) -> Any:

@@ -60,7 +60,7 @@ def test_attention_of_strided_tensors_equals_the_cpus(name, length):
 def test_a_checkpoint_made_there_goes_on_there(name, tiny, tmp_path):
     device, config = here(name), TrainConfig(model=tiny, batch=4)
     run = runs.create(tmp_path, "r", "x", fresh=False)
-    batch = some_batch(4).to(device)
+    batch = some_batch(4).to(device, device)
     learners = [Learner(CLIP(tiny, Tokenizer.characters()).to(device), config) for _ in range(2)]
     train_step(learners[0], batch)
     path = checkpoint.save(run, learners[0], Progress(step=1), keep=1)
@@ -75,7 +75,7 @@ def test_a_step_that_is_not_finite_moves_nothing(name, optimizer, tiny):
     device = here(name)
     config = TrainConfig(model=tiny, batch=4, optimizer=optimizer, ema=0.9)
     learner = Learner(CLIP(tiny).to(device), config)
-    train_step(learner, some_batch(4).to(device))
+    train_step(learner, some_batch(4).to(device, device))
     before = {key: value.clone() for key, value in learner.tensors().items()}
     learner.model.vision_projection.weight.grad.fill_(float("nan"))
     learner.update(torch.tensor(True, device=device))

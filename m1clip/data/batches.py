@@ -39,11 +39,12 @@ class Batch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def to(self, device: torch.device) -> "Batch":
-        parts = (self.bytes_BSSC, self.tokens_BL, self.key_B)
-        bytes_BSSC, tokens_BL, key_B = (devices.copy(part, device) for part in parts)
-        twin_BB = None if self.twin_BB is None else devices.copy(self.twin_BB, device)
-        return Batch(bytes_BSSC, tokens_BL, key_B, twin_BB, self.rows)
+    def to(self, vision: torch.device, text: torch.device) -> "Batch":
+        """Each part where it is needed. Keys stay with the host where the towers are on two devices."""
+        key_B = devices.copy(self.key_B, vision) if vision == text else self.key_B
+        twin_BB = None if self.twin_BB is None else devices.copy(self.twin_BB, vision)
+        tokens_BL = devices.copy(self.tokens_BL, text)
+        return Batch(devices.copy(self.bytes_BSSC, vision), tokens_BL, key_B, twin_BB, self.rows)
 
     def split(self, size: int) -> "list[Batch]":
         """Parts of at most `size` pairs; whose twins are whose belongs to the whole."""

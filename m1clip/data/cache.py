@@ -21,11 +21,12 @@ import numpy as np
 
 from m1clip import pictures
 from m1clip.data import decode
-from m1clip.data.disk import cache_folder, make_room
+from m1clip.data.disk import make_room
 from m1clip.data.pairs import Advance, Pairs
 from m1clip.data.rows import Fault
 from m1clip.data.workers import Decoded, Workers, decode_rows, parts_of
 from m1clip.pictures import Pixels
+from m1clip.run import cache_folder
 
 PART = 256  # pictures
 PASSING = ("HEIC", "missing file", "cannot be read")

@@ -10,21 +10,11 @@ from errno import ENOSPC
 from pathlib import Path
 from tempfile import mkdtemp
 
+from m1clip.run import cache_folder
 from m1clip.sensors import readable
 
 OURS = ("pixels-", "index-", "content-")  # what is made from data that is elsewhere, and can be made again
 RESERVE = 1e9  # bytes of the disk that are never taken, or a twentieth of a small one
-
-
-def cache_folder() -> Path:
-    folder = Path(os.environ.get("M1CLIP_CACHE") or Path.home() / ".cache" / "m1clip")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(
-            f"{folder} cannot be the cache ({error.strerror}); M1CLIP_CACHE names another"
-        ) from None
-    return folder
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from m1clip.data.decode import MOST_BYTES, BadPicture
-from m1clip.data.disk import cache_folder
+from m1clip.run import cache_folder
 
 WAIT_S = 20
 TRIES = 2

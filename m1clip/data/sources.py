@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from m1clip.config import DataConfig, nearest
 from m1clip.data import captions, folders, hub, index, shards, tables
 from m1clip.data.decode import BadPicture
-from m1clip.data.disk import cache_folder, explained_if_full, own_folder
+from m1clip.data.disk import explained_if_full, own_folder
 from m1clip.data.index import Builder, Indexed, Rows
 from m1clip.data.pairs import Bars, Pairs, silent
 from m1clip.data.rows import Faults, Listing
 from m1clip.data.synthetic import Synthetic
+from m1clip.run import cache_folder
 
 KINDS = ("synthetic", "coco", "flickr30k", "flickr8k", "hf")
 GIVEN = 5000  # of a held-out side as given, this many are scored unless --held-out asks for more

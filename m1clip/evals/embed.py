@@ -19,7 +19,7 @@ CHUNK = 256
 @torch.inference_mode()
 def embed_pictures(model: CLIP, pairs: Side, most: int = CHUNK) -> Tensor:
     """(N, E) on the CPU."""
-    device = model.logit_scale.device
+    device = model.places[0]
     parts = []
     for start in range(0, len(pairs), most):
         _, pixels = pairs.take(np.arange(start, min(start + most, len(pairs))))
@@ -35,7 +35,7 @@ def embed_captions(model: CLIP, captions: Sequence[str], most: int = CHUNK) -> T
     for start in range(0, len(captions), most):
         chunk = slice(start, start + most)
         tokens_BL = model.tokenize(captions[chunk])
-        parts.append(model.embed_tokens(devices.copy(tokens_BL, model.logit_scale.device)).cpu())
+        parts.append(model.embed_tokens(devices.copy(tokens_BL, model.places[1])).cpu())
     return torch.cat(parts)
 
 

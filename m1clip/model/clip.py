@@ -56,6 +56,18 @@ class CLIP(nn.Module):
     def forward(self, pixels_BCSS: Tensor, tokens_BL: Tensor) -> Tensor:
         return self.logits(self.embed_pixels(pixels_BCSS), self.embed_tokens(tokens_BL))
 
+    def place(self, vision: torch.device, text: torch.device) -> "CLIP":
+        """Each tower with its projection on its device; what both need is with the pictures."""
+        self.to(vision)
+        self.text.to(text)
+        self.text_projection.to(text)
+        return self
+
+    @property
+    def places(self) -> tuple[torch.device, torch.device]:
+        """Where pictures are embedded, and where captions are."""
+        return self.logit_scale.device, self.text_projection.weight.device
+
     def logits(self, image_BE: Tensor, text_BE: Tensor) -> Tensor:
         """Every picture (rows) with every caption (columns): what the losses take."""
         logit_BB = self.logit_scale.exp() * image_BE @ text_BE.T
@@ -80,12 +92,12 @@ class CLIP(nn.Module):
         """Unit vectors of PIL pictures of any size; one picture gives one row."""
         pictures = [images] if isinstance(images, Image.Image) else images
         bytes_BSSC = np.stack([square(picture, self.config.vision.image_size) for picture in pictures])
-        return self.embed_pixels(self.normalise(torch.from_numpy(bytes_BSSC).to(self.logit_scale.device)))
+        return self.embed_pixels(self.normalise(torch.from_numpy(bytes_BSSC).to(self.places[0])))
 
     @torch.no_grad()
     def encode_text(self, texts: str | Sequence[str]) -> Tensor:
         """Unit vectors of strings; one string gives one row."""
-        return self.embed_tokens(self.tokenize(texts).to(self.logit_scale.device))
+        return self.embed_tokens(self.tokenize(texts).to(self.places[1]))
 
     def tokenize(self, texts: str | Sequence[str], rows: Sequence[str] | None = None) -> Tensor:
         """Token ids; `rows` says where each text came from, for the message when one is empty."""

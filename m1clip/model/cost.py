@@ -19,7 +19,7 @@ FLOAT32 = 4
 class Cost:
     parameters: dict[str, int]
     forward_gflop: float
-    """Per pair, text at full length."""
+    """Per pair."""
     step_gflop: float
     """Per pair, forward and backward."""
     activation_mb: float
@@ -40,7 +40,8 @@ class Cost:
         }
 
 
-def cost(config: ModelConfig, pairs: int = 2) -> Cost:
+def cost(config: ModelConfig, pairs: int = 2, tokens: int | None = None) -> Cost:
+    """With captions of `tokens`, or as long as the model reads."""
     side = config.vision.image_size
     with FakeTensorMode():
         model = CLIP(config)
@@ -54,7 +55,7 @@ def cost(config: ModelConfig, pairs: int = 2) -> Cost:
             return tensor
 
         pixels_BCSS = torch.empty(pairs, 3, side, side)
-        tokens_BL = torch.zeros(pairs, config.text.length, dtype=torch.long)
+        tokens_BL = torch.zeros(pairs, tokens or config.text.length, dtype=torch.long)
         with FlopCounterMode(display=False) as counter, saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = losses.softmax_loss(model(pixels_BCSS, tokens_BL))
             forward = counter.get_total_flops()

@@ -3,31 +3,72 @@
 All of it as named tensors, so that a checkpoint is this and a position.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from m1clip import devices
 from m1clip.config import TrainConfig
+from m1clip.data.batches import Batch
+from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.train.optim import make_optimizers
 
+# fp16 has no numbers for the smallest gradients: the loss is multiplied before the backward pass, and the
+# gradients are divided after it. Halved where that overflows, doubled after as many good steps.
+LOSS_SCALE, GROWS_AFTER = 1024.0, 1000
+
 
 class Learner:
-    def __init__(self, model: CLIP, config: TrainConfig):
-        self.model, self.config = model, config
+    def __init__(self, model: CLIP, config: TrainConfig, plan: Plan | None = None):
+        """By `plan` if there is one, or else wherever the model is."""
+        self.plan = plan or Plan(str(model.logit_scale.device))
+        self.model, self.config = model.place(*self.plan.places), config
         self.chunk = config.batch
         self.optimizers = make_optimizers(model, config)
         self.weights = dict(model.named_parameters())
         self.mean = {name: w.detach().clone() for name, w in self.weights.items()} if config.ema else None
         self.updates = torch.zeros((), device=self.device)  # on the device, as skipping is decided there
+        half = self.plan.precision == "fp16"
+        self.loss_scale = torch.tensor(LOSS_SCALE if half else 1.0, device=self.device)
+        self.second: ThreadPoolExecutor | None = None  # drives the text tower
+        self.second_threads = 0
+        self.translated: dict[torch.nn.Module, Any] = {}
         model.practise(config.dropout, config.drop_tokens, config.recompute)
+        self.use(self.plan)
 
     @property
     def device(self) -> torch.device:
+        """Where the loss is, and the pictures."""
         return self.model.logit_scale.device
+
+    def use(self, plan: Plan) -> None:
+        """Go on with another precision, compiled or not, with other threads; on the same devices."""
+        assert plan.device == self.plan.device
+        self.plan = plan
+        for block in (*self.model.vision.blocks, *self.model.text.blocks):
+            if plan.compile and block not in self.translated:
+                block.compile()
+                self.translated[block] = block._compiled_call_impl
+            block._compiled_call_impl = self.translated[block] if plan.compile else None
+        if plan.is_split and (self.second is None or plan.threads != self.second_threads):
+            self.second = ThreadPoolExecutor(1, "text", devices.second_thread, (plan,))
+            self.second_threads = plan.threads
+
+    def take(self, batch: Batch) -> Batch:
+        """The batch where the towers are."""
+        return batch.to(*self.model.places)
+
+    def at_once(self, pictures: Callable[[], Any], captions: Callable[[], Any]) -> tuple[Any, Any]:
+        """Both results; where each tower has a device of its own, both work at the same time."""
+        if self.second is None:
+            return pictures(), captions()
+        ahead = self.second.submit(captions)
+        return pictures(), ahead.result()
 
     def set_rate(self, lr: float) -> float:
         """Of the top layers; those below have their share of it."""
@@ -40,9 +81,20 @@ class Learner:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
+    def unscale(self) -> None:
+        """Give the gradients their true length again."""
+        if self.plan.precision != "fp16":
+            return
+        for weight in self.weights.values():
+            if weight.grad is not None:
+                weight.grad /= self.loss_scale.to(weight.device)
+
     def update(self, bad: Tensor) -> None:
         """One step of the optimisers; none at all where `bad` says that something is not finite."""
-        on_device = devices.can_skip(self.device)
+        on_device = all(devices.can_skip(place) for place in self.model.places)
+        if self.plan.precision == "fp16":
+            grown = torch.where((self.updates + 1) % GROWS_AFTER == 0, 2.0, 1.0)
+            self.loss_scale *= torch.where(bad, 0.5, grown)
         if not on_device and bad.item():
             return
         for optimizer in self.optimizers:
@@ -54,7 +106,7 @@ class Learner:
             # At first the mean is of few steps, or it would remember the random start for long.
             memory = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.config.ema)
             for name, weight in self.weights.items():
-                self.mean[name].lerp_(weight, (1 - memory) * ~bad)
+                self.mean[name].lerp_(weight, ((1 - memory) * ~bad).to(weight.device))
 
     @contextmanager
     def averaged(self) -> Iterator[CLIP]:
@@ -82,12 +134,18 @@ class Learner:
         if self.mean is not None:
             kept |= {f"{name}/weight": weight.detach() for name, weight in self.weights.items()}
         kept = {key: value.cpu().contiguous() for key, value in kept.items()}
-        return {"random_state": torch.get_rng_state(), "updates": self.updates.cpu(), **kept}
+        return {
+            "random_state": torch.get_rng_state(),
+            "updates": self.updates.cpu(),
+            "loss_scale": self.loss_scale.cpu(),
+            **kept,
+        }
 
     def load(self, weights: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
         """Put a checkpoint in place, once all of it is known to fit."""
         tensors = dict(tensors)
         random_state, updates = tensors.pop("random_state"), tensors.pop("updates")
+        loss_scale = tensors.pop("loss_scale", self.loss_scale)
         state: dict[str, dict[str, Tensor]] = {name: {} for name in self.weights}
         for key, value in tensors.items():
             name, _, what = key.rpartition("/")
@@ -102,5 +160,5 @@ class Learner:
                 weight.data.copy_(moving)
             optimizer = owner[id(weight)]
             optimizer.state[weight] = {key: value.to(weight.device) for key, value in state[name].items()}
-        self.updates = updates.to(self.device)
+        self.updates, self.loss_scale = updates.to(self.device), loss_scale.to(self.device)
         torch.set_rng_state(random_state)

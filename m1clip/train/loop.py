@@ -16,8 +16,9 @@ import torch
 from m1clip import __version__, devices, sensors
 from m1clip.config import TrainConfig, to_json
 from m1clip.data.augment import margin
-from m1clip.data.batches import Augment, Batches, growing
+from m1clip.data.batches import Augment, Batch, Batches, growing
 from m1clip.data.sides import Side, Sides, open_sides
+from m1clip.devices import Plan
 from m1clip.evals.embed import embed_pairs
 from m1clip.evals.health import health
 from m1clip.evals.retrieval import Retrieval, retrieval
@@ -26,12 +27,13 @@ from m1clip.model.tokenizer import Tokenizer
 from m1clip.model.tokenizer import make as make_tokenizer
 from m1clip.run import Run, write_whole
 from m1clip.sensors import readable
-from m1clip.train import checkpoint, memory, track
+from m1clip.train import checkpoint, memory, place, track
 from m1clip.train.checkpoint import Progress
 from m1clip.train.keeper import Keeper
 from m1clip.train.learner import Learner
 from m1clip.train.meter import Meter
 from m1clip.train.optim import rate
+from m1clip.train.place import Placed
 from m1clip.train.screen import Screen
 from m1clip.train.stop import Stop
 from m1clip.train.watch import Watch
@@ -44,8 +46,6 @@ MOST_READ = 200_000
 class Setup:
     """What a configuration comes to on this machine."""
 
-    device: torch.device
-    why: str
     data: Sides
     tokenizer: Tokenizer
     total: int
@@ -54,6 +54,8 @@ class Setup:
     """The checkpoint to go on from."""
     damaged: dict[Path, str]
     """Newer checkpoints that cannot be used, and what is wrong with each."""
+    before: Plan | None
+    """How the run was trained until now."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Result:
 
 def check(config: TrainConfig, runs: Path, resumed: Run | None, screen: Screen) -> Setup:
     """Everything that can be refused, before the run is written: the data is read, its pictures prepared."""
-    device, why = devices.choose(config.device)
+    place.wishes_of(config)  # a device that is not there is refused first
     track.require(config.track)
     require_room(config, runs, resumed)
     size = config.model.vision.image_size
@@ -82,7 +84,7 @@ def check(config: TrainConfig, runs: Path, resumed: Run | None, screen: Screen) 
     pairs = data.train.per_epoch
     if config.batch > pairs:
         raise ValueError(f"batch {config.batch} is larger than the {pairs} training pairs")
-    total = config.epochs * (pairs // config.batch)
+    total = config.steps or config.epochs * (pairs // config.batch)
     if resumed and was.get("identity", data.train.identity) != data.train.identity:
         raise ValueError(
             f"the data is not what {resumed.path} began with (rows, captions or their order have changed); "
@@ -92,9 +94,18 @@ def check(config: TrainConfig, runs: Path, resumed: Run | None, screen: Screen) 
     if start and checkpoint.step_of(start) > total:
         done = checkpoint.step_of(start)
         raise ValueError(f"{start.parent} is at step {done}; {config.epochs} epochs have only {total}")
+    before = planned(resumed) if start and resumed else None
     words = Tokenizer.load(start / "tokenizer.json") if start else None
     words = words or make_tokenizer(config.tokenizer, captions(data.train), config.model.text.vocab)
-    return Setup(device, why, data, words, total, start, damaged)
+    return Setup(data, words, total, start, damaged, before)
+
+
+def planned(run: Run) -> Plan | None:
+    """How a run was laid on the machine; None where that is not written."""
+    try:
+        return Plan(**run.read("machine.json")["plan"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def began_with(run: Run) -> dict[str, Any]:
@@ -119,24 +130,27 @@ def require_room(config: TrainConfig, runs: Path, resumed: Run | None) -> None:
 
 def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result:
     """Start the run, or go on from its last whole checkpoint if it has one."""
-    devices.prepare(setup.device, config.threads)
     torch.manual_seed(config.seed)
-    learner = Learner(CLIP(config.model, setup.tokenizer).to(setup.device), config)
-    progress = checkpoint.load(setup.start, learner) if setup.start else Progress()
-    introduce(run, config, setup, progress, screen)
+    model = CLIP(config.model, setup.tokenizer)
     batches, held_out = prepare(config, setup), setup.data.held_out
-    meter, keeper = Meter(config, setup.device), Keeper(run, learner, progress, screen.warn)
+    last = batches.at(setup.total - 1)  # its pictures are the largest
+    placed = place.settle(config, model, last, setup.total, setup.before, screen)
+    devices.prepare(placed.plan)
+    learner = Learner(model, config, placed.plan)
+    progress = checkpoint.load(setup.start, learner) if setup.start else Progress()
+    introduce(run, config, setup, placed, progress, screen)
+    meter, keeper = Meter(config, learner.device), Keeper(run, learner, progress, screen.warn)
     watch, scores = Watch(run, screen, learner, progress, batches), None
     meter.recall(row for row in run.records("step") if row["step"] > batches.epoch_start(progress.step))
-    divided = divide(learner, progress, batches, watch)
-    screen.start(facts(run, setup, learner, progress, divided), meter.chance, 1 / len(held_out))
+    divided = divide(learner, progress, last, watch)
+    screen.start(facts(run, setup, placed, learner, progress, divided), meter.chance, 1 / len(held_out))
 
     tracker = track.mirrored(run, config, progress.step, screen.warn)
     with Stop(screen.say) as stop, tracker, screen.training(progress.step, setup.total):
         end = progress.step if keeper.out_of_patience else setup.total
         for batch in meter.timed(batches.stream(progress.step, end)):
             lr = learner.set_rate(rate(progress.step, setup.total, config))
-            here = batch.to(setup.device)
+            here = learner.take(batch)
             meter.mark("copy")
             stats, *embeddings = memory.careful_step(learner, here, meter.mark, watch.divided)
             progress.step += 1
@@ -171,13 +185,14 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
     return Result(finished, progress.step, progress.seconds, scores, progress.best_step)
 
 
-def introduce(run: Run, config: TrainConfig, setup: Setup, progress: Progress, screen: Screen) -> None:
+def introduce(
+    run: Run, config: TrainConfig, setup: Setup, placed: Placed, progress: Progress, screen: Screen
+) -> None:
     """What the run is, where it runs and why there. Written once the checkpoint, if any, is known to fit."""
     machine = {
         **sensors.machine(),
         "torch": torch.__version__,
-        "device": str(setup.device),
-        "why": setup.why,
+        **placed.record(),
         "cpu_threads": torch.get_num_threads(),
         "m1clip": __version__,
     }
@@ -213,9 +228,8 @@ def prepare(config: TrainConfig, setup: Setup) -> Batches:
     )
 
 
-def divide(learner: Learner, progress: Progress, batches: Batches, watch: Watch) -> str:
+def divide(learner: Learner, progress: Progress, last: Batch, watch: Watch) -> str:
     """Decide how many pairs are in memory at once; the reason. A resumed run keeps what it had chosen."""
-    last = batches.at(batches.total - 1)  # its pictures are the largest
     watch.pair_bytes = memory.kept_bytes(learner, last)
     wish = learner.config.chunk
     if progress.chunk and (wish == "auto" or wish >= progress.chunk):
@@ -244,7 +258,9 @@ def evaluate(learner: Learner, pairs: Side, watch: Watch | None = None) -> Retri
     return scores
 
 
-def facts(run: Run, setup: Setup, learner: Learner, progress: Progress, divided: str) -> dict[str, str]:
+def facts(
+    run: Run, setup: Setup, placed: Placed, learner: Learner, progress: Progress, divided: str
+) -> dict[str, str]:
     """What a person wants to know before it starts."""
     millions = sum(weight.numel() for weight in learner.weights.values()) / 1e6
     vision, config, data = learner.model.config.vision, learner.config, setup.data
@@ -252,7 +268,8 @@ def facts(run: Run, setup: Setup, learner: Learner, progress: Progress, divided:
     chunks = "" if learner.chunk >= config.batch else f", {learner.chunk:,} at once"
     return {
         "run": f"{run.path}, {at}{setup.total:,} steps",
-        "device": f"{setup.device}: {setup.why}; {torch.get_num_threads()} CPU threads",
+        "device": f"{placed.plan}: {placed.why}; {torch.get_num_threads()} CPU threads",
+        **({"checked": placed.parity} if placed.parity else {}),
         "model": f"{millions:.2f} M parameters, pictures of {vision.image_size} px",
         "data": f"{config.data}: {len(data.train):,} pictures to learn from, {len(data.held_out):,} held out",
         **data.facts,

@@ -31,9 +31,9 @@ def kept_bytes(learner: Learner, batch: Batch) -> int:
             alive.append(tensor)
         return tensor
 
-    two = batch.split(2)[0].to(learner.device)
+    two = learner.take(batch.split(2)[0])
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        outputs = embed_pictures(learner.model, two), embed_captions(learner.model, two)
+        outputs = embed_pictures(learner, two), embed_captions(learner, two)
     del outputs
     return sum(kept.values()) // len(two)
 
@@ -68,14 +68,14 @@ def power_of_two(number: float) -> int:
 
 def trial(learner: Learner, batch: Batch, chunk: int) -> float | None:
     """GB that forward and backward of a chunk really take; None where memory runs out."""
-    some = batch.split(chunk)[0].to(learner.device)
+    some = learner.take(batch.split(chunk)[0])
     devices.forget_peak(learner.device)
     before = devices.memory_gb(learner.device)
     ran_out = False
     with sensors.Peak() as peak:
         try:
             for embed in (embed_pictures, embed_captions):
-                embed(learner.model, some).sum().backward()  # type: ignore[no-untyped-call]
+                embed(learner, some).sum().backward()  # type: ignore[no-untyped-call]
         except (RuntimeError, MemoryError) as error:
             if not devices.is_out_of_memory(error):
                 raise

@@ -62,6 +62,7 @@ class Muon(torch.optim.Muon):
 
     def _turn(self, weight: Tensor, grad: Tensor, group: dict[str, Any], live: Tensor | float) -> None:
         """`live` is 1, or 0 to leave everything as it is; on the device, so nothing waits for it."""
+        live = live.to(weight.device) if isinstance(live, Tensor) else live
         state, memory, lr = self.state[weight], group["momentum"], group["lr"] * live
         if not state:
             state["momentum_buffer"] = torch.zeros_like(weight)

@@ -1,53 +1,52 @@
 """The training step: what the loop runs and what the benchmark times. There is no second one.
 
-Shapes: B pairs, E embedding.
+Shapes: B pairs, b pairs of a chunk, E embedding.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from m1clip import losses
+from m1clip import devices, losses
 from m1clip.data.batches import Batch
-from m1clip.model.clip import CLIP
 from m1clip.train.learner import Learner
 
 # What a step reports, in this order, as one tensor that stays on the device until somebody reads it.
 STATS = ("loss", "i2t_accuracy", "t2i_accuracy", "grad_norm", "temperature")
+Embed = Callable[[Learner, Batch], Tensor]
 
 
 def train_step(
     learner: Learner, batch: Batch, mark: Callable[[str], None] = lambda phase: None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One update from one batch on the learner's device: its STATS, and the embeddings it saw.
+    """One update from one batch, already where the learner wants it: its STATS, and the embeddings it saw.
 
-    A batch larger than the learner's chunk is divided, and still every pair is told from all others: the
-    embeddings are made without a graph, the loss gives their gradients, and each chunk is then embedded once
-    more, with a graph, to take its share of them to the weights (GradCache, Gao et al. 2021). Noise belongs
-    to the rows, so both passes see the same.
+    The loss gives the gradients of the embeddings, and each tower takes its own to its weights: so the towers
+    may be on two devices and work at once. A batch larger than the learner's chunk is divided, and still
+    every pair is told from all others: the embeddings are made without a graph, and each chunk is
+    embedded once more with one (GradCache, Gao et al. 2021). Noise belongs to the rows: both passes see the
+    same.
     """
     model, config = learner.model, learner.config
     learner.zero_grad()  # first, so that old gradients do not add to the peak of the forward pass
     chunks = batch.split(learner.chunk)
-    whole = len(chunks) == 1
-    with torch.set_grad_enabled(whole):
-        image_BE = torch.cat([embed_pictures(model, chunk) for chunk in chunks])
-        text_BE = torch.cat([embed_captions(model, chunk) for chunk in chunks])
-    if not whole:
-        image_BE.requires_grad_()
-        text_BE.requires_grad_()
+    towers = (embed_pictures, embed_captions)
+    made = learner.at_once(*(partial(embed_all, learner, embed, chunks) for embed in towers))
+    image_BE, text_BE = (one_BE.detach().to(learner.device).requires_grad_() for one_BE in made)
     logit_BB = model.logits(image_BE, text_BE)
     loss = losses.LOSSES[model.config.loss](logit_BB, batch.twin_BB, config.label_smoothing)
     mark("forward")
 
-    loss.backward()  # type: ignore[no-untyped-call]
-    if not whole:
-        for embed, made_BE in ((embed_pictures, image_BE), (embed_captions, text_BE)):
-            assert made_BE.grad is not None
-            for chunk, grad_bE in zip(chunks, torch.split(made_BE.grad, learner.chunk), strict=True):
-                torch.autograd.backward(embed(model, chunk), grad_bE)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+    (loss * learner.loss_scale).backward()  # type: ignore[no-untyped-call]
+    back = [
+        partial(take_back, learner, embed, chunks, one_BE, met_BE.grad)
+        for embed, one_BE, met_BE in zip(towers, made, (image_BE, text_BE), strict=True)
+    ]
+    learner.at_once(*back)
+    learner.unscale()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm).to(learner.device)
     mark("backward")
 
     with torch.no_grad():
@@ -58,9 +57,30 @@ def train_step(
     return stats, image_BE.detach(), text_BE.detach()
 
 
-def embed_pictures(model: CLIP, batch: Batch) -> Tensor:
-    return model.embed_pixels(model.normalise(batch.bytes_BSSC), batch.key_B)
+def embed_all(learner: Learner, embed: Embed, chunks: list[Batch]) -> Tensor:
+    """Every chunk through one tower; with a graph where there is only one."""
+    with torch.set_grad_enabled(len(chunks) == 1):  # here, as each thread has a setting of its own
+        made = [embed(learner, chunk) for chunk in chunks]
+        return made[0] if len(made) == 1 else torch.cat(made)
 
 
-def embed_captions(model: CLIP, batch: Batch) -> Tensor:
-    return model.embed_tokens(batch.tokens_BL, batch.key_B)
+def take_back(learner: Learner, embed: Embed, chunks: list[Batch], made_BE: Tensor, grad_BE: Tensor) -> None:
+    """The gradient of a tower's embeddings to its weights."""
+    grad_BE = grad_BE.to(made_BE.device)
+    if len(chunks) == 1:
+        return torch.autograd.backward(made_BE, grad_BE)
+    for chunk, grad_bE in zip(chunks, torch.split(grad_BE, learner.chunk), strict=True):
+        torch.autograd.backward(embed(learner, chunk), grad_bE)
+
+
+def embed_pictures(learner: Learner, batch: Batch) -> Tensor:
+    model, device = learner.model, batch.bytes_BSSC.device
+    with devices.autocast(device, learner.plan.precision):
+        key_B = devices.copy(batch.key_B, device)
+        return model.embed_pixels(model.normalise(batch.bytes_BSSC), key_B).float()
+
+
+def embed_captions(learner: Learner, batch: Batch) -> Tensor:
+    device = batch.tokens_BL.device
+    with devices.autocast(device, learner.plan.precision):
+        return learner.model.embed_tokens(batch.tokens_BL, devices.copy(batch.key_B, device)).float()

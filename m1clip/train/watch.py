@@ -77,11 +77,11 @@ class Watch:
     @torch.no_grad()
     def _broken(self, step: int) -> list[int]:
         """The rows of a batch whose own embedding is not finite."""
-        batch = self.batches.at(step).to(self.learner.device)
+        batch = self.learner.take(self.batches.at(step))
         good_B = torch.ones(len(batch), dtype=torch.bool, device=self.learner.device)
         for embed in (embed_pictures, embed_captions):
-            made = [embed(self.learner.model, part) for part in batch.split(self.learner.chunk)]
-            good_B &= torch.cat(made).isfinite().all(1)
+            made = [embed(self.learner, part) for part in batch.split(self.learner.chunk)]
+            good_B &= torch.cat(made).isfinite().all(1).to(good_B.device)
         if not good_B.any():
             return []  # it is the weights
         return [int(row) for row, good in zip(batch.rows, good_B.tolist(), strict=True) if not good]
@@ -176,7 +176,7 @@ def norms(learner: Learner) -> tuple[dict[str, float], dict[str, float]]:
         depth = 3 if "blocks" in words else 2 if words[0] in ("vision", "text") else 1
         parts.setdefault(".".join(words[:depth]), []).append(weight)
     lengths = [
-        torch.stack([length(tensors) for tensors in (grads_of(weights), weights)])
+        torch.stack([length(tensors) for tensors in (grads_of(weights), weights)]).to(learner.device)
         for weights in parts.values()
     ]
     both = torch.stack(lengths).tolist()

@@ -1,0 +1,142 @@
+"""Does a device compute what the CPU does? Forward, loss and gradients of the actual model on real pairs.
+
+CLIP's embeddings have been silently wrong on MPS (pixeltable#1314), so no other device is trusted unseen.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from m1clip import devices, losses
+from m1clip.data.batches import Batch
+from m1clip.devices import Plan
+from m1clip.model.clip import CLIP
+
+# How far apart two tensors may be, as a part of the length of the CPU's: forward and loss, gradients.
+# Rounding alone makes about 1e-6 in fp32; TF32, which CUDA uses in convolutions, 1e-3.
+TOLERANCE = {"fp32": (2e-3, 1e-2), "fp16": (1e-2, 5e-2), "bf16": (5e-2, 2e-1)}
+SMALL = 1e-6  # gradients below this part of the largest are rounding errors on either side
+PAIRS, LARGE = 4, 50_000_000
+"""Pairs compared, and half as many for a model with more parameters than this."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    plan: Plan
+    worst: float
+    """Largest difference met, as a part of the tolerance: 1 is just tolerable."""
+    compared: int
+    fault: str | None = None
+    """What differs first, and by how much; None where nothing does."""
+
+    def __bool__(self) -> bool:
+        return self.fault is None
+
+    def __str__(self) -> str:
+        if self.fault:
+            return self.fault
+        forward, gradients = TOLERANCE[self.plan.precision]
+        return (
+            f"forward, loss and gradients agree with the CPU's ({self.compared} tensors; the largest "
+            f"difference is {self.worst:.2g} of what is tolerated: {forward:g} forward, {gradients:g} in "
+            f"gradients)"
+        )
+
+
+def check(model: CLIP, batch: Batch, plan: Plan) -> Parity:
+    """Compare a plan with the CPU. The model ends where the plan puts it, without gradients."""
+    few = batch.split(PAIRS if sum(w.numel() for w in model.parameters()) < LARGE else PAIRS // 2)[0]
+    expected = run(model, few, Plan())
+    try:
+        found = run(model, few, plan)
+    except (RuntimeError, NotImplementedError) as error:  # an operation the device does not have
+        return Parity(plan, float("inf"), 0, f"it failed: {str(error).strip().splitlines()[0]}")
+    return compare(expected, found, plan)
+
+
+def run(model: CLIP, batch: Batch, plan: Plan) -> dict[tuple[str, str], Tensor]:
+    """What passes through every module, both ways, in the order of its making, on the CPU."""
+    model.place(*plan.places)
+    model.zero_grad()
+    here = batch.to(*plan.places)
+    with watched(model) as seen:
+        vision, text = plan.places
+        with devices.autocast(vision, plan.precision):
+            image_BE = model.embed_pixels(model.normalise(here.bytes_BSSC)).float()
+        with devices.autocast(text, plan.precision):
+            text_BE = model.embed_tokens(here.tokens_BL).float()
+        loss = losses.LOSSES[model.config.loss](model.logits(image_BE, text_BE.to(vision)))
+        seen["the loss", "of"] = loss.detach().cpu()
+        loss.backward()  # type: ignore[no-untyped-call]
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            seen[name, "gradient of"] = weight.grad.cpu()
+    model.zero_grad()
+    return seen
+
+
+@contextmanager
+def watched(model: CLIP) -> Iterator[dict[tuple[str, str], Tensor]]:
+    """Every module without parts tells what comes in and what goes out, forward and backward."""
+    seen: dict[tuple[str, str], Tensor] = {}
+
+    def tell(name: str, what: str, value: Any) -> None:
+        tensor = value[0] if isinstance(value, tuple) else value
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            seen[name, what] = tensor.detach().float().cpu()
+
+    hooks = []
+    for name, module in model.named_modules():
+        if any(True for _ in module.children()) or isinstance(module, CLIP | nn.ModuleList):
+            continue
+        hooks += [
+            module.register_forward_pre_hook(lambda m, x, name=name: tell(name, "into", x)),
+            module.register_forward_hook(lambda m, x, y, name=name: tell(name, "out of", y)),
+            module.register_full_backward_pre_hook(lambda m, g, name=name: tell(name, "gradient into", g)),
+            module.register_full_backward_hook(
+                lambda m, gx, gy, name=name: tell(name, "gradient out of", gx)
+            ),
+        ]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first layers have no input that wants a gradient
+            yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def compare(
+    expected: dict[tuple[str, str], Tensor], found: dict[tuple[str, str], Tensor], plan: Plan
+) -> Parity:
+    """The first difference that is not tolerated names the module; what comes wrong into one, its parent."""
+    worst, fault = 0.0, None
+    longest = max(float(value.norm()) for (_, what), value in expected.items() if what == "gradient of")
+    for (name, what), truth in expected.items():
+        backward = "gradient" in what
+        tolerated = TOLERANCE[plan.precision][int(backward)]
+        length = max(float(truth.norm()), longest * SMALL if backward else 0.0, 1e-12)
+        value = found.get((name, what))
+        apart = float("inf") if value is None else float((value - truth).norm()) / length
+        apart = apart if apart == apart else float("inf")
+        worst = max(worst, apart / tolerated)
+        if apart > tolerated and fault is None:
+            fault = describe(name, what, apart, tolerated)
+    return Parity(plan, worst, len(expected), fault)
+
+
+def describe(name: str, what: str, apart: float, tolerated: float) -> str:
+    parent = name.rpartition(".")[0]
+    told = {
+        "into": f"what {parent or 'the model'} hands to {name}",
+        "out of": f"the output of {name}",
+        "gradient into": f"the gradient that {parent or 'the model'} hands back to {name}",
+        "gradient out of": f"the gradient that comes back through {name}",
+        "gradient of": f"the gradient of {name}",
+        "of": name,
+    }[what]
+    return f"{told} differs from the CPU's by {apart:.2g} of its length ({tolerated:g} is tolerated)"

@@ -1,0 +1,163 @@
+"""Where a run is trained and how: as asked, as before, or by what is measured; trusted once it is checked."""
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import permutations
+from typing import Any
+
+from m1clip import advisor, devices, measurements
+from m1clip.advisor import Wishes, Work
+from m1clip.config import TrainConfig
+from m1clip.data.batches import Batch
+from m1clip.devices import Plan
+from m1clip.measurements import Measurements
+from m1clip.model.clip import CLIP
+from m1clip.model.cost import cost
+from m1clip.train import parity, timing
+from m1clip.train.screen import Screen
+from m1clip.train.timing import Timing
+
+MOMENT_S = 2.0
+"""Given to each plan where nothing was measured before."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    plan: Plan
+    why: str
+    parity: str | None = None
+
+    def record(self) -> dict[str, Any]:
+        return {"device": self.plan.device, "why": self.why, "plan": asdict(self.plan), "parity": self.parity}
+
+
+def settle(
+    config: TrainConfig, model: CLIP, batch: Batch, steps: int, before: Plan | None, screen: Screen
+) -> Placed:
+    """The plan of a run. The model ends where it says."""
+    placed = keep(before, config) if before else decide(config, model, batch, steps, screen)
+    if placed.plan.device == "cpu" or config.trust_device:
+        return placed
+    with screen.working(f"comparing {placed.plan.device} with the CPU", None):
+        found = parity.check(model, batch, placed.plan)
+    if found:
+        return replace(placed, parity=str(found))
+    told = f"{placed.plan.device} is not trusted: {found}"
+    screen.warn(f"{told}. Training on the CPU instead; --trust-device would not compare")
+    return Placed(Plan("cpu", threads=placed.plan.threads), f"{told}; the CPU instead", str(found))
+
+
+def wishes_of(config: TrainConfig) -> Wishes:
+    asked = None if config.device == "auto" else config.device
+    if asked:
+        devices.parts_of(asked)
+    return Wishes(
+        asked,
+        None if config.precision == "auto" else config.precision,
+        None if config.compile == "auto" else config.compile == "on",
+        config.threads or None,
+    )
+
+
+def keep(before: Plan, config: TrainConfig) -> Placed:
+    """A resumed run goes on as it did, unless flags say otherwise or the machine has changed."""
+    asked = {key: value for key, value in asdict(wishes_of(config)).items() if value is not None}
+    try:
+        before = Plan(*asdict(before).values())
+        if "device" not in asked:
+            devices.parts_of(before.device)
+    except ValueError as error:
+        return Placed(
+            replace(Plan(devices.choose("auto")[0].type), **asked), f"it was on {before.device}, but {error}"
+        )
+    changed = {key: value for key, value in asked.items() if getattr(before, key) != value}
+    told = "as it was before" + "".join(f", but for --{key} {value}" for key, value in changed.items())
+    return Placed(replace(before, **asked), told)
+
+
+def decide(config: TrainConfig, model: CLIP, batch: Batch, steps: int, screen: Screen) -> Placed:
+    here, wishes = devices.available(), wishes_of(config)
+    known = measurements.here()
+    rows = known.rows("step")
+    undecided = wishes.device is None and len(here) > 1
+    if not rows and not undecided:  # nothing to choose by, and nothing worth a wait
+        return Placed(plain(wishes), advisor.advise(nothing(config), [], here, wishes).why())
+    work = work_of(config, len(batch), batch.tokens_BL.shape[1], known)
+    if undecided and not all(measured(rows, name, work) for name in here):
+        rows = try_now(config, batch, work, known, here, screen)
+    advice = advisor.advise(work, rows, here, wishes, steps)
+    return Placed(advice.plan, advice.why())
+
+
+def plain(wishes: Wishes) -> Plan:
+    return Plan(wishes.device or "cpu", wishes.precision or "fp32", bool(wishes.compile), wishes.threads or 0)
+
+
+def nothing(config: TrainConfig) -> Work:
+    return Work(advisor.identity(config), config.preset, 0, 1.0, config.batch)
+
+
+def measured(rows: Sequence[dict[str, Any]], name: str, work: Work) -> bool:
+    """Whether a device's time for this very model is known, at this batch or at others around it."""
+    told = advisor.predict(rows, Plan(name), work)
+    return told is not None and told.confidence != "low"
+
+
+def work_of(config: TrainConfig, batch: int, tokens: int, known: Measurements) -> Work:
+    """What a step costs; counted once for each model, as that takes a second or more."""
+    model = advisor.identity(config)
+    for row in known.rows("cost", model=model, tokens=tokens):
+        return Work(model, config.preset, row["parameters"], row["gflop"], batch)
+    made = cost(config.model, tokens=tokens)
+    known.add("cost", model=model, tokens=tokens, parameters=made.total, gflop=made.step_gflop)
+    return Work(model, config.preset, made.total, made.step_gflop, batch)
+
+
+def try_now(
+    config: TrainConfig, batch: Batch, work: Work, known: Measurements, here: Sequence[str], screen: Screen
+) -> list[dict[str, Any]]:
+    """A few seconds of real steps on every device and placement; remembered for the next time."""
+    plans = [Plan(name) for name in here] + splits(here)
+    plans += [Plan(name, precision) for name in here for precision in paying(name)]
+    with screen.working("trying a few steps on each device", None):
+        timings = timing.contest(config, plans, batch, MOMENT_S)
+    for one in timings:
+        if one.failed:
+            screen.warn(f"{one.plan}: {one.failed}; left out")
+    keep_contest(known, config, work, batch.tokens_BL.shape[1], timings)
+    return known.rows("step")
+
+
+def splits(here: Sequence[str]) -> list[Plan]:
+    """The towers on two devices, each way; on one machine with a CPU alone, side by side on it."""
+    pairs = list(permutations(here, 2)) or [(here[0], here[0])]
+    return [Plan(f"vision={a},text={b}") for a, b in pairs]
+
+
+def paying(name: str) -> list[str]:
+    """Precisions below fp32 whose products are at least as fast there; the others would only cost time."""
+    device = devices.at(name)
+    return [one for one in devices.precisions(device)[1:] if devices.product_gain(device, one) > 1]
+
+
+def keep_contest(
+    known: Measurements, config: TrainConfig, work: Work, tokens: int, timings: Sequence[Timing], **more: Any
+) -> None:
+    contest = uuid.uuid4().hex[:12]
+    shared = {
+        "contest": contest,
+        "model": work.model,
+        "preset": config.preset,
+        "batch": work.batch,
+        "tokens": tokens,
+    }
+    shared |= {"parameters": work.parameters, "gflop": work.gflop, "optimizer": config.optimizer, **more}
+    for one in timings:
+        if one.failed:
+            known.add("skipped", **shared, **asdict(one.plan), reason=one.failed)
+        else:
+            record = one.record()
+            speed = 1e3 * work.batch / record["step_ms"]
+            per_joule = None if record["watts"] is None else round(speed / record["watts"], 3)
+            known.add("step", **shared, **record, pairs_per_s=round(speed, 3), pairs_per_joule=per_joule)

@@ -1,0 +1,234 @@
+"""Which device is trusted, how a run is placed, and two towers that work at once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fakes import fake_gpu
+from m1clip import devices, measurements
+from m1clip import run as runs
+from m1clip.config import TrainConfig
+from m1clip.devices import Plan
+from m1clip.model.clip import CLIP
+from m1clip.train import parity, place, timing
+from m1clip.train.learner import LOSS_SCALE, Learner
+from m1clip.train.step import train_step
+from trained import Quiet, some_batch, some_learner, trained
+
+SPLIT = Plan("vision=cpu,text=cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh_measurements(tmp_path, monkeypatch):
+    monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    yield
+    torch.set_num_threads(1)
+
+
+def settled(config, model=None, before=None, screen=None):
+    batch = some_batch(config.batch)
+    return place.settle(config, model or CLIP(config.model), batch, 10, before, screen or Quiet())
+
+
+@pytest.mark.parametrize("chunk", [8, 3])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_two_towers_at_once_learn_what_one_after_the_other_do(tiny, chunk, optimizer):
+    config = TrainConfig(model=tiny, batch=8, ema=0.9, dropout=0.1, drop_tokens=0.25, optimizer=optimizer)
+    plain, split = some_learner(config, chunk), some_learner(config, chunk)
+    split = Learner(split.model, config, SPLIT)
+    split.chunk = chunk
+    for number in range(3):
+        batch = some_batch(8, seed=number)
+        one, other = train_step(plain, batch)[0], train_step(split, split.take(batch))[0]
+        assert torch.equal(one, other)
+    assert all(torch.equal(plain.weights[name], weight) for name, weight in split.weights.items())
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_the_towers_of_a_split_step_work_at_the_same_time(tiny):
+    """Each waits for the other inside its tower: one after the other would never get past."""
+    from threading import Barrier
+
+    learner = some_learner(TrainConfig(model=tiny, batch=4))
+    learner = Learner(learner.model, learner.config, SPLIT)
+    meet = Barrier(2, timeout=20)
+    for tower in (learner.model.vision, learner.model.text):
+        tower.register_forward_pre_hook(lambda *_: print(meet.wait()))
+        tower.register_full_backward_hook(lambda *_: print(meet.wait()))
+    assert train_step(learner, some_batch(4))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_step_in_less_precision_is_near_that_in_full(tiny, precision):
+    config = TrainConfig(model=tiny, batch=8)
+    full, less = some_learner(config), some_learner(config)
+    less = Learner(less.model, config, Plan("cpu", precision))
+    a, b = (train_step(learner, some_batch(8))[0] for learner in (full, less))
+    assert torch.allclose(a, b, rtol=0.05, atol=0.13)  # one of eight may be matched otherwise
+    assert not torch.equal(a, b)
+    assert all(weight.dtype == torch.float32 for weight in less.weights.values())
+
+
+def test_gradients_too_large_for_fp16_halve_the_scale_of_the_loss_and_move_nothing(tiny):
+    learner = some_learner(TrainConfig(model=tiny, batch=4))
+    learner = Learner(learner.model, learner.config, Plan("cpu", "fp16"))
+    before = {name: weight.clone() for name, weight in learner.weights.items()}
+    learner.loss_scale.fill_(1e9)
+    train_step(learner, some_batch(4))
+    assert learner.loss_scale == 5e8
+    assert all(torch.equal(before[name], weight) for name, weight in learner.weights.items())
+    assert Learner(learner.model, learner.config, Plan("cpu", "fp16")).loss_scale == LOSS_SCALE
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ("vision=cpu", "a placement is vision=DEVICE,text=DEVICE"),
+        ("vision=cpu,txt=cpu", "a placement is vision=DEVICE,text=DEVICE"),
+        ("vision=cpu,text=gpu", "no device 'gpu'"),
+        ("vision=mps,text=cpu", "has no mps on this machine"),
+        ("cpu:3", "no device 'cpu:3'"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(monkeypatch, wish, said):
+    monkeypatch.setattr(devices, "available", lambda: ["cpu"])
+    with pytest.raises(ValueError, match=said):
+        devices.parts_of(wish)
+
+
+def test_a_device_that_computes_the_same_is_trusted(tiny, monkeypatch):
+    fake_gpu(monkeypatch)
+    found = parity.check(CLIP(tiny), some_batch(8), Plan("mps"))
+    assert found
+    assert found.worst == 0
+    assert found.compared > 100
+    assert "agree with the CPU's" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "fault", "said"),
+    [
+        (
+            "text.blocks.1.mlp.activation",
+            "backward",
+            "the gradient that comes back through text.blocks.1.mlp.act",
+        ),
+        ("vision.blocks.0.attn.qkv", "forward", "the output of vision.blocks.0.attn.qkv differs"),
+        ("vision.patch", "forward", "the output of vision.patch differs"),
+        ("text_projection", "backward", "text_projection"),
+        ("vision.ln_post", "raises", "it failed: this operation is not there"),
+    ],
+)
+def test_a_device_that_computes_something_else_is_caught_and_the_module_named(
+    tiny, monkeypatch, module, fault, said
+):
+    fake_gpu(monkeypatch, module, fault)
+    found = parity.check(CLIP(tiny), some_batch(8), Plan("mps"))
+    assert not found
+    assert said in str(found)
+
+
+def test_wrong_attention_is_blamed_on_the_attention(tiny, monkeypatch):
+    """The product itself is no module: what comes wrong out of it is its parent's doing."""
+    real, calls = devices.attention, []
+
+    def wrong(q, k, v, causal):
+        calls.append(causal)
+        return real(q, k, v, not causal) if len(calls) == 6 else real(q, k, v, causal)
+
+    fake_gpu(monkeypatch)
+    monkeypatch.setattr(devices, "attention", wrong)  # 4 blocks on the CPU, then the second of the device
+    found = parity.check(CLIP(tiny), some_batch(8), Plan("mps"))
+    assert str(found).startswith("what vision.blocks.1.attn hands to vision.blocks.1.attn.out differs")
+
+
+def test_nan_on_the_device_is_a_difference(tiny, monkeypatch):
+    fake_gpu(monkeypatch)
+    good = parity.run(CLIP(tiny), some_batch(4), Plan())
+    bad = {key: value.clone() for key, value in good.items()}
+    bad["the loss", "of"] = torch.tensor(float("nan"))
+    assert "the loss differs" in str(parity.compare(good, bad, Plan("mps")))
+
+
+def test_a_run_on_a_wrong_device_falls_back_and_says_so(tiny_run, monkeypatch, tmp_path):
+    fake_gpu(monkeypatch, "text.blocks.1.mlp.activation", "backward")
+    screen = Quiet()
+    config = replace(tiny_run, device="mps", epochs=1)
+    assert trained(config, tmp_path / "r", screen=screen).finished
+    machine = runs.Run(tmp_path / "r").read("machine.json")
+    assert machine["device"] == "cpu"
+    assert (
+        "mps is not trusted: the gradient that comes back through text.blocks.1.mlp.activation"
+        in machine["why"]
+    )
+    assert any("Training on the CPU instead" in warning for warning in screen.warnings)
+
+
+def test_trust_device_does_not_compare(tiny_run, monkeypatch):
+    fake_gpu(monkeypatch, "vision.patch", "forward")
+    placed = settled(replace(tiny_run, device="mps", trust_device=True))
+    assert (placed.plan.device, placed.parity) == ("mps", None)
+
+
+def test_with_a_cpu_alone_nothing_is_measured(tiny_run, monkeypatch):
+    monkeypatch.setattr(devices, "available", lambda: ["cpu"])
+    monkeypatch.setattr(timing, "contest", lambda *_, **__: pytest.fail("measured"))
+    placed = settled(replace(tiny_run, device="auto"))
+    assert placed.plan == Plan()
+    assert placed.why == "no GPU that torch can use was found"
+
+
+def test_with_two_devices_a_moment_of_real_steps_decides_and_is_remembered(tiny_run, monkeypatch):
+    fake_gpu(monkeypatch)
+    monkeypatch.setattr(place, "MOMENT_S", 0.05)
+    placed = settled(replace(tiny_run, device="auto"))
+    tried = {row["device"] for row in measurements.here().rows("step")}
+    assert {"cpu", "mps", "vision=cpu,text=mps", "vision=mps,text=cpu"} <= tried
+    assert placed.why.count(" ms (") >= 2
+    assert "a step" in placed.why
+    monkeypatch.setattr(timing, "contest", lambda *_, **__: pytest.fail("measured twice"))
+    assert settled(replace(tiny_run, device="auto")).plan.device == placed.plan.device
+
+
+def test_what_a_device_refuses_is_told_and_the_others_go_on(tiny_run, monkeypatch):
+    fake_gpu(monkeypatch)
+    monkeypatch.setattr(place, "MOMENT_S", 0.05)
+    real = timing.warm_up
+
+    def refuse(timing_, *rest):
+        if "mps" in timing_.plan.device:
+            raise RuntimeError("MPS backend out of memory")
+        real(timing_, *rest)
+
+    monkeypatch.setattr(timing, "warm_up", refuse)
+    screen = Quiet()
+    placed = settled(replace(tiny_run, device="auto"), screen=screen)
+    assert placed.plan.device == "cpu"
+    assert "mps was not measured" in placed.why
+    assert any("mps, fp32: it ran out of memory; left out" in warning for warning in screen.warnings)
+
+
+def test_a_resumed_run_goes_on_by_the_plan_it_had(tiny_run, tmp_path):
+    config = replace(tiny_run, device=SPLIT.device, precision="bf16")
+    trained(config, tmp_path / "r", stop_at=2)
+    screen = Quiet()
+    trained(replace(config, device="auto", precision="auto"), tmp_path / "r", screen=screen)
+    machine = runs.Run(tmp_path / "r").read("machine.json")
+    assert machine["plan"] == {"device": SPLIT.device, "precision": "bf16", "compile": False, "threads": 0}
+    assert machine["why"] == "as it was before"
+
+
+def test_a_device_that_is_gone_when_the_run_is_resumed_is_replaced_and_told(tiny_run, monkeypatch):
+    monkeypatch.setattr(devices, "available", lambda: ["cpu"])
+    placed = settled(replace(tiny_run, device="auto"), before=Plan("mps", "fp16"))
+    assert placed.plan == Plan("cpu")
+    assert "it was on mps, but" in placed.why
+
+
+def test_steps_end_a_run_whatever_the_epochs(tiny_run, tmp_path):
+    assert trained(replace(tiny_run, steps=5), tmp_path / "r").step == 5
