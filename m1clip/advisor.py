@@ -11,11 +11,13 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from m1clip.config import TrainConfig, to_json
 from m1clip.devices import Plan
 
 Row = dict[str, Any]
+Numbers = NDArray[np.float64]
 PAYS = 1.05  # a change is worth it from here on; less is within what machines vary from day to day
 PAYS_SPLIT = 1.03
 LEVELS = ("low", "medium", "high")
@@ -32,6 +34,13 @@ class Work:
     gflop: float
     """Per pair, forward and backward, at the length that captions have."""
     batch: int
+    activation_gb: float = 0.0
+    """Per pair: what the backward pass needs kept."""
+
+    @property
+    def state_gb(self) -> float:
+        """Weights, gradients and two moments of each, in float32."""
+        return 16 * self.parameters / 1e9
 
     @property
     def step_gflop(self) -> float:
@@ -82,50 +91,77 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def _of_this_model(rows: list[Row], work: Work) -> Estimate:
-    """A step is a constant part (launches, the update) and one that grows with its work."""
-    x, ms = (np.array(values) for values in zip(*((_work(row), row["step_ms"]) for row in rows), strict=True))
-    most, least = float(x.max()), float(x.min())
+    x, ms = _points(rows)
     if len(rows) == 1:
-        told = ms[0] * max(1.0, work.step_gflop / x[0])
+        told = float(ms[0] * max(1.0, work.step_gflop / x[0]))
         basis = f"scaled from one measurement, at batch {rows[0]['batch']}"
         return Estimate(told, told * 0.6, told * 1.5, basis, "low")
-    slope, start = np.polyfit(x, ms, 1, w=1 / ms)
-    if start < 0 or slope < 0:
-        slope, start = float((ms / x).mean()), 0.0
-    told = float(start + slope * work.step_gflop)
-    error = float(np.std(np.log((start + slope * x) / ms))) if len(rows) > 2 else 0.1
-    inside = least * 0.99 <= work.step_gflop <= most * 1.01
-    beyond = 0.0 if inside else abs(math.log2(work.step_gflop / (most if work.step_gflop > most else least)))
-    wide = 1 + max(error, 0.05) + 0.1 * beyond
+    told, beyond = _line(x, ms, work.step_gflop), _beyond(x, work.step_gflop)
+    missed = [math.log(_line(x, ms, at) / true) for at, true in zip(x, ms, strict=True)]
+    wide = 1 + max(float(np.std(missed)) if len(rows) > 2 else 0.1, 0.05) + 0.1 * beyond
     batches = f"{min(row['batch'] for row in rows)} to {max(row['batch'] for row in rows)}"
-    basis = (
-        f"between measurements of this model (batches {batches})"
-        if inside
-        else f"extrapolated: this model was measured at batches {batches}"
-    )
+    basis = f"between measurements of this model (batches {batches})"
+    if beyond:
+        basis = f"extrapolated: this model was measured at batches {batches}"
     return Estimate(told, told / wide, told * wide, basis, "medium" if beyond < 1 else "low")
 
 
 def _of_other_models(rows: list[Row], work: Work) -> Estimate | None:
-    """A power of the work of a step, fitted over other models; how well is found by leaving each out."""
-    names = list(dict.fromkeys(row["preset"] for row in rows))
+    told = foretell(rows, work.step_gflop, work.parameters)
+    if told is None:
+        return None
+    beyond = _beyond(_points(rows)[0], work.step_gflop)
+    wide = told[1] + 0.1 * beyond
+    names = ", ".join(dict.fromkeys(row["preset"] for row in rows))
+    basis = f"this model was not measured: {'extrapolated' if beyond else 'interpolated'} from {names}"
+    return Estimate(told[0], told[0] / wide, told[0] * wide, basis, "low")
+
+
+def foretell(rows: Sequence[Row], step_gflop: float, parameters: int) -> tuple[float, float] | None:
+    """Milliseconds of a step by the rows of other models, and a factor that 90 % should lie within.
+
+    A step is taken for a constant, a part that grows with its work and one with the parameters it updates;
+    how well that foretells is found by leaving out each row in turn.
+    """
     if len(rows) < 3:
         return None
-    x = np.log([_work(row) for row in rows])
-    y = np.log([row["step_ms"] for row in rows])
-    told = math.exp(_line(x, y, math.log(work.step_gflop)))
-    missed = [_line(np.delete(x, i), np.delete(y, i), x[i]) - y[i] for i in range(len(rows))]
-    wide = math.exp(max(0.3, 1.64 * float(np.std(missed))))
-    inside = x.min() <= math.log(work.step_gflop) <= x.max()
-    basis = (
-        f"this model was not measured: {'interpolated' if inside else 'extrapolated'} from {', '.join(names)}"
-    )
-    return Estimate(told, told / wide, told * wide, basis, "low")
+    facts = np.array([(1.0, _work(row), row["parameters"]) for row in rows])
+    ms = np.array([row["step_ms"] for row in rows])
+    told = _shares(facts, ms) @ np.array((1.0, step_gflop, parameters))
+    missed = [
+        np.log(_shares(np.delete(facts, i, 0), np.delete(ms, i)) @ facts[i] / ms[i]) for i in range(len(rows))
+    ]
+    return float(told), float(np.exp(max(0.1, 1.64 * np.sqrt(np.mean(np.square(missed))))))
 
 
-def _line(x: "np.ndarray[Any, Any]", y: "np.ndarray[Any, Any]", at: float) -> float:
-    slope, start = np.polyfit(x, y, 1)
+def _shares(facts: Numbers, ms: Numbers) -> Numbers:
+    """The least relative squares, none below zero: what would be is left out."""
+    found, used = np.zeros(facts.shape[1]), list(range(facts.shape[1]))
+    while used:
+        some, *_ = np.linalg.lstsq(facts[:, used] / ms[:, None], np.ones(len(ms)), rcond=None)
+        if (some >= 0).all():
+            found[used] = some
+            break
+        used.pop(int(np.argmin(some)))
+    return found
+
+
+def _points(rows: list[Row]) -> tuple[Numbers, Numbers]:
+    return np.array([_work(row) for row in rows]), np.array([row["step_ms"] for row in rows])
+
+
+def _line(x: Numbers, ms: Numbers, at: float) -> float:
+    """A step is a constant part (launches, the update) and one that grows with its work."""
+    slope, start = np.polyfit(x, ms, 1, w=1 / ms)
+    if start < 0 or slope < 0:
+        slope, start = float((ms / x).mean()), 0.0
     return float(start + slope * at)
+
+
+def _beyond(x: Numbers, at: float) -> float:
+    """How often what was measured has to be doubled, or halved, to reach this."""
+    low, high = 0.99 * float(x.min()), 1.01 * float(x.max())
+    return max(0.0, math.log2(at / high), math.log2(low / at))
 
 
 def _work(row: Row) -> float:
@@ -141,6 +177,8 @@ class Gain:
     confidence: str
     setup_s: float
     saved_ms: float
+    clear: bool
+    """Whether the middle halves of the two are apart."""
 
 
 def gain(rows: Sequence[Row], base: Plan, other: Plan, work: Work) -> Gain | None:
@@ -164,7 +202,8 @@ def gain(rows: Sequence[Row], base: Plan, other: Plan, work: Work) -> Gain | Non
     told = f"{spoken(b['step_ms'])} against {spoken(a['step_ms'])} {where}: {ratio:.2f}x"
     confidence = "high" if here else "medium" if same else "low"
     saved = (1 - 1 / ratio) * a["step_ms"] * work.step_gflop / _work(a)
-    return Gain(ratio, told, confidence, b["setup_s"] or 0.0, saved)
+    clear = b["high_ms"] < a["low_ms"] or b["low_ms"] > a["high_ms"]
+    return Gain(ratio, told, confidence, b["setup_s"] or 0.0, saved, clear)
 
 
 @dataclass(frozen=True)
@@ -274,14 +313,17 @@ def _choose(
         return 1.0
     plan = max(gains, key=lambda plan: gains[plan].ratio)
     best = gains[plan]
-    pays = best.ratio > (PAYS_SPLIT if name == "placement" else PAYS)
+    pays = best.clear and best.ratio > (PAYS_SPLIT if name == "placement" else PAYS)
     why = f"{_value(name, plan)}: {best.why}"
     if name == "compile" and pays:
         back_s = steps * best.saved_ms / 1e3
         pays = back_s > best.setup_s
         why += f"; {best.setup_s:.0f} s to translate, {back_s:.0f} s saved in {steps:,} steps"
     if not pays:
-        _take(advice, name, base, f"{why}, which does not pay", best.confidence, plain)
+        unclear = (
+            ", but within what they vary" if best.ratio > 1 and not best.clear else ", which does not pay"
+        )
+        _take(advice, name, base, why + unclear, best.confidence, plain)
         return 1.0
     _take(advice, name, plan, why, best.confidence)
     return best.ratio
@@ -322,6 +364,14 @@ def seed_rule(parameters: int, batch: int, largest: int) -> tuple[bool, str]:
     if largest < 1024 * 1024:
         return False, f"its largest product has {largest:,} elements, fewer than 1,048,576"
     return True, "100 M parameters, 32 pairs and a million elements are reached"
+
+
+def seed_speedup(parameters: int) -> float:
+    """The documents' predicted_speedup: GPU against CPU, by the count of parameters alone."""
+    for most, ratio in ((50e6, 0.1), (100e6, 0.3), (200e6, 0.8), (500e6, 1.5)):
+        if parameters < most:
+            return ratio
+    return 3.0
 
 
 def as_json(advice: Advice) -> dict[str, Any]:

@@ -42,9 +42,10 @@ class Plan:
         return at(names[0]), at(names[1])
 
     def __str__(self) -> str:
-        extra = ["compiled"] if self.compile else []
-        extra += [f"{self.threads} thread{'s' if self.threads > 1 else ''}"] if self.threads else []
-        return ", ".join([self.device, self.precision, *extra])
+        parts = [self.device] + ([self.precision] if self.precision != "fp32" else [])
+        parts += ["compiled"] if self.compile else []
+        parts += [f"{self.threads} thread{'s' if self.threads > 1 else ''}"] if self.threads else []
+        return ", ".join(parts)
 
 
 def at(name: str) -> torch.device:
@@ -151,20 +152,16 @@ def precisions(device: torch.device) -> list[str]:
     return ["fp32", "bf16"] if device.type == "cpu" else ["fp32", "bf16", "fp16"]
 
 
-def product_gain(device: torch.device, precision: str, size: int = 256) -> float:
-    """How much faster a product of two matrices is than in fp32: this tells what a chip merely emulates."""
-
-    def best_s(dtype: torch.dtype) -> float:
-        a_NN, times = torch.randn(size, size, device=device).to(dtype), []
-        for _ in range(4):
-            synchronize(device)
-            began = time.perf_counter()
-            a_NN @ a_NN
-            synchronize(device)
-            times.append(time.perf_counter() - began)
-        return min(times)
-
-    return best_s(torch.float32) / best_s(DTYPES[precision])
+def product_gflops(device: torch.device, precision: str, size: int = 256) -> float:
+    """The rate of a small product of two matrices, in an instant: it tells what a chip merely emulates."""
+    a_NN, times = torch.randn(size, size, device=device).to(DTYPES[precision]), []
+    for _ in range(4):
+        synchronize(device)
+        began = time.perf_counter()
+        a_NN @ a_NN
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    return 2e-9 * size**3 / min(times)
 
 
 def can_compile(device: torch.device) -> tuple[bool, str]:

@@ -1,5 +1,6 @@
 """What the machine is and how it fares. What cannot be read is None, never 0. No torch."""
 
+import ctypes
 import os
 import platform
 import resource
@@ -45,6 +46,14 @@ def chip() -> str | None:
     return names[0] if names else platform.machine() or None
 
 
+def fast_cores() -> int | None:
+    """Performance cores of Apple silicon; None where all cores are alike, or nothing tells them apart."""
+    if sys.platform != "darwin":
+        return None
+    asked = subprocess.run(["sysctl", "-n", "hw.perflevel0.physicalcpu"], capture_output=True, text=True)
+    return int(asked.stdout) if asked.stdout.strip().isdecimal() else None
+
+
 def readable(size: int) -> str:
     """Bytes as people say them."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
@@ -73,6 +82,14 @@ def available_gb() -> float:
     if most != resource.RLIM_INFINITY:
         free = min(free, most - psutil.Process().memory_info().vms)
     return max(0, free) / 1e9
+
+
+def give_back() -> None:
+    """Have the C library return what it keeps of freed memory, so that growth from here on can be seen."""
+    for name, words in (("malloc_trim", (0,)), ("malloc_zone_pressure_relief", (None, 0))):
+        function = getattr(ctypes.CDLL(None), name, None)
+        if function is not None:
+            function(*words)
 
 
 class Peak:
@@ -119,6 +136,15 @@ def heat_c() -> float | None:
     found = read() if read else {}
     heats = [one.current for name in CPU_SENSORS for one in found.get(name, [])]
     return max(heats) if heats else None
+
+
+def speed_limit() -> int | None:
+    """Per cent of its speed that macOS leaves the processor, as it is warm; None where nothing tells."""
+    if sys.platform != "darwin":
+        return None
+    asked = subprocess.run(["pmset", "-g", "therm"], capture_output=True, text=True)
+    said = [line.partition("=")[2].strip() for line in asked.stdout.splitlines() if "CPU_Speed_Limit" in line]
+    return int(said[0]) if said and said[0].isdecimal() else 100
 
 
 class Energy:

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from m1clip import devices
 from m1clip.config import ModelConfig, TextConfig, TrainConfig, VisionConfig
 
 
@@ -13,6 +14,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["M1CLIP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or every process would compile torch's source anew
     torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
+    devices.THREADS = 1
 
 
 def tiny_config() -> ModelConfig:

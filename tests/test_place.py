@@ -210,7 +210,7 @@ def test_what_a_device_refuses_is_told_and_the_others_go_on(tiny_run, monkeypatc
     placed = settled(replace(tiny_run, device="auto"), screen=screen)
     assert placed.plan.device == "cpu"
     assert "mps was not measured" in placed.why
-    assert any("mps, fp32: it ran out of memory; left out" in warning for warning in screen.warnings)
+    assert any("mps: it ran out of memory; left out" in warning for warning in screen.warnings)
 
 
 def test_a_resumed_run_goes_on_by_the_plan_it_had(tiny_run, tmp_path):

@@ -193,7 +193,7 @@ def introduce(
         **sensors.machine(),
         "torch": torch.__version__,
         **placed.record(),
-        "cpu_threads": torch.get_num_threads(),
+        "cpu_threads": placed.plan.threads or devices.THREADS,
         "m1clip": __version__,
     }
     write_whole(run.path / "config.json", to_json(config))  # first: from here on the run can be resumed
@@ -268,7 +268,7 @@ def facts(
     chunks = "" if learner.chunk >= config.batch else f", {learner.chunk:,} at once"
     return {
         "run": f"{run.path}, {at}{setup.total:,} steps",
-        "device": f"{placed.plan}: {placed.why}; {torch.get_num_threads()} CPU threads",
+        "device": f"{placed.plan}: {placed.why}; {placed.plan.threads or devices.THREADS} CPU threads",
         **({"checked": placed.parity} if placed.parity else {}),
         "model": f"{millions:.2f} M parameters, pictures of {vision.image_size} px",
         "data": f"{config.data}: {len(data.train):,} pictures to learn from, {len(data.held_out):,} held out",

@@ -126,6 +126,12 @@ def by_part(learner: Learner, batch: Batch, pair_bytes: int) -> dict[str, float]
     }
 
 
+def kept_gb(learner: Learner) -> float:
+    """What stays from step to step: weights, their average, the optimisers' memory."""
+    moments = [value for o in learner.optimizers for state in o.state.values() for value in state.values()]
+    return gb(list(learner.weights.values())) + gb(moments) + gb(list((learner.mean or {}).values()))
+
+
 def gb(tensors: list[Tensor] | list[torch.nn.Parameter]) -> float:
     return sum(tensor.nbytes for tensor in tensors) / 1e9
 

@@ -6,15 +6,21 @@ CLIP's embeddings have been silently wrong on MPS (pixeltable#1314), so no other
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from m1clip import devices, losses
+from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch
+from m1clip.data.synthetic import Synthetic
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
+from m1clip.model.tokenizer import Tokenizer
+from m1clip.pictures import square
 
 # How far apart two tensors may be, as a part of the length of the CPU's: forward and loss, gradients.
 # Rounding alone makes about 1e-6 in fp32; TF32, which CUDA uses in convolutions, 1e-3.
@@ -56,6 +62,19 @@ def check(model: CLIP, batch: Batch, plan: Plan) -> Parity:
     except (RuntimeError, NotImplementedError) as error:  # an operation the device does not have
         return Parity(plan, float("inf"), 0, f"it failed: {str(error).strip().splitlines()[0]}")
     return compare(expected, found, plan)
+
+
+def on_scenes(config: TrainConfig, plan: Plan) -> Parity:
+    """Of a model as it is before training, on drawn scenes."""
+    scenes, words = Synthetic(2 * PAIRS), Tokenizer.characters()
+    text, size = config.model.text, config.model.vision.image_size
+    pixels = np.stack([square(scenes.image(i), size) for i in range(len(scenes))])
+    said = [scenes.captions(i)[0] for i in range(len(scenes))]
+    rows = np.arange(len(scenes))
+    batch = Batch(torch.from_numpy(pixels), words(said, text.length), torch.from_numpy(rows), None, rows)
+    torch.manual_seed(0)
+    vocab = replace(text, vocab=max(text.vocab, len(words)))
+    return check(CLIP(replace(config.model, text=vocab), words), batch, plan)
 
 
 def run(model: CLIP, batch: Batch, plan: Plan) -> dict[tuple[str, str], Tensor]:

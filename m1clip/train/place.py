@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from typing import Any
 
-from m1clip import advisor, devices, measurements
+from m1clip import advisor, devices, measurements, sensors
 from m1clip.advisor import Wishes, Work
 from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch
@@ -14,11 +14,11 @@ from m1clip.devices import Plan
 from m1clip.measurements import Measurements
 from m1clip.model.clip import CLIP
 from m1clip.model.cost import cost
-from m1clip.train import parity, timing
+from m1clip.train import memory, parity, timing
 from m1clip.train.screen import Screen
 from m1clip.train.timing import Timing
 
-MOMENT_S = 2.0
+MOMENT_S = 1.0
 """Given to each plan where nothing was measured before."""
 
 
@@ -37,7 +37,7 @@ def settle(
 ) -> Placed:
     """The plan of a run. The model ends where it says."""
     placed = keep(before, config) if before else decide(config, model, batch, steps, screen)
-    if placed.plan.device == "cpu" or config.trust_device:
+    if set(devices.parts_of(placed.plan.device)) == {"cpu"} or config.trust_device:
         return placed
     with screen.working(f"comparing {placed.plan.device} with the CPU", None):
         found = parity.check(model, batch, placed.plan)
@@ -84,7 +84,7 @@ def decide(config: TrainConfig, model: CLIP, batch: Batch, steps: int, screen: S
     if not rows and not undecided:  # nothing to choose by, and nothing worth a wait
         return Placed(plain(wishes), advisor.advise(nothing(config), [], here, wishes).why())
     work = work_of(config, len(batch), batch.tokens_BL.shape[1], known)
-    if undecided and not all(measured(rows, name, work) for name in here):
+    if undecided and not measured(rows, here, work):
         rows = try_now(config, batch, work, known, here, screen)
     advice = advisor.advise(work, rows, here, wishes, steps)
     return Placed(advice.plan, advice.why())
@@ -98,20 +98,22 @@ def nothing(config: TrainConfig) -> Work:
     return Work(advisor.identity(config), config.preset, 0, 1.0, config.batch)
 
 
-def measured(rows: Sequence[dict[str, Any]], name: str, work: Work) -> bool:
-    """Whether a device's time for this very model is known, at this batch or at others around it."""
-    told = advisor.predict(rows, Plan(name), work)
-    return told is not None and told.confidence != "low"
+def measured(rows: Sequence[dict[str, Any]], here: Sequence[str], work: Work) -> bool:
+    """Whether something is known of this very model on each device."""
+    known = {row["device"] for row in rows if row["model"] == work.model}
+    return known.issuperset(here)
 
 
 def work_of(config: TrainConfig, batch: int, tokens: int, known: Measurements) -> Work:
     """What a step costs; counted once for each model, as that takes a second or more."""
     model = advisor.identity(config)
     for row in known.rows("cost", model=model, tokens=tokens):
-        return Work(model, config.preset, row["parameters"], row["gflop"], batch)
+        return Work(model, config.preset, row["parameters"], row["gflop"], batch, row["activation_gb"])
     made = cost(config.model, tokens=tokens)
-    known.add("cost", model=model, tokens=tokens, parameters=made.total, gflop=made.step_gflop)
-    return Work(model, config.preset, made.total, made.step_gflop, batch)
+    kept_gb = made.activation_mb / 1e3
+    counted = {"parameters": made.total, "gflop": made.step_gflop, "activation_gb": kept_gb}
+    known.add("cost", model=model, tokens=tokens, **counted)
+    return Work(model, config.preset, made.total, made.step_gflop, batch, kept_gb)
 
 
 def try_now(
@@ -120,13 +122,24 @@ def try_now(
     """A few seconds of real steps on every device and placement; remembered for the next time."""
     plans = [Plan(name) for name in here] + splits(here)
     plans += [Plan(name, precision) for name in here for precision in paying(name)]
-    with screen.working("trying a few steps on each device", None):
-        timings = timing.contest(config, plans, batch, MOMENT_S)
-    for one in timings:
-        if one.failed:
-            screen.warn(f"{one.plan}: {one.failed}; left out")
-    keep_contest(known, config, work, batch.tokens_BL.shape[1], timings)
+    for size in affordable(work):
+        with screen.working(f"trying {size} pairs at a time on {', '.join(here)}", None):
+            timings = timing.contest(config, plans, batch.split(size)[0], MOMENT_S)
+        for one in timings:
+            if one.failed:
+                screen.warn(f"{one.plan}: {one.failed}; left out")
+        keep_contest(known, config, replace(work, batch=size), batch.tokens_BL.shape[1], timings)
     return known.rows("step")
+
+
+def affordable(work: Work) -> list[int]:
+    """The batch, if the CPU takes no more than a moment for it; or two smaller ones to extrapolate from."""
+    second = devices.product_gflops(devices.at("cpu"), "fp32") * 0.4 / work.gflop  # pairs, roughly
+    room = (memory.SHARE * sensors.available_gb() - 2 * work.state_gb) / (memory.PEAK * work.activation_gb)
+    most = int(min(MOMENT_S * second, room))
+    if most >= work.batch:
+        return [work.batch]
+    return [size for size in (max(2, most // 4), most) if 2 <= size <= most]
 
 
 def splits(here: Sequence[str]) -> list[Plan]:
@@ -138,7 +151,8 @@ def splits(here: Sequence[str]) -> list[Plan]:
 def paying(name: str) -> list[str]:
     """Precisions below fp32 whose products are at least as fast there; the others would only cost time."""
     device = devices.at(name)
-    return [one for one in devices.precisions(device)[1:] if devices.product_gain(device, one) > 1]
+    full = devices.product_gflops(device, "fp32")
+    return [one for one in devices.precisions(device)[1:] if devices.product_gflops(device, one) > full]
 
 
 def keep_contest(
@@ -152,7 +166,13 @@ def keep_contest(
         "batch": work.batch,
         "tokens": tokens,
     }
-    shared |= {"parameters": work.parameters, "gflop": work.gflop, "optimizer": config.optimizer, **more}
+    shared |= {
+        "parameters": work.parameters,
+        "gflop": work.gflop,
+        "activation_gb": work.activation_gb,
+        "optimizer": config.optimizer,
+        **more,
+    }
     for one in timings:
         if one.failed:
             known.add("skipped", **shared, **asdict(one.plan), reason=one.failed)

@@ -64,6 +64,18 @@ class Screen:
         with self._bar(TextColumn(escape(what)), total) as bar:
             yield lambda done: bar.advance(bar.task_ids[0], done)
 
+    @contextmanager
+    def going_through(self, total: int) -> Iterator[Callable[[str], None]]:
+        """A bar that names what it is at; each call is the next thing. In a file, a line each."""
+        with self._bar(TextColumn("{task.fields[news]}"), total, completed=-1, news="") as bar:
+
+            def at(news: str) -> None:
+                bar.update(bar.task_ids[0], advance=1, news=escape(news))
+                if not self.console.is_terminal:
+                    self.say(escape(news))
+
+            yield at
+
     def start(self, facts: dict[str, str], chance: dict[str, float], recall: float) -> None:
         """What is about to happen, the head of the table, and as its first row what guessing gives."""
         for name, fact in facts.items():

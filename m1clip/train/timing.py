@@ -1,5 +1,6 @@
 """The time of real steps: several plans in turn, so that what disturbs one disturbs all."""
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
+from m1clip.train import memory
 from m1clip.train.learner import Learner
 from m1clip.train.step import train_step
 
@@ -73,10 +75,9 @@ def contest(
     """
     learners: dict[str, Learner] = {}
     timings = [Timing(plan) for plan in plans]
-    held = sensors.memory_gb()
     for timing in timings:
         told(f"first steps on {timing.plan}")
-        trying(timing, lambda timing=timing: warm_up(timing, learners, config, batch, held))  # type: ignore[misc]
+        trying(timing, lambda timing=timing: warm_up(timing, learners, config, batch))  # type: ignore[misc]
     running = [timing for timing in timings if not timing.failed]
     turn_s = sum(timing.steady_s * timing.burst for timing in running) or 1.0
     rounds = max(LEAST, min(MOST, int(seconds * len(running) / turn_s)))
@@ -84,9 +85,11 @@ def contest(
         told(f"round {number + 1} of {rounds}")
         for timing in running if number % 2 else running[::-1]:
             trying(timing, lambda timing=timing: one_turn(timing, learners, batch))  # type: ignore[misc]
+    learners.clear()
     for plan in plans:
         for place in plan.places:
             devices.release(place)
+    sensors.give_back()
     devices.prepare(Plan())
     return timings
 
@@ -103,23 +106,24 @@ def trying(timing: Timing, work: Callable[[], None]) -> None:
         timing.failed = "it ran out of memory" if ran_out else said[0] if said else type(error).__name__
 
 
-def warm_up(
-    timing: Timing, learners: dict[str, Learner], config: TrainConfig, batch: Batch, held: float
-) -> None:
+def warm_up(timing: Timing, learners: dict[str, Learner], config: TrainConfig, batch: Batch) -> None:
     plan = timing.plan
     if plan.device not in learners:
         with torch.random.fork_rng(devices=[]):  # a run that is about to begin has its own
             torch.manual_seed(0)
             learners[plan.device] = Learner(CLIP(config.model), config, plan)
-        learners[plan.device].set_rate(1e-5)  # nothing is to be learned, and nothing to explode
     learner = ready(learners[plan.device], plan, batch)
     timing.first_s = timed(learner, batch)[0] / 1e3
+    learner.zero_grad()
+    gc.collect()
+    sensors.give_back()
     devices.forget_peak(learner.device)
-    with sensors.Peak() as peak:  # looking costs time, so this step is not counted
-        timed(learner, batch)
+    with sensors.Peak() as peak:  # looking costs time, so this step is not among those counted
+        timing.steady_s = timed(learner, batch)[0] / 1e3
     on_device = devices.peak_gb(learner.device)
-    timing.peak_gb = sensors.memory_gb() - held + peak.gb if on_device is None else on_device
-    timing.steady_s = timed(learner, batch)[0] / 1e3
+    timing.peak_gb = memory.kept_gb(learner) + peak.gb if on_device is None else on_device
+    if timing.steady_s < 2:
+        timing.steady_s = timed(learner, batch)[0] / 1e3
     queued = any(devices.is_queued(place) for place in learner.model.places)
     timing.burst = max(1, min(20, round(BURST_S / timing.steady_s))) if queued else 1
 

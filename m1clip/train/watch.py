@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m1clip import sensors
+from m1clip import devices, sensors
 from m1clip.data.batches import Batch, Batches
 from m1clip.data.rows import Faults
 from m1clip.evals.health import health
@@ -109,6 +109,7 @@ class Watch:
             "memory_gb": memory.by_part(self.learner, batch, self.pair_bytes),
             "power_w": self._power(),
             "joules": self.progress.joules,
+            "device_gb": devices.peak_gb(self.learner.device),
             **sensors.readings(self.run.path),
         }
         self.run.log("watch", self.progress.step, **record)

@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -33,6 +34,10 @@ def command(*words: object) -> str:
 
 
 def clock(seconds: float) -> str:
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:.1f} days"
+    if seconds >= 3600:
+        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
     return f"{seconds:.0f} s" if seconds < 60 else f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
 
 
@@ -45,8 +50,21 @@ def table(*columns: str) -> Table:
 
 def show(title: str, made: Table) -> None:
     console = Console(highlight=False)
+    if not console.is_terminal:  # a file has no edge
+        console.width = 200
     console.print(f"[bold]{title}[/]", soft_wrap=True)
     console.print(made)
+
+
+def show_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left_out: str = "–") -> None:
+    """A table without the columns in which nothing is known."""
+    lines = [list(row) for row in rows]
+    kept = [i for i in range(len(columns)) if any(line[i] != left_out for line in lines)]
+    made = table(*(columns[i] for i in kept))
+    for line in lines:
+        made.add_row(*(line[i] for i in kept))
+    if lines:
+        show(title, made)
 
 
 def show_retrieval(scores: "Retrieval") -> None:
