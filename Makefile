@@ -1,6 +1,7 @@
 # make train   installs into .venv and trains the nano preset on built-in data
 # make test    installs and runs the tests
 # make check   format, lint, types, tests: what CI runs
+# make devices   measures this machine and writes its section of docs/devices.md (a quarter of an hour)
 # make fmt     formats and mends what ruff can;  make clean removes .venv and caches (runs/ is kept)
 # Flags go in ARGS:  make train ARGS="--epochs 2"
 
@@ -12,7 +13,7 @@ UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
 install = uv=$(or $(UV),$(BIN)/uv); if $$uv --version >/dev/null 2>&1; \
 	then $$uv pip install --quiet --python $(BIN)/python $(1); else $(BIN)/python -m pip install --quiet $(1); fi
 
-.PHONY: train test check fmt clean
+.PHONY: train test check fmt clean devices
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -26,6 +27,9 @@ check: .venv/installed-dev
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+devices: .venv/installed
+	$(BIN)/python benchmarks/devices.py $(ARGS)
 
 fmt: .venv/installed-dev
 	$(BIN)/ruff format

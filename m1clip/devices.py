@@ -4,6 +4,7 @@ The rules for Apple's GPU come from bug reports against PyTorch; each carries it
 """
 
 import gc
+import logging
 import os
 import shutil
 import time
@@ -164,6 +165,15 @@ def product_gflops(device: torch.device, precision: str, size: int = 256) -> flo
     return 2e-9 * size**3 / min(times)
 
 
+def translate(module: torch.nn.Module, forgive: bool) -> None:
+    """Have torch.compile do the module's work; `forgive` goes on without it where that fails, and says so."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(
+        logging.ERROR
+    )  # it misses CUDA where nobody asked
+    torch._dynamo.config.suppress_errors = forgive
+    module.compile()
+
+
 def can_compile(device: torch.device) -> tuple[bool, str]:
     """Whether torch.compile is worth trying, and the reason."""
     if device.type == "mps":
@@ -205,6 +215,8 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
     if device.type == "mps":
         torch.mps.empty_cache()
+        # Every shape it has met keeps a compiled graph (pytorch#181485).
+        getattr(torch.mps, "clear_graph_cache", lambda: None)()
 
 
 def has_own_clock(device: torch.device) -> bool:

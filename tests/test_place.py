@@ -166,7 +166,7 @@ def test_a_run_on_a_wrong_device_falls_back_and_says_so(tiny_run, monkeypatch, t
         "mps is not trusted: the gradient that comes back through text.blocks.1.mlp.activation"
         in machine["why"]
     )
-    assert any("Training on the CPU instead" in warning for warning in screen.warnings)
+    assert any("The CPU is used instead" in warning for warning in screen.warnings)
 
 
 def test_trust_device_does_not_compare(tiny_run, monkeypatch):

@@ -40,16 +40,17 @@ class Crossing:
         if self.at is None or self.low is None or self.high is None:
             least, most = self.ratios
             lead = f"{self.first} is {least:.2f} to {most:.2f} times as fast as {self.second}"
-            return f"{self.of}: never, in the measured range ({self.along} {a} to {b}); {lead}"
+            answer = "never" if least >= 1 else "undecided"
+            return f"{self.of}: {answer}, in the measured range ({a} to {b}); {lead}"
         at, low, high = (number(one, self.along) for one in (self.at, self.low, self.high))
-        return f"{self.of}: {self.second} overtakes {self.first} at {self.along} {at} ({low} to {high})"
+        return f"{self.of}: {self.second} overtakes {self.first} at {at} ({low} to {high})"
 
     def record(self) -> dict[str, Any]:
         return {**vars(self), "first": str(self.first), "second": str(self.second), "text": str(self)}
 
 
 def number(value: float, along: str) -> str:
-    return f"{value:.0f}" if along == "batch" else f"{value / 1e6:.3g} M"
+    return f"batch {value:.0f}" if along == "batch" else f"{value / 1e6:.3g} M parameters"
 
 
 def crossings(rows: Sequence[Row], seed: int = 0) -> list[Crossing]:

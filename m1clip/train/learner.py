@@ -46,13 +46,13 @@ class Learner:
         """Where the loss is, and the pictures."""
         return self.model.logit_scale.device
 
-    def use(self, plan: Plan) -> None:
+    def use(self, plan: Plan, forgive: bool = True) -> None:
         """Go on with another precision, compiled or not, with other threads; on the same devices."""
         assert plan.device == self.plan.device
         self.plan = plan
         for block in (*self.model.vision.blocks, *self.model.text.blocks):
             if plan.compile and block not in self.translated:
-                block.compile()
+                devices.translate(block, forgive)
                 self.translated[block] = block._compiled_call_impl
             block._compiled_call_impl = self.translated[block] if plan.compile else None
         if plan.is_split and (self.second is None or plan.threads != self.second_threads):

@@ -37,15 +37,21 @@ def settle(
 ) -> Placed:
     """The plan of a run. The model ends where it says."""
     placed = keep(before, config) if before else decide(config, model, batch, steps, screen)
-    if set(devices.parts_of(placed.plan.device)) == {"cpu"} or config.trust_device:
+    return placed if config.trust_device else trusted(placed, model, batch, screen)
+
+
+def trusted(placed: Placed, model: CLIP, batch: Batch, screen: Screen) -> Placed:
+    """The same, if its devices compute what the CPU does; or else the CPU."""
+    plan = placed.plan
+    if set(devices.parts_of(plan.device)) == {"cpu"}:
         return placed
-    with screen.working(f"comparing {placed.plan.device} with the CPU", None):
-        found = parity.check(model, batch, placed.plan)
+    with screen.working(f"comparing {plan.device} with the CPU", None):
+        found = parity.check(model, batch, plan)
     if found:
         return replace(placed, parity=str(found))
-    told = f"{placed.plan.device} is not trusted: {found}"
-    screen.warn(f"{told}. Training on the CPU instead; --trust-device would not compare")
-    return Placed(Plan("cpu", threads=placed.plan.threads), f"{told}; the CPU instead", str(found))
+    told = f"{plan.device} is not trusted: {found}"
+    screen.warn(f"{told}. The CPU is used instead")
+    return Placed(Plan("cpu", threads=plan.threads), f"{told}; the CPU instead", str(found))
 
 
 def wishes_of(config: TrainConfig) -> Wishes:

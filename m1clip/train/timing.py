@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median, quantiles
 from typing import Any
 
@@ -111,7 +111,7 @@ def warm_up(timing: Timing, learners: dict[str, Learner], config: TrainConfig, b
     if plan.device not in learners:
         with torch.random.fork_rng(devices=[]):  # a run that is about to begin has its own
             torch.manual_seed(0)
-            learners[plan.device] = Learner(CLIP(config.model), config, plan)
+            learners[plan.device] = Learner(CLIP(config.model), config, replace(plan, compile=False))
     learner = ready(learners[plan.device], plan, batch)
     timing.first_s = timed(learner, batch)[0] / 1e3
     learner.zero_grad()
@@ -145,7 +145,7 @@ def one_turn(timing: Timing, learners: dict[str, Learner], batch: Batch) -> None
 
 def ready(learner: Learner, plan: Plan, batch: Batch) -> Learner:
     devices.prepare(plan)
-    learner.use(plan)
+    learner.use(plan, forgive=False)  # what cannot be compiled must not pass for compiled
     learner.chunk = len(batch)
     return learner
 

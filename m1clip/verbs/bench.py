@@ -75,6 +75,7 @@ def parse(prog: str, words: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
+    tables.without_fallback()
     with tables.loading():
         from m1clip import devices
         from m1clip.bench import report, sweep

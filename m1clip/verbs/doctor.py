@@ -220,6 +220,9 @@ def devices(name: str) -> Iterator[Finding]:
     if len(names) == 1:
         yield Finding("gpu", "ok", "none that torch can use; training is on the CPU")
     for one in names[1:]:
+        yield Finding(
+            f"{one} memory", "ok", f"torch may take {here.limit_gb(here.at(one)) or 0:.1f} GB of it"
+        )
         found = parity.on_scenes(preset(name), Plan(one))
         remedy = f"train with --device cpu (auto does), and report it with torch {torch.__version__}"
         yield Finding(one, "ok" if found else "fail", str(found), remedy)

@@ -12,8 +12,11 @@ from m1clip.config import TrainConfig, from_json
 from m1clip.verbs import flags, tables
 
 if TYPE_CHECKING:
+    from m1clip.data.batches import Batch
     from m1clip.data.pairs import Pairs
+    from m1clip.data.sides import Side
     from m1clip.data.sources import Source
+    from m1clip.model.clip import CLIP
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,16 @@ def main(args: Args) -> int:
         from m1clip.data.rows import Faults
         from m1clip.data.sides import Side, open_part
         from m1clip.data.sources import open_sources, scored
+        from m1clip.devices import Plan
         from m1clip.evals.embed import embed_pairs
         from m1clip.evals.negatives import edit_scores, is_editable
         from m1clip.evals.retrieval import retrieval
         from m1clip.model.clip import load
+        from m1clip.train.place import Placed, trusted
         from m1clip.train.screen import Screen
 
-    device, _ = devices.choose(args.device)
-    model = load(folder).to(device)
+    device, why = devices.choose(args.device)
+    model = load(folder)
     screen, config, faults = Screen(), reading(args, trained), Faults()
     size = model.config.vision.image_size
     sides: list[Pairs] = []
@@ -75,6 +80,8 @@ def main(args: Args) -> int:
         faults += source.faults
     pairs = Side([open_part(side, size, config, faults, screen.working) for side in sides])
     faults.require_few(config.max_bad)
+    placed = trusted(Placed(Plan(str(device)), why), model, first_pairs(model, pairs), screen)
+    model.place(*placed.plan.places)
     image_NE, text_ME, owner_M = embed_pairs(model, pairs)
     scores = retrieval(image_NE, text_ME, owner_M)
     first = sides[0]
@@ -90,6 +97,18 @@ def main(args: Args) -> int:
         print()
         tables.show_edits(edits)
     return 0
+
+
+def first_pairs(model: "CLIP", pairs: "Side") -> "Batch":
+    """A few, by which a device is compared with the CPU."""
+    import numpy as np
+    import torch
+
+    from m1clip.data.batches import Batch
+
+    rows, pixels = pairs.take(np.arange(min(8, len(pairs))))
+    tokens_BL = model.tokenize([pairs.captions(int(row))[0] for row in rows])
+    return Batch(torch.from_numpy(pixels), tokens_BL, torch.from_numpy(rows), None, rows)
 
 
 def reading(args: Args, trained: TrainConfig) -> TrainConfig:

@@ -1,0 +1,193 @@
+"""Advice from made-up measurements whose truth is known."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from m1clip import advisor
+from m1clip.advisor import Wishes, Work, advise, foretell, gain, predict, seed_rule, seed_speedup
+from m1clip.config import preset
+from m1clip.devices import Plan
+
+SMALL = Work("m1", "small", 40_000_000, 10.0, 32)
+
+
+def row(plan=None, ms=100.0, batch=32, model="m1", name="small", gflop=10.0, contest=None, **more):
+    spread = {"low_ms": ms * 0.98, "high_ms": ms * 1.02, "samples_ms": [ms * 0.98, ms, ms * 1.02]}
+    facts = {"model": model, "preset": name, "batch": batch, "gflop": gflop, "parameters": 40_000_000}
+    return {
+        **{
+            "kind": "step",
+            "time": 1e9,
+            "contest": contest or f"{model}/{batch}",
+            "setup_s": 0.0,
+            "step_ms": ms,
+        },
+        **{**facts, **spread, **asdict(plan or Plan()), **more},
+    }
+
+
+def time_of(batch, constant=20.0, per_gflop=2.0, gflop=10.0):
+    return constant + per_gflop * gflop * batch
+
+
+def test_what_was_measured_is_told_as_it_was():
+    told = predict([row(ms=100), row(ms=90)], Plan(), SMALL)
+    assert (told.ms, told.confidence) == (90, "high")  # the newest
+    assert told.basis.startswith("measured on")
+
+
+def test_between_measured_batches_time_is_a_constant_and_a_part_that_grows():
+    rows = [row(ms=time_of(batch), batch=batch) for batch in (8, 16, 64)]
+    told = predict(rows, Plan(), SMALL)
+    assert told.ms == pytest.approx(time_of(32), rel=1e-6)
+    assert told.confidence == "medium"
+    assert "between measurements of this model (batches 8 to 64)" in told.basis
+
+
+def test_beyond_what_was_measured_it_says_so_and_is_less_sure():
+    rows = [row(ms=time_of(batch), batch=batch) for batch in (2, 4, 8)]
+    told, near = (predict(rows, Plan(), replace(SMALL, batch=batch)) for batch in (512, 10))
+    assert told.ms == pytest.approx(time_of(512), rel=1e-6)
+    assert told.basis == "extrapolated: this model was measured at batches 2 to 8"
+    assert (told.confidence, near.confidence) == ("low", "medium")
+    assert told.high / told.low > near.high / near.low
+
+
+def test_shorter_captions_are_less_work_of_the_same_model():
+    rows = [row(ms=time_of(batch), batch=batch) for batch in (8, 64)]
+    told = predict(rows, Plan(), replace(SMALL, gflop=5.0))
+    assert told.ms == pytest.approx(time_of(32, gflop=5.0), rel=1e-6)
+
+
+def test_a_model_never_measured_is_foretold_from_others_and_said_to_be():
+    def truth(gflop, parameters, batch):
+        return 5 + 2 * gflop * batch + 4e-7 * parameters
+
+    sizes = [
+        ("a", 0.2, 1_500_000),
+        ("b", 2.6, 9_000_000),
+        ("c", 40.0, 150_000_000),
+        ("d", 110.0, 100_000_000),
+    ]
+    rows = [
+        row(ms=truth(g, p, b), model=n, name=n, gflop=g, parameters=p, batch=b)
+        for n, g, p in sizes
+        for b in (4, 16)
+    ]
+    told = predict(rows, Plan(), replace(SMALL, model="new"))
+    assert told.ms == pytest.approx(truth(10.0, 40_000_000, 32), rel=0.01)
+    assert told.confidence == "low"
+    assert told.basis == "this model was not measured: interpolated from a, b, c, d"
+    beyond = predict(rows, Plan(), Work("1b", "1b", 10**9, 1150.0, 4))
+    assert "extrapolated" in beyond.basis
+    assert beyond.ms == pytest.approx(truth(1150.0, 10**9, 4), rel=0.01)
+
+
+def test_nothing_is_foretold_from_too_little():
+    assert predict([], Plan(), SMALL) is None
+    assert foretell([row(), row(batch=8)], 100.0, 10**6) is None
+    assert predict([row(Plan("mps"))], Plan("cpu"), SMALL) is None
+
+
+def test_one_measurement_is_scaled_and_doubted():
+    told = predict([row(ms=50, batch=8)], Plan(), SMALL)
+    assert (told.ms, told.confidence) == (200, "low")
+
+
+def test_the_faster_device_is_chosen_for_this_batch_and_the_other_for_that():
+    """A GPU that takes 40 ms to launch a step and is five times as fast: the CPU wins below batch 3."""
+    rows = []
+    for batch in (2, 8, 32):
+        rows += [
+            row(Plan("cpu"), time_of(batch, 0, 2.0), batch),
+            row(Plan("mps"), time_of(batch, 40, 0.4), batch),
+        ]
+    small, large = (advise(replace(SMALL, batch=batch), rows, ["cpu", "mps"]) for batch in (2, 32))
+    assert (small.plan.device, large.plan.device) == ("cpu", "mps")
+    assert (
+        large.choices[0].why
+        == "168 ms (165 ms to 171 ms) a step; cpu 640 ms (627 ms to 653 ms) (measured on 09 September 2001)"
+    )
+    assert large.choices[0].confidence == "high"
+    assert large.step.ms == 168
+
+
+def test_devices_too_close_to_tell_are_said_to_be():
+    rows = [row(Plan("cpu"), 100), row(Plan("mps"), 99)]
+    choice = advise(SMALL, rows, ["cpu", "mps"]).choices[0]
+    assert choice.confidence == "low"
+    assert "too close to be sure" in choice.why
+
+
+def test_a_device_that_was_not_measured_is_named():
+    choice = advise(SMALL, [row(Plan("cpu"))], ["cpu", "mps"]).choices[0]
+    assert choice.value == "cpu"
+    assert "mps was not measured" in choice.why
+    assert choice.confidence == "low"
+
+
+def test_every_other_decision_goes_by_the_same_contest():
+    """The variants were measured on a day when everything was twice as slow: only the ratio counts."""
+    rows = [row(ms=100), row(ms=200, contest="slow day"), row(Plan(threads=4), 120, contest="slow day")]
+    rows += [row(Plan(precision="bf16"), 300, contest="slow day")]
+    advice = advise(SMALL, rows, ["cpu"])
+    assert advice.plan == Plan("cpu", threads=4)
+    told = {choice.name: choice for choice in advice.choices}
+    assert told["threads"].why == "4: 120 ms against 200 ms at batch 32: 1.67x"
+    assert told["precision"].value == "fp32"
+    assert "bf16: 300 ms against 200 ms at batch 32: 0.67x, which does not pay" in told["precision"].why
+
+
+def test_a_placement_is_chosen_only_where_it_was_measured_faster():
+    split = Plan("vision=mps,text=cpu")
+    rows = [row(Plan("cpu"), 300), row(Plan("mps"), 100), row(split, 80)]
+    assert advise(SMALL, rows, ["cpu", "mps"]).plan == split
+    rows[-1] = row(split, 99)
+    assert advise(SMALL, rows, ["cpu", "mps"]).plan == Plan("mps")
+
+
+def test_a_gain_within_what_they_vary_is_not_taken():
+    noisy = {"low_ms": 60.0, "high_ms": 140.0}
+    rows = [row(ms=100), row(Plan(threads=1), 90, **noisy)]
+    choice = next(one for one in advise(SMALL, rows, ["cpu"]).choices if one.name == "threads")
+    assert choice.value == "torch's own"
+    assert "but within what they vary" in choice.why
+
+
+@pytest.mark.parametrize(("steps", "chosen"), [(100, "off"), (10_000, "on")])
+def test_compiling_has_to_pay_within_the_run(steps, chosen):
+    rows = [row(ms=100), row(Plan(compile=True), 80, setup_s=30.0)]
+    choice = next(one for one in advise(SMALL, rows, ["cpu"], steps=steps).choices if one.name == "compile")
+    assert choice.value == chosen
+    assert f"30 s to translate, {steps * 0.02:.0f} s saved in {steps:,} steps" in choice.why
+
+
+def test_what_is_asked_for_is_taken_and_its_price_told():
+    rows = [row(ms=100), row(Plan(precision="bf16"), 400)]
+    advice = advise(SMALL, rows, ["cpu"], Wishes(device="cpu", precision="bf16"))
+    assert advice.plan == Plan("cpu", "bf16")
+    assert "asked for with --precision bf16 (400 ms against 100 ms at batch 32: 0.25x)" in advice.why()
+
+
+def test_another_models_contest_counts_for_less():
+    rows = [row(model="x", name="nano"), row(Plan(threads=1), 50, model="x", name="nano")]
+    found = gain(rows, Plan(), Plan(threads=1), SMALL)
+    assert (found.confidence, found.ratio) == ("low", 2.0)
+    assert "for nano at batch 32" in found.why
+
+
+def test_what_a_step_costs_decides_which_model_it_is():
+    nano = preset("nano")
+    same = replace(nano, epochs=99, lr=1e-5, batch=7, data="elsewhere")
+    assert advisor.identity(nano) == advisor.identity(same)
+    for other in (replace(nano, optimizer="adamw"), replace(nano, drop_tokens=0.5), preset("tiny")):
+        assert advisor.identity(nano) != advisor.identity(other)
+
+
+def test_the_documents_rules_are_as_they_wrote_them():
+    assert seed_rule(76_700_000, 12, 10**7)[0] is False
+    assert seed_rule(150_000_000, 31, 10**7)[0] is False
+    assert seed_rule(150_000_000, 32, 10**6)[0] is False
+    assert seed_rule(150_000_000, 32, 2**20)[0] is True
+    assert [seed_speedup(int(n * 1e6)) for n in (10, 76, 150, 300, 1000)] == [0.1, 0.3, 0.8, 1.5, 3.0]
