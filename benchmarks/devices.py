@@ -67,10 +67,10 @@ def section(doctor: Told, bench: Told, scaling: Told, compare: Told) -> str:
 def step_row(row: dict[str, Any]) -> list[str]:
     plan = [row["device"], *([row["precision"]] if row["precision"] != "fp32" else [])]
     plan += ["compiled"] if row["compile"] else []
-    plan += [f"{row['threads']} threads"] if row["threads"] else []
+    plan += [f"{row['threads']} thread{'s' * (row['threads'] > 1)}"] if row["threads"] else []
     used = "–" if row["utilisation"] is None else f"{100 * row['utilisation']:.0f} %"
-    spread = f"{row['low_ms']:,.4g}–{row['high_ms']:,.4g}"
-    speeds = (f"{row['step_ms']:,.4g}", spread, f"{row['pairs_per_s']:,.4g}", used, f"{row['peak_gb']:.2f}")
+    spread = f"{number(row['low_ms'])}–{number(row['high_ms'])}"
+    speeds = (number(row["step_ms"]), spread, number(row["pairs_per_s"]), used, f"{row['peak_gb']:.2f}")
     return [row["preset"], f"{row['batch']}", ", ".join(plan), *speeds]
 
 
@@ -78,18 +78,22 @@ def size_row(one: dict[str, Any]) -> list[str]:
     times = [row["step_ms"] / row["batch"] for row in one["measured"].values()]
     told = "–"
     if one["fitted_ms"]:
-        told = f"{one['fitted_ms']:,.3g} ({one['low_ms']:,.3g}–{one['high_ms']:,.3g})"
-    real = f"{times[0]:,.4g}" if times else f"not run: {one['reason']}"
+        told = f"{number(one['fitted_ms'])} ({number(one['low_ms'])}–{number(one['high_ms'])})"
+    real = number(times[0]) if times else f"not run: {one['reason']}"
     batch = str(one["batch"]) if times else "–"
-    rest = (batch, real, told, f"{one['memory_gb']:.1f}", f"{one['documents_speedup']:g}")
-    return [one["name"], f"{one['parameters'] / 1e6:,.4g} M", *rest]
+    rest = (batch, real, told, f"{one['memory_gb']:.2f}", f"{one['documents_speedup']:g}")
+    return [one["name"], f"{number(one['parameters'] / 1e6)} M", *rest]
 
 
 def run_row(one: dict[str, Any]) -> list[str]:
     if "failed" in one:
         return [one["wish"], one["failed"], *["–"] * 4]
-    speeds = (f"{one['step_ms']:,.4g}", f"{one['pairs_per_s']:,.4g}", f"{one['speed']:.2f}×")
+    speeds = (number(one["step_ms"]), number(one["pairs_per_s"]), f"{one['speed']:.2f}×")
     return [one["wish"], *speeds, f"{one['peak_gb']:.2f}", f"{one['losses_apart']:.1e}"]
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def table(columns: tuple[str, ...], rows: list[list[str]]) -> str:

@@ -355,25 +355,6 @@ def _take(advice: Advice, name: str, plan: Plan, why: str, sure: str, shown: str
     advice.choices.append(Choice(name, shown or _value(name, plan), why, sure))
 
 
-def seed_rule(parameters: int, batch: int, largest: int) -> tuple[bool, str]:
-    """The documents' should_use_mps, and which of its lines decides; `largest` is a product's elements."""
-    if parameters < 100_000_000:
-        return False, f"{parameters / 1e6:.1f} M parameters are fewer than 100 M"
-    if batch < 32:
-        return False, f"batch {batch} is smaller than 32"
-    if largest < 1024 * 1024:
-        return False, f"its largest product has {largest:,} elements, fewer than 1,048,576"
-    return True, "100 M parameters, 32 pairs and a million elements are reached"
-
-
-def seed_speedup(parameters: int) -> float:
-    """The documents' predicted_speedup: GPU against CPU, by the count of parameters alone."""
-    for most, ratio in ((50e6, 0.1), (100e6, 0.3), (200e6, 0.8), (500e6, 1.5)):
-        if parameters < most:
-            return ratio
-    return 3.0
-
-
 def as_json(advice: Advice) -> dict[str, Any]:
     return {
         "plan": asdict(advice.plan),

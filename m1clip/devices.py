@@ -70,8 +70,9 @@ def parts_of(wish: str) -> tuple[str, str]:
             raise ValueError(
                 f"torch {torch.__version__} has no {kind} on this machine; it has {', '.join(here)}"
             )
-        if number and not (kind == "cuda" and number.isdecimal() and int(number) < torch.cuda.device_count()):
-            raise ValueError(f"no device {name!r}; it has {', '.join(here)}")
+        count = torch.cuda.device_count() if kind == "cuda" else 1
+        if number and not (number.isdecimal() and int(number) < count):
+            raise ValueError(f"no device {name!r}; torch counts {count} of {kind}")
     return names["vision"], names["text"]
 
 

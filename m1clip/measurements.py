@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from m1clip import sensors
-from m1clip.run import cache_folder, finite, json_lines, write_whole
+from m1clip.run import cache_folder, finite, json_lines
 
 Row = dict[str, Any]
 
 
 class Measurements:
     def __init__(self, folder: Path):
-        self.folder, self.path = folder, folder / "measurements.jsonl"
+        self.folder, self.path = folder, folder / "measurements-1.jsonl"  # another number if rows change
 
     def add(self, kind: str, **values: Any) -> Row:
+        self.folder.mkdir(parents=True, exist_ok=True)
         row = {"kind": kind, "time": round(time.time(), 1), **values}
         line = json.dumps(finite(row), allow_nan=False) + "\n"
         handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
@@ -46,11 +47,8 @@ def here() -> Measurements:
     """Those of this machine as it is now."""
     machine = {**sensors.machine(), "torch": torch_version()}
     words = (machine["chip"], f"{machine['cores']} cores", f"{machine['ram_gb']:.0f} GB", machine["torch"])
-    folder = cache_folder() / "machines" / re.sub(r"[^a-z0-9.]+", "-", " ".join(map(str, words)).lower())
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "machine.json").exists():
-        write_whole(folder / "machine.json", json.dumps(machine, indent=2) + "\n", durable=False)
-    return Measurements(folder)
+    name = re.sub(r"[^a-z0-9.]+", "-", " ".join(map(str, words)).lower())
+    return Measurements(cache_folder() / "machines" / name)
 
 
 def torch_version() -> str | None:

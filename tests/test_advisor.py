@@ -5,7 +5,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from m1clip import advisor
-from m1clip.advisor import Wishes, Work, advise, foretell, gain, predict, seed_rule, seed_speedup
+from m1clip.advisor import Wishes, Work, advise, foretell, gain, predict
+from m1clip.bench.documents import predicted_speedup, should_use_mps
 from m1clip.config import preset
 from m1clip.devices import Plan
 
@@ -186,8 +187,8 @@ def test_what_a_step_costs_decides_which_model_it_is():
 
 
 def test_the_documents_rules_are_as_they_wrote_them():
-    assert seed_rule(76_700_000, 12, 10**7)[0] is False
-    assert seed_rule(150_000_000, 31, 10**7)[0] is False
-    assert seed_rule(150_000_000, 32, 10**6)[0] is False
-    assert seed_rule(150_000_000, 32, 2**20)[0] is True
-    assert [seed_speedup(int(n * 1e6)) for n in (10, 76, 150, 300, 1000)] == [0.1, 0.3, 0.8, 1.5, 3.0]
+    assert should_use_mps(76_700_000, 12, 10**7)[0] is False
+    assert should_use_mps(150_000_000, 31, 10**7)[0] is False
+    assert should_use_mps(150_000_000, 32, 10**6)[0] is False
+    assert should_use_mps(150_000_000, 32, 2**20)[0] is True
+    assert [predicted_speedup(int(n * 1e6)) for n in (10, 76, 150, 300, 1000)] == [0.1, 0.3, 0.8, 1.5, 3.0]

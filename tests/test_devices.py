@@ -3,14 +3,16 @@ import torch
 
 from m1clip import devices, losses
 from m1clip import run as runs
-from m1clip.config import TrainConfig
+from m1clip.bench import operations
+from m1clip.config import TrainConfig, preset
+from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
-from m1clip.train import checkpoint
+from m1clip.train import checkpoint, parity, timing
 from m1clip.train.checkpoint import Progress
 from m1clip.train.learner import Learner
 from m1clip.train.step import train_step
-from trained import some_batch
+from trained import some_batch, some_learner
 
 GPUS = ["cuda", "mps"]
 
@@ -102,6 +104,54 @@ def test_running_out_of_memory_is_known_by_its_words():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(10**15)
     assert devices.is_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize("wish", ["{}", "vision={},text=cpu", "vision=cpu,text={}"])
+@pytest.mark.parametrize("name", GPUS)
+def test_a_step_there_is_the_cpus_step(name, wish, tiny):
+    """Loss, gradient norm and weights after two steps, on the device and with one tower on each."""
+    here(name)
+    config = TrainConfig(model=tiny, batch=8, dropout=0.1)
+    cpu, other = some_learner(config), some_learner(config)
+    other = Learner(other.model, config, Plan(wish.format(name)))
+    for number in range(2):
+        batch = some_batch(8, seed=number)
+        one, there = train_step(cpu, batch)[0], train_step(other, other.take(batch))[0]
+        assert torch.allclose(one, there.cpu(), rtol=1e-3, atol=1e-3)
+    for mine, theirs in zip(cpu.weights.values(), other.weights.values(), strict=True):
+        assert torch.allclose(mine, theirs.cpu(), atol=2e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", GPUS)
+def test_less_precision_trains_there(name, precision, tiny):
+    if precision not in devices.precisions(here(name)):
+        pytest.skip(f"{name} has no {precision} here")
+    config = TrainConfig(model=tiny, batch=8)
+    learner = Learner(some_learner(config).model, config, Plan(name, precision))
+    losses_seen = [train_step(learner, learner.take(some_batch(8)))[0][0].item() for _ in range(8)]
+    assert losses_seen[-1] < losses_seen[0]
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_this_gpu_is_to_be_trusted(name):
+    here(name)
+    found = parity.on_scenes(preset("nano"), Plan(name))
+    assert found, str(found)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_contests_and_operations_run_there(name, tiny):
+    here(name)
+    config = TrainConfig(model=tiny, batch=8)
+    plans = [Plan("cpu"), Plan(name), Plan(f"vision={name},text=cpu")]
+    for one in timing.contest(config, plans, timing.some_batch(config, 8, 12), seconds=0.1):
+        assert one.failed is None
+        assert one.record()["step_ms"] > 0
+    found = operations.measure(operations.operations((256,))[1], name, "fp32", 0.1)
+    assert found["transfer_ms"] > 0
+    assert found["launch_ms"] is not None
+    assert devices.limit_gb(here(name)) > devices.memory_gb(here(name)) >= 0
 
 
 @pytest.mark.parametrize("name", GPUS)

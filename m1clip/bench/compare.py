@@ -116,7 +116,7 @@ def table(contestants: Sequence[Contestant]) -> list[list[str]]:
 
 def picture(contestants: Sequence[Contestant], path: Path) -> Path:
     """Loss over steps, where equal devices lie on each other, and over seconds, where the faster leads."""
-    figure, panels = figures.axes(2, 11, 4)
+    figure, panels = figures.axes(2, 5.5, 4)
     for one, colour in zip(contestants, figures.COLOURS, strict=False):
         if one.failed:
             continue

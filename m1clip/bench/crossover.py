@@ -1,7 +1,7 @@
 """Where one plan overtakes another, along the batch or the size of the model, with how sure that is.
 
-A step is taken for a constant (launches, the update) and a part that grows with the batch; both are fitted to
-the measured times, and fitted again to times drawn anew from them. Knows nothing of devices.
+How many times as fast one is as the other is taken to rise or to fall along the way: such a curve is fitted
+to the measured ratios, and again to ratios drawn anew from the samples. Knows nothing of devices.
 """
 
 import itertools
@@ -18,6 +18,7 @@ from m1clip.devices import Plan
 
 Row = dict[str, Any]
 DRAWS, POINTS = 400, 3
+Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -82,38 +83,45 @@ def _along(along: str, of: str, rows: Sequence[Row], seed: int) -> list[Crossing
 def _crossing(
     one: Plan, other: Plan, along: str, of: str, samples: list[tuple[Row, Row]], rng: np.random.Generator
 ) -> Crossing:
-    x = np.array([float(a[along]) for a, _ in samples])
-    times = [[row["step_ms"] for row in side] for side in zip(*samples, strict=True)]
-    ratios = np.array(times[1]) / np.array(times[0])  # above 1 where the first is faster
-    if np.exp(np.log(ratios).mean()) < 1:
+    x = np.log([float(a[along]) for a, _ in samples])
+    ratios = np.array([b["step_ms"] / a["step_ms"] for a, b in samples])  # above 1 where the first is faster
+    if np.log(ratios).mean() < 0:
         one, other, ratios = other, one, 1 / ratios
         samples = [(b, a) for a, b in samples]
-    drawn = [
-        _meets(along, x, *(_draw(side, rng) for side in zip(*samples, strict=True))) for _ in range(DRAWS)
-    ]
-    inside = np.array([at for at in drawn if at is not None and x.min() <= at <= x.max()])
-    least, most = float(ratios.min()), float(ratios.max())
-    if len(inside) < DRAWS / 2 or least >= 1:
-        return Crossing(one, other, along, of, None, None, None, (x.min(), x.max()), (least, most))
-    low, at, high = np.quantile(inside, (0.05, 0.5, 0.95))
+    sides = list(zip(*samples, strict=True))
+    drawn = [_zero(x, np.log(_draw(sides[1], rng) / _draw(sides[0], rng))) for _ in range(DRAWS)]
+    inside = [at for at in drawn if at is not None]
+    span, extremes = (math.exp(x[0]), math.exp(x[-1])), (float(ratios.min()), float(ratios.max()))
+    if len(inside) < DRAWS / 2:
+        return Crossing(one, other, along, of, None, None, None, span, extremes)
+    low, at, high = np.exp(np.quantile(inside, (0.05, 0.5, 0.95)))
     if ratios[0] < ratios[-1]:  # the first is the faster one above
         one, other = other, one
-    return Crossing(one, other, along, of, at, low, high, (x.min(), x.max()), (least, most))
+    return Crossing(one, other, along, of, at, low, high, span, extremes)
 
 
-def _draw(rows: Sequence[Row], rng: np.random.Generator) -> NDArray[np.float64]:
+def _draw(rows: Sequence[Row], rng: np.random.Generator) -> Numbers:
     """A median of each measurement's samples, drawn anew."""
     return np.array([np.median(rng.choice(row["samples_ms"], len(row["samples_ms"]))) for row in rows])
 
 
-def _meets(
-    along: str, x: NDArray[np.float64], a: NDArray[np.float64], b: NDArray[np.float64]
-) -> float | None:
-    """Where two fitted times are equal."""
-    if along == "batch":  # a constant and a part that grows
-        (slope_a, start_a), (slope_b, start_b) = (np.polyfit(x, t, 1, w=1 / t) for t in (a, b))
-        meeting = (start_b - start_a) / (slope_a - slope_b) if slope_a != slope_b else math.inf
-        return float(meeting) if 0 < meeting < math.inf else None
-    # Sizes differ in everything, so only the ratio is fitted, as a power.
-    slope, start = np.polyfit(np.log(x), np.log(b / a), 1)
-    return float(np.exp(np.clip(-start / slope, -50, 50))) if slope else None
+def _zero(x: Numbers, y: Numbers) -> float | None:
+    """Where a curve through the points that only rises, or only falls, passes zero; None if it does not."""
+    rising, falling = _rising(y), -_rising(-y)
+    curve = rising if ((rising - y) ** 2).sum() <= ((falling - y) ** 2).sum() else falling
+    if curve[0] * curve[-1] >= 0:
+        return None
+    after = int(np.argmax(np.sign(curve) != np.sign(curve[0])))
+    part = curve[after - 1] / (curve[after - 1] - curve[after])
+    return float(x[after - 1] + part * (x[after] - x[after - 1]))
+
+
+def _rising(y: Numbers) -> Numbers:
+    """The nearest sequence that never falls: neighbours that do are replaced by their mean."""
+    blocks: list[list[float]] = []
+    for value in y:
+        blocks.append([float(value)])
+        while len(blocks) > 1 and np.mean(blocks[-2]) > np.mean(blocks[-1]):
+            last = blocks.pop()
+            blocks[-1] += last
+    return np.array([np.mean(block) for block in blocks for _ in block])

@@ -32,12 +32,17 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def axes(columns: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
-    figure, made = plt.subplots(1, columns, figsize=(width, height), constrained_layout=True, squeeze=False)
-    for one in made[0]:
+def axes(panels: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """Panels of one size, at most three in a row."""
+    columns = min(panels, 3)
+    rows = -(-panels // columns)
+    size = (columns * width, rows * height)
+    figure, made = plt.subplots(rows, columns, figsize=size, constrained_layout=True, squeeze=False)
+    for number, one in enumerate(made.flat):
         one.grid(alpha=0.25)
         one.spines[["top", "right"]].set_visible(False)
-    return figure, list(made[0])
+        one.set_visible(number < panels)
+    return figure, list(made.flat)[:panels]
 
 
 def log_axis(one: Axes, which: str, ticks: Sequence[float] | None = None) -> None:
@@ -49,6 +54,28 @@ def log_axis(one: Axes, which: str, ticks: Sequence[float] | None = None) -> Non
         axis.set_ticks(list(ticks))
         axis.set_minor_locator(NullLocator())
         (one.set_xlim if which == "x" else one.set_ylim)(min(ticks) / 1.5, max(ticks) * 1.5)
+
+
+def note(panel: Axes, text: str, at: tuple[float, float], shift: tuple[float, float], **style: Any) -> None:
+    panel.annotate(text, at, shift, textcoords="offset points", **{"fontsize": 8, **style})
+
+
+def legend(figure: Figure, panels: Sequence[Axes]) -> None:
+    """One for all panels, above them."""
+    found = [zip(*panel.get_legend_handles_labels(), strict=True) for panel in panels]
+    named = {label: handle for some in found for handle, label in some}
+    figure.legend(
+        named.values(), named.keys(), loc="outside upper center", ncols=4, frameon=False, fontsize=9
+    )
+
+
+def lines_of(rows: Sequence[Row]) -> dict[Plan, list[Row]]:
+    """The rows of each plan, by batch."""
+    plans = dict.fromkeys(plan_of(row) for row in rows)
+    return {
+        plan: sorted((row for row in rows if plan_of(row) == plan), key=lambda row: int(row["batch"]))
+        for plan in plans
+    }
 
 
 def by_size(rows: Sequence[Row]) -> list[str]:
@@ -64,60 +91,37 @@ def colours(rows: Sequence[Row]) -> dict[Plan, str]:
 def throughput(rows: Sequence[Row], path: Path) -> Path:
     """Pairs a second over the batch, a panel for each model and a line for each plan."""
     presets, colour = by_size(rows), colours(rows)
-    figure, panels = axes(len(presets), 1.6 + 2.9 * len(presets), 3.9)
+    figure, panels = axes(len(presets), 3.6, 3.3)
     for panel, name in zip(panels, presets, strict=True):
         mine = [row for row in rows if row["preset"] == name]
-        for plan in dict.fromkeys(plan_of(row) for row in mine):
-            line = sorted((row for row in mine if plan_of(row) == plan), key=lambda row: row["batch"])
-            x = np.array([row["batch"] for row in line])
-            y = np.array([row["pairs_per_s"] for row in line])
-            spread = [
-                y - [1e3 * r["batch"] / r["high_ms"] for r in line],
-                [1e3 * r["batch"] / r["low_ms"] for r in line] - y,
-            ]
-            panel.errorbar(
-                x, y, np.abs(spread), color=colour[plan], marker="o", markersize=4, capsize=3, label=str(plan)
-            )
+        for plan, line in lines_of(mine).items():
+            batch, speed = (np.array([row[key] for row in line]) for key in ("batch", "pairs_per_s"))
+            slow, fast = (1e3 * batch / [row[key] for row in line] for key in ("high_ms", "low_ms"))
+            spread = np.abs([speed - slow, fast - speed])
+            style: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 3, "color": colour[plan]}
+            panel.errorbar(batch, speed, spread, label=str(plan), **style)
         panel.set_title(f"{name}, {mine[0]['parameters'] / 1e6:.3g} M", fontsize=10)
         panel.set_xlabel("batch")
         log_axis(panel, "x", sorted({row["batch"] for row in mine}))
         panel.set_ylim(bottom=0)
-    panels[0].set_ylabel("pairs a second")
-    handles = {
-        label: handle
-        for one in panels
-        for handle, label in zip(*one.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside upper center", ncols=4, frameon=False, fontsize=9
-    )
+    for panel in panels[::3]:
+        panel.set_ylabel("pairs a second")
+    legend(figure, panels)
     return save(figure, path)
 
 
 def ratios(rows: Sequence[Row], found: Sequence[Crossing], path: Path) -> Path:
     """How much faster each plan is than the first of its contest, over the batch; crossings are marked."""
-    presets, colour = by_size(rows), colours(rows)
-    presets = [
-        name for name in presets if len({r["batch"] for r in rows if r["preset"] == name}) > 1
-    ] or presets
-    figure, panels = axes(len(presets), 1.6 + 2.9 * len(presets), 3.9)
+    several = [name for name in by_size(rows) if len({r["batch"] for r in rows if r["preset"] == name}) > 1]
+    presets, colour = several or by_size(rows), colours(rows)
+    figure, panels = axes(len(presets), 3.6, 3.3)
     for panel, name in zip(panels, presets, strict=True):
         mine = [row for row in rows if row["preset"] == name]
-        first: dict[str, Row] = {}
-        for row in mine:
-            first.setdefault(row["contest"], row)
         base = plan_of(mine[0])
-        for plan in dict.fromkeys(plan_of(row) for row in mine):
-            line = sorted((row for row in mine if plan_of(row) == plan), key=lambda row: row["batch"])
-            y = [first[row["contest"]]["step_ms"] / row["step_ms"] for row in line]
-            panel.plot(
-                [row["batch"] for row in line],
-                y,
-                color=colour[plan],
-                marker="o",
-                markersize=4,
-                label=str(plan),
-            )
+        first = {row["contest"]: row["step_ms"] for row in mine if plan_of(row) == base}
+        for plan, line in lines_of(mine).items():
+            speed = [first[row["contest"]] / row["step_ms"] for row in line]
+            panel.plot([row["batch"] for row in line], speed, "o-", color=colour[plan], ms=4, label=str(plan))
         for one in found:
             if one.along == "batch" and one.of == name and one.at and base in (one.first, one.second):
                 other = one.second if one.first == base else one.first
@@ -128,18 +132,12 @@ def ratios(rows: Sequence[Row], found: Sequence[Crossing], path: Path) -> Path:
         log_axis(panel, "x", sorted({row["batch"] for row in mine}))
         log_axis(panel, "y")
         low, high = panel.get_ylim()
-        shown = [t for t in TICKS if low <= t <= high or t == 1]
-        panel.set_yticks(shown, [f"{t:g}×" for t in shown])
+        shown = [tick for tick in TICKS if low <= tick <= high or tick == 1]
+        panel.set_yticks(shown, [f"{tick:g}×" for tick in shown])
         panel.yaxis.set_minor_locator(NullLocator())
-    panels[0].set_ylabel("speed")
-    handles = {
-        label: handle
-        for one in panels
-        for handle, label in zip(*one.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside upper center", ncols=4, frameon=False, fontsize=9
-    )
+    for panel in panels[::3]:
+        panel.set_ylabel("speed")
+    legend(figure, panels)
     return save(figure, path)
 
 
@@ -175,48 +173,24 @@ def phases(rows: Sequence[Row], path: Path) -> Path:
 def roofline(operations: Sequence[Row], steps: Sequence[Row], path: Path) -> Path:
     """GFLOP/s over FLOP a byte: the roofs are the best product, and the most that copying or AdamW moved."""
     best = peaks(operations)
-    names = list(dict.fromkeys(row["device"] for row in operations))
-    figure, panels = axes(len(names), 1.5 + 5.5 * len(names), 4.6)
+    names = [name for name, precision in best if precision == "fp32"]
+    figure, panels = axes(len(names), 7.0, 4.6)
     for panel, name in zip(panels, names, strict=True):
-        peak = best[name, "fp32"]
         mine = [row for row in operations if row["device"] == name and row["precision"] == "fp32"]
-        band = max(row["gb_per_s"] for row in mine if row["operation"] in ("copy", "AdamW"))
-        x = np.geomspace(1, 3000, 200)
-        panel.plot(x, np.minimum(peak, band * x), color="black", lw=1.2)
-        panel.text(2500, peak * 1.12, f"best product: {peak:,.0f} GFLOP/s", ha="right", fontsize=8)
-        slope: dict[str, Any] = {"rotation": 45, "rotation_mode": "anchor", "transform_rotates_text": True}
-        panel.text(1.05, band * 1.15, f"moving: {band:.0f} GB/s", fontsize=8, **slope)
+        moved = [row["gb_per_s"] for row in mine if row["operation"] in ("copy", "AdamW")]
+        draw_roofs(panel, best[name, "fp32"], max(moved, default=0.0))
         for kind, marker, colour in (("product", "s", COLOURS[0]), ("attention", "D", COLOURS[2])):
-            some = [row for row in mine if row["operation"] == kind]
-            panel.plot(
-                [r["flop_per_byte"] for r in some],
-                [r["gflops"] for r in some],
-                marker,
-                color=colour,
-                label=kind,
-            )
-            for row in some if kind == "product" else []:
-                panel.annotate(
-                    row["size"],
-                    (row["flop_per_byte"], row["gflops"]),
-                    (4, -9),
-                    textcoords="offset points",
-                    fontsize=7,
-                )
-        plain_steps = [row for row in steps if plan_of(row) == Plan(name)]
-        for row, colour in zip(plain_steps, [COLOURS[1]] * len(plain_steps), strict=True):
-            panel.plot(intensity(row), rate(row), "o", color=colour, markersize=5)
-        for preset in by_size(plain_steps):
-            row = max((r for r in plain_steps if r["preset"] == preset), key=lambda r: r["batch"])
-            panel.annotate(
-                f"{preset} {row['batch']}",
-                (intensity(row), rate(row)),
-                (5, -3),
-                textcoords="offset points",
-                fontsize=8,
-                color=COLOURS[1],
-            )
-        panel.plot([], [], "o", color=COLOURS[1], label="training step")
+            some = [(row["flop_per_byte"], row["gflops"]) for row in mine if row["operation"] == kind]
+            panel.plot(*zip(*some, strict=True), marker, color=colour, label=kind) if some else None
+        for row in mine:
+            if row["operation"] == "product":
+                note(panel, row["size"], (row["flop_per_byte"], row["gflops"]), (4, -9), fontsize=7)
+        plain_steps = lines_of(steps).get(Plan(name), [])
+        points = [(intensity(row), rate(row)) for row in plain_steps]
+        panel.plot(*zip(*points, strict=True), "o", color=COLOURS[1], ms=5, label="step") if points else None
+        for preset in by_size(plain_steps):  # the largest batch of each
+            row = [row for row in plain_steps if row["preset"] == preset][-1]
+            note(panel, f"{preset} {row['batch']}", (intensity(row), rate(row)), (5, -3), color=COLOURS[1])
         log_axis(panel, "x")
         log_axis(panel, "y")
         panel.set_title(name, fontsize=10)
@@ -224,6 +198,15 @@ def roofline(operations: Sequence[Row], steps: Sequence[Row], path: Path) -> Pat
         panel.set_ylabel("GFLOP/s")
         panel.legend(frameon=False, fontsize=8, loc="lower right")
     return save(figure, path)
+
+
+def draw_roofs(panel: Axes, peak: float, band: float) -> None:
+    panel.text(2500, peak * 1.1, f"best product: {peak:,.0f} GFLOP/s", ha="right", fontsize=8)
+    if not band:
+        return
+    x = np.geomspace(1, 3000, 200)
+    panel.plot(x, np.minimum(peak, band * x), color="black", lw=1.2)
+    panel.text(1.4, band * 1.1, f"moving: {band:.0f} GB/s", fontsize=8)
 
 
 def intensity(row: Row) -> float:

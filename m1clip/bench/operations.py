@@ -89,8 +89,8 @@ def measure(operation: Operation, name: str, precision: str, seconds: float) -> 
         host = [one.float() for one in host]
     call = operation.call([devices.copy(one, device) for one in host])
     call()
-    alone = row = issued = list(repeated(call, device, seconds / 2))
-    transfer, many, queued = [0.0], 1, devices.is_queued(device)
+    alone = row = list(repeated(call, device, seconds / 2))
+    transfer, issued, many, queued = [0.0], [0.0], 1, devices.is_queued(device)
     if queued:
         transfer = list(repeated(lambda: [devices.copy(one, device) for one in host], device, seconds / 4))
         issued = list(repeated(call, device, seconds / 4, waited=False))
@@ -103,7 +103,7 @@ def measure(operation: Operation, name: str, precision: str, seconds: float) -> 
         "device": name,
         "precision": precision,
         "alone_ms": 1e3 * median(alone),
-        "issued_ms": 1e3 * median(issued),
+        "issued_ms": 1e3 * median(issued) if queued else None,
         "compute_ms": 1e3 * compute_s,
         "launch_ms": 1e3 * max(0.0, median(alone) - compute_s) if queued else None,
         "transfer_ms": 1e3 * median(transfer) if queued else None,

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,18 @@ from m1clip.pages import Page
 
 Row = dict[str, Any]
 OPERATION_COLUMNS = (
-    *("operation", "size", "device", "alone ms", "launch ms", "transfer ms", "compute ms", "GFLOP/s", "GB/s"),
+    *(
+        "operation",
+        "size",
+        "device",
+        "alone ms",
+        "issued ms",
+        "launch ms",
+        "transfer ms",
+        "compute ms",
+        "GFLOP/s",
+        "GB/s",
+    ),
 )
 STEP_COLUMNS = (
     *("model", "batch", "plan", "ms", "middle half", "pairs/s", "GFLOP/s", "of peak", "GB", "W", "pairs/J"),
@@ -36,7 +48,7 @@ class Sweep:
     def peaks(self) -> dict[tuple[str, str], float]:
         return peaks(self.operations)
 
-    @property
+    @cached_property
     def crossings(self) -> list[Crossing]:
         return crossings(self.steps)
 
@@ -58,7 +70,7 @@ def read(known: Measurements, session: str, machine: dict[str, Any]) -> Sweep:
 def operation_rows(sweep: Sweep) -> Iterator[list[str]]:
     for row in sorted(sweep.operations, key=lambda row: (row["device"], row["precision"])):
         where = row["device"] if row["precision"] == "fp32" else f"{row['device']}, {row['precision']}"
-        times = (row[key] for key in ("alone_ms", "launch_ms", "transfer_ms", "compute_ms"))
+        times = (row[key] for key in ("alone_ms", "issued_ms", "launch_ms", "transfer_ms", "compute_ms"))
         rates = (short(row["gflops"]), short(row["gb_per_s"]))
         yield [row["operation"], row["size"], where, *map(short, times), *rates]
 
@@ -120,7 +132,7 @@ def left_out(sweep: Sweep) -> list[str]:
 def write(sweep: Sweep, folder: Path) -> Path:
     """Pictures and page; the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
-    machine, found = sweep.machine, sweep.crossings
+    machine = sweep.machine
     page = Page("What this machine does with a CLIP training step")
     day = time.strftime("%d %B %Y", time.strptime(sweep.session[:8], "%Y%m%d"))
     page.text(
@@ -128,46 +140,51 @@ def write(sweep: Sweep, folder: Path) -> Path:
         f"Python {machine['python']}, torch {machine['torch']}; measured on {day} by m1clip bench."
     )
     page.points(findings(sweep))
+    if sweep.steps:
+        about_steps(page, sweep, folder)
+    if sweep.skipped:
+        page.heading("Left out")
+        page.points(left_out(sweep))
+    if sweep.operations:
+        about_operations(page, sweep, folder)
+    return page.write(folder, "bench")
+
+
+def about_steps(page: Page, sweep: Sweep, folder: Path) -> None:
+    found = sweep.crossings
     page.heading("Steps")
     page.text(
         "Real training steps (train/step.py) on random pictures and captions, after a warm-up; plans for the "
         "same model and batch took turns. ms is the median, then the middle half; of peak is the model's own "
-        "FLOPs against the best product measured below; GB is the most that the process, or torch on a GPU, "
-        "held beyond what it held before the model was made."
+        "FLOPs against the best product measured below; GB is what stays from step to step and the most that "
+        "a step took beside it, or on a GPU the most that torch held."
     )
-    if sweep.steps:
-        page.picture(
-            figures.throughput(sweep.steps, folder / "throughput.png"), "pairs a second over the batch"
-        )
-        page.table(STEP_COLUMNS, list(step_rows(sweep)))
-    if sweep.skipped:
-        page.text("Left out:")
-        page.points(left_out(sweep))
+    page.picture(figures.throughput(sweep.steps, folder / "throughput.png"), "pairs a second over the batch")
+    page.table(STEP_COLUMNS, list(step_rows(sweep)))
     page.heading("Where one overtakes another")
     page.text(
-        "Along the batch, a step is a constant part and one that grows, fitted to the measured times; along "
-        "the size, a power of the parameters. In brackets, 90 % of 400 fits to times drawn anew from those "
-        "measured."
+        "Along the batch, or the parameters at one batch: how many times as fast one plan is as the other is "
+        "taken to rise or to fall, and where it passes one is read between the measured points. In brackets, "
+        "90 % of 400 such curves through times drawn anew from those measured."
     )
     page.points([str(one) for one in found] or ["nothing was measured at three batches, or for three models"])
-    if sweep.steps:
-        page.picture(
-            figures.ratios(sweep.steps, found, folder / "crossover.png"), "speed against the plain plan"
-        )
-        page.heading("What a step is made of")
-        page.picture(figures.phases(sweep.steps, folder / "phases.png"), "phases of a step")
+    page.picture(figures.ratios(sweep.steps, found, folder / "crossover.png"), "speed against the plain plan")
+    page.heading("What a step is made of")
+    page.picture(figures.phases(sweep.steps, folder / "phases.png"), "phases of a step")
+
+
+def about_operations(page: Page, sweep: Sweep, folder: Path) -> None:
     page.heading("Operations")
     page.text(
-        "alone: one call and a wait for its end. compute: one of many in a row. launch: what a call on its "
-        "own takes beyond that, asking and waiting. transfer: its inputs from the host. A CPU has no queue, "
-        "so there the call is the computation. GB/s counts each number read or written once."
+        "alone: one call and a wait for its end. issued: the same without the wait. compute: one of many in "
+        "a row. launch: what a call on its own takes beyond that, asking and waiting. transfer: its inputs "
+        "from the host. A CPU has no queue, so there the call is the computation. GB/s counts each number "
+        "read or written once."
     )
-    if sweep.operations:
-        page.table(OPERATION_COLUMNS, list(operation_rows(sweep)))
-        page.picture(figures.roofline(sweep.operations, sweep.steps, folder / "roofline.png"), "roofline")
-        page.text(
-            "The bytes of a step are an estimate: activations written and read once, and ten passes over the "
-            "weights, their gradients and moments.",
-            note=True,
-        )
-    return page.write(folder, "bench")
+    page.table(OPERATION_COLUMNS, list(operation_rows(sweep)))
+    page.picture(figures.roofline(sweep.operations, sweep.steps, folder / "roofline.png"), "roofline")
+    page.text(
+        "The bytes of a step are an estimate: activations written and read once, and ten passes over the "
+        "weights, their gradients and moments.",
+        note=True,
+    )

@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 
 from m1clip import sensors
-from m1clip.advisor import foretell, plan_of, seed_speedup
+from m1clip.advisor import foretell, plan_of
 from m1clip.bench import figures, operations, sweep
+from m1clip.bench.documents import predicted_speedup
 from m1clip.bench.report import short
 from m1clip.config import preset
 from m1clip.devices import Plan
 from m1clip.measurements import Measurements
 from m1clip.pages import Page
 from m1clip.train import memory, place, timing
+from m1clip.train.screen import clock
 
 Row = dict[str, Any]
 BATCHES = (4, 2)  # small, so that a large model's activations fit beside its state
@@ -134,75 +137,59 @@ def table(
                 else f"{short(one.fitted_ms)} ({short(one.low_ms)}–{short(one.high_ms)})",
                 "–" if used is None else f"{100 * used:.0f} %",
                 f"{one.memory_gb:.1f}" + ("" if one.measured else " planned"),
-                "–" if seconds is None else duration(seconds) + ("" if ms else " foretold"),
+                "–" if seconds is None else clock(seconds) + ("" if ms else " foretold"),
                 "–" if ms is None or gpu is None else f"{ms / gpu:.2f}",
-                f"{seed_speedup(one.parameters):g}",
+                f"{predicted_speedup(one.parameters):g}",
             ]
         )
     return lines
 
 
-def duration(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
-
-
 def picture(made: Sequence[Size], devices: Sequence[str], path: Path) -> Path:
-    """Time and memory over parameters; what was not measured is hollow, with the fit's range."""
-    figure, (times, memories) = figures.axes(2, 11, 4.2)
-    x = np.array([one.parameters / 1e6 for one in made])
-    for device, colour in zip(devices, figures.COLOURS, strict=False):
-        some = [one for one in made if device in one.measured]
-        times.plot(
-            [o.parameters / 1e6 for o in some],
-            np.array([o.ms(device) for o in some], dtype=float),
-            "o",
-            color=colour,
-            label=f"measured, {device}",
-        )
-    fitted = [one for one in made if one.fitted_ms]
-    at = np.array([one.parameters / 1e6 for one in fitted])
-    told = np.array([(one.fitted_ms, one.low_ms, one.high_ms) for one in fitted], dtype=float).reshape(-1, 3)
-    if len(fitted):
-        spread = [told[:, 0] - told[:, 1], told[:, 2] - told[:, 0]]
-        style: dict[str, Any] = {
-            "fmt": "_",
-            "color": figures.COLOURS[6],
-            "markersize": 14,
-            "capsize": 3,
-            "zorder": 0,
-        }
-        times.errorbar(at, told[:, 0], spread, label="foretold by the other models", **style)
-    memories.plot(x, [one.memory_gb for one in made], "-", color=figures.COLOURS[6], lw=1)
-    for measured, face in ((True, figures.COLOURS[0]), (False, "white")):
-        some = [one for one in made if bool(one.measured) is measured]
-        words = "measured" if measured else "planned, not run"
-        memories.plot(
-            [o.parameters / 1e6 for o in some],
-            [o.memory_gb for o in some],
-            "o",
-            mfc=face,
-            color=figures.COLOURS[0],
-            label=words,
-        )
-    ram = sensors.machine()["ram_gb"]
-    memories.axhline(ram, color=figures.COLOURS[1], ls="--", lw=1)
-    memories.text(x.min(), ram * 1.1, f"{ram:.0f} GB in this machine", fontsize=8, color=figures.COLOURS[1])
+    """Time and memory over parameters; what was not run is hollow."""
+    figure, (times, memories) = figures.axes(2, 5.5, 4.2)
+    draw_times(times, made, devices)
+    draw_memory(memories, made)
     for panel, what in ((times, "ms a pair, forward, backward and update"), (memories, "GB of a step")):
         figures.log_axis(panel, "x", [1, 10, 100, 1000])
         figures.log_axis(panel, "y")
         panel.set_xlabel("million parameters")
         panel.set_ylabel(what)
         panel.legend(frameon=False, fontsize=8, loc="upper left" if panel is times else "lower right")
-    for one in made:
-        value = one.ms(devices[0]) or one.fitted_ms
-        if value:
-            times.annotate(
-                one.name, (one.parameters / 1e6, value), (7, -9), textcoords="offset points", fontsize=8
-            )
     return figures.save(figure, path)
+
+
+def draw_times(panel: Axes, made: Sequence[Size], devices: Sequence[str]) -> None:
+    for device, colour in zip(devices, figures.COLOURS, strict=False):
+        points = [(one.parameters / 1e6, one.ms(device) or 0.0) for one in made if device in one.measured]
+        if points:
+            panel.plot(*zip(*points, strict=True), "o", color=colour, label=f"measured, {device}")
+    fitted = [one for one in made if one.fitted_ms]
+    if fitted:
+        told, low, high = np.array(
+            [(one.fitted_ms, one.low_ms, one.high_ms) for one in fitted], dtype=float
+        ).T
+        style: dict[str, Any] = {"fmt": "_", "color": figures.COLOURS[6], "ms": 14, "capsize": 3, "zorder": 0}
+        at = [one.parameters / 1e6 for one in fitted]
+        panel.errorbar(at, told, [told - low, high - told], label="foretold by the others", **style)
+    for one in made:
+        if value := one.ms(devices[0]) or one.fitted_ms:
+            figures.note(panel, one.name, (one.parameters / 1e6, value), (8, -9))
+
+
+def draw_memory(panel: Axes, made: Sequence[Size]) -> None:
+    x = [one.parameters / 1e6 for one in made]
+    panel.plot(x, [one.memory_gb for one in made], "-", color=figures.COLOURS[6], lw=1)
+    for measured, face, words in (
+        (True, figures.COLOURS[0], "measured"),
+        (False, "white", "planned, not run"),
+    ):
+        points = [(one.parameters / 1e6, one.memory_gb) for one in made if bool(one.measured) is measured]
+        if points:
+            panel.plot(*zip(*points, strict=True), "o", mfc=face, color=figures.COLOURS[0], label=words)
+    ram = sensors.machine()["ram_gb"]
+    panel.axhline(ram, color=figures.COLOURS[1], ls="--", lw=1)
+    panel.text(min(x), ram * 1.1, f"{ram:.0f} GB in this machine", fontsize=8, color=figures.COLOURS[1])
 
 
 def page(
@@ -236,5 +223,5 @@ def page(
 def record(made: Sequence[Size], pairs: int) -> dict[str, Any]:
     return {
         "pairs": pairs,
-        "sizes": [{**asdict(one), "documents_speedup": seed_speedup(one.parameters)} for one in made],
+        "sizes": [{**asdict(one), "documents_speedup": predicted_speedup(one.parameters)} for one in made],
     }

@@ -4,7 +4,7 @@ All of it as named tensors, so that a checkpoint is this and a position.
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,7 +68,11 @@ class Learner:
         if self.second is None:
             return pictures(), captions()
         ahead = self.second.submit(captions)
-        return pictures(), ahead.result()
+        try:
+            made = pictures()
+        finally:
+            wait([ahead])  # or what is tried again would meet what still runs
+        return made, ahead.result()
 
     def set_rate(self, lr: float) -> float:
         """Of the top layers; those below have their share of it."""

@@ -36,7 +36,11 @@ def settle(
     config: TrainConfig, model: CLIP, batch: Batch, steps: int, before: Plan | None, screen: Screen
 ) -> Placed:
     """The plan of a run. The model ends where it says."""
-    placed = keep(before, config) if before else decide(config, model, batch, steps, screen)
+    try:
+        placed = keep(before, config) if before else decide(config, batch, steps, screen)
+    except OSError as error:  # a full disk is no reason not to train
+        screen.warn(f"what is measured cannot be kept ({error}); going by what torch would take")
+        placed = Placed(plain(wishes_of(config)), "nothing could be measured")
     return placed if config.trust_device else trusted(placed, model, batch, screen)
 
 
@@ -82,7 +86,7 @@ def keep(before: Plan, config: TrainConfig) -> Placed:
     return Placed(replace(before, **asked), told)
 
 
-def decide(config: TrainConfig, model: CLIP, batch: Batch, steps: int, screen: Screen) -> Placed:
+def decide(config: TrainConfig, batch: Batch, steps: int, screen: Screen) -> Placed:
     here, wishes = devices.available(), wishes_of(config)
     known = measurements.here()
     rows = known.rows("step")

@@ -132,3 +132,11 @@ def row(cells: Sequence[str]) -> str:
 
 def percent(part: float) -> str:
     return f"{100 * part:.1f} %" if part >= 0.001 or part == 0 else f"{100 * part:.2g} %"
+
+
+def clock(seconds: float) -> str:
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:.1f} days"
+    if seconds >= 3600:
+        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
+    return f"{seconds:.0f} s" if seconds < 60 else f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"

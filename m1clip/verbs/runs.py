@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from m1clip import run as folders
-from m1clip.train.screen import percent
+from m1clip.train.screen import clock, percent
 from m1clip.verbs import flags, tables
 
 
@@ -46,7 +46,7 @@ def main(args: Args) -> int:
             STYLES.get(row["state"], "{}").format(row["state"]),
             f"{row['step']:,}",
             "–" if part is None else percent(part),
-            "–" if row["eta_s"] is None else tables.clock(row["eta_s"]),
+            "–" if row["eta_s"] is None else clock(row["eta_s"]),
             "–" if row["best_score"] is None else percent(row["best_score"]),
             row["best_by"] or "–",
             row["device"] or "–",

@@ -11,6 +11,7 @@ import tyro
 
 from m1clip import run as runs
 from m1clip.config import PRESETS, TrainConfig, from_json, preset
+from m1clip.train.screen import clock
 from m1clip.verbs import flags, tables
 
 if TYPE_CHECKING:  # it brings torch
@@ -136,7 +137,7 @@ def tell(args: Args, run: runs.Run, result: "Result") -> int:
     elif result.finished and result.scores:
         print()
         tables.show_retrieval(result.scores)
-        print(f"\nlearned in {tables.clock(result.seconds)}; the model is {run.model}")
+        print(f"\nlearned in {clock(result.seconds)}; the model is {run.model}")
         if result.best_step not in (None, result.step) and not args.training.patience:
             best = run.path / "best"
             print(f"step {result.best_step} scored higher by {args.training.best_by}: it is kept as {best}")
