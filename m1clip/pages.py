@@ -19,8 +19,8 @@ div.wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; margin: .8rem 0; }
 th, td { padding: .28rem .8rem .28rem 0; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; }
-th { color: var(--soft); font-weight: 500; } th:first-child, td:first-child { text-align: left; }
-td.words { text-align: left; white-space: normal; min-width: 18rem; }
+th { color: var(--soft); font-weight: 500; } 
+th.words, td.words { text-align: left; }
 img { max-width: 100%; height: auto; background: white; border-radius: 4px; }
 code { font-size: .92em; } p.note { color: var(--soft); }
 """
@@ -45,13 +45,14 @@ class Page:
         self.body.append("<ul>" + "".join(f"<li>{html.escape(point)}</li>" for point in points) + "</ul>")
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
-        self.markdown.append("\n".join("| " + " | ".join(_cell(c) for c in line) + " |" for line in lines))
-        head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-        body = "".join("<tr>" + "".join(_td(cell) for cell in row) + "</tr>" for row in rows)
-        self.body.append(
-            f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-        )
+        """Words to the left, numbers to the right."""
+        words = worded(rows)
+        marks = ["---" if word else "---:" for word in words]
+        lines = ["| " + " | ".join(map(_cell, line)) + " |" for line in (columns, marks, *rows)]
+        self.markdown.append("\n".join(lines))
+        head = _tr("th", columns, words)
+        body = "".join(_tr("td", row, words) for row in rows)
+        self.body.append(f"<div class=wide><table><thead>{head}</thead><tbody>{body}</tbody></table></div>")
 
     def picture(self, path: Path, words: str) -> None:
         """Beside the Markdown, inside the HTML."""
@@ -77,5 +78,15 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _td(text: str) -> str:
-    return f"<td{' class=words' if len(text) > 40 else ''}>{html.escape(text)}</td>"
+def _tr(tag: str, cells: Sequence[str], words: Sequence[bool]) -> str:
+    """A row of HTML."""
+    made = [
+        f"<{tag}{' class=words' if word else ''}>{html.escape(cell)}</{tag}>"
+        for cell, word in zip(cells, words, strict=True)
+    ]
+    return f"<tr>{''.join(made)}</tr>"
+
+
+def worded(rows: Sequence[Sequence[str]]) -> list[bool]:
+    """Which columns hold words: those in which some cell begins with a letter."""
+    return [any(cell[:1].isalpha() for cell in column) for column in zip(*rows, strict=True)]

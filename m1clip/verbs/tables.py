@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
+from m1clip.pages import worded
 from m1clip.train.screen import percent
 
 if TYPE_CHECKING:  # they bring torch, which --help must not wait for
@@ -58,6 +59,8 @@ def show_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]],
     lines = [list(row) for row in rows]
     kept = [i for i in range(len(columns)) if any(line[i] != left_out for line in lines)]
     made = table(*(columns[i] for i in kept))
+    for column, word in zip(made.columns, worded([[line[i] for i in kept] for line in lines]), strict=True):
+        column.justify = "left" if word else "right"
     for line in lines:
         made.add_row(*(line[i] for i in kept))
     if lines:
