@@ -18,8 +18,10 @@ from m1clip.devices import Plan
 
 Row = dict[str, Any]
 Numbers = NDArray[np.float64]
-PAYS = 1.05  # a change is worth it from here on; less is within what machines vary from day to day
-PAYS_SPLIT = 1.03
+PAYS = {"placement": 1.03, "threads": 1.05, "precision": 1.05, "compile": 1.05}  # times as fast
+VARIES = 1.15  # the same contest on another day: 2 shared cores, November 2026, mostly within this
+ENOUGH = 5  # samples
+NEAR = 4.0  # times the work, or a fourth: a contest of another model that is farther off tells nothing
 LEVELS = ("low", "medium", "high")
 
 
@@ -76,13 +78,26 @@ def predict(rows: Iterable[Row], plan: Plan, work: Work) -> Estimate | None:
     """A step's time by one plan: as measured, between or beyond what was, or from other models."""
     rows = [row for row in rows if plan_of(row) == plan]
     same = [row for row in rows if row["model"] == work.model]
-    for row in reversed(same):
-        if row["batch"] == work.batch and math.isclose(row["gflop"], work.gflop, rel_tol=0.01):
-            day = time.strftime("%d %B %Y", time.localtime(row["time"]))
-            return Estimate(row["step_ms"], row["low_ms"], row["high_ms"], f"measured on {day}", "high")
+    exact = [
+        row
+        for row in same
+        if row["batch"] == work.batch and math.isclose(row["gflop"], work.gflop, rel_tol=0.01)
+    ]
+    if exact:
+        return _as_measured(exact)
     if same:
         return _of_this_model(latest(same), work)
     return _of_other_models(latest(rows), work)
+
+
+def _as_measured(rows: list[Row]) -> Estimate:
+    """The newest; the range is that of all days, and never narrower than machines vary."""
+    newest = rows[-1]
+    ms, day = newest["step_ms"], time.strftime("%d %B %Y", time.localtime(newest["time"]))
+    low = min(ms / VARIES, *(row["low_ms"] for row in rows))
+    high = max(ms * VARIES, *(row["high_ms"] for row in rows))
+    sure = "high" if len(newest["samples_ms"]) >= ENOUGH else "medium"
+    return Estimate(ms, low, high, f"measured on {day}", sure)
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
@@ -98,7 +113,8 @@ def _of_this_model(rows: list[Row], work: Work) -> Estimate:
         return Estimate(told, told * 0.6, told * 1.5, basis, "low")
     told, beyond = _line(x, ms, work.step_gflop), _beyond(x, work.step_gflop)
     missed = [math.log(_line(x, ms, at) / true) for at, true in zip(x, ms, strict=True)]
-    wide = 1 + max(float(np.std(missed)) if len(rows) > 2 else 0.1, 0.05) + 0.1 * beyond
+    spread = 1.64 * float(np.std(missed)) if len(rows) > 2 else 0.2
+    wide = max(VARIES**1.5, math.exp(spread)) + 0.1 * beyond
     batches = f"{min(row['batch'] for row in rows)} to {max(row['batch'] for row in rows)}"
     basis = f"between measurements of this model (batches {batches})"
     if beyond:
@@ -172,13 +188,16 @@ def _work(row: Row) -> float:
 class Gain:
     """How much faster one plan was than another, taken in turns."""
 
+    plan: Plan
     ratio: float
     why: str
     confidence: str
     setup_s: float
     saved_ms: float
     clear: bool
-    """Whether the middle halves of the two are apart."""
+    """Whether nearly every round says the same, and the middle halves are apart."""
+    near: bool
+    """Whether it was measured for this model, or for much the same work."""
 
 
 def gain(rows: Sequence[Row], base: Plan, other: Plan, work: Work) -> Gain | None:
@@ -202,8 +221,17 @@ def gain(rows: Sequence[Row], base: Plan, other: Plan, work: Work) -> Gain | Non
     told = f"{spoken(b['step_ms'])} against {spoken(a['step_ms'])} {where}: {ratio:.2f}x"
     confidence = "high" if here else "medium" if same else "low"
     saved = (1 - 1 / ratio) * a["step_ms"] * work.step_gflop / _work(a)
-    clear = b["high_ms"] < a["low_ms"] or b["low_ms"] > a["high_ms"]
-    return Gain(ratio, told, confidence, b["setup_s"] or 0.0, saved, clear)
+    near = same or 1 / NEAR <= _work(a) / work.step_gflop <= NEAR
+    return Gain(other, ratio, told, confidence, b["setup_s"] or 0.0, saved, _clear(a, b), near)
+
+
+def _clear(a: Row, b: Row) -> bool:
+    apart: bool = b["high_ms"] < a["low_ms"] or b["low_ms"] > a["high_ms"]
+    if not apart:
+        return False
+    rounds = [x > y for x, y in zip(a["samples_ms"], b["samples_ms"], strict=False)]
+    faster: float = sum(rounds) / len(rounds)
+    return max(faster, 1 - faster) >= (0.8 if len(rounds) >= ENOUGH else 1.0)
 
 
 @dataclass(frozen=True)
@@ -241,104 +269,122 @@ class Advice:
         return "; ".join(said)
 
 
+@dataclass(frozen=True)
+class Best:
+    """What can be had from one device: the plain plan, or the one change to it that gains the most."""
+
+    plan: Plan
+    estimate: Estimate | None
+    choices: list[Choice]
+
+
 def advise(
     work: Work, rows: Sequence[Row], here: Sequence[str], wishes: Wishes | None = None, steps: int = 0
 ) -> Advice:
-    """One decision after the other, each against the same plain plan on the device chosen first."""
+    """The fastest plan that was measured; never two changes together that were only measured one by one."""
     wishes = wishes or Wishes()
-    advice = Advice(Plan())
-    _choose_device(advice, work, rows, here, wishes)
-    base = advice.plan
-    ratio = 1.0
-    for name in ("placement", "threads", "precision", "compile"):
-        ratio *= _choose(advice, name, base, work, rows, wishes, steps)
-    told = predict(rows, base, work)
-    if told and (whole := predict(rows, advice.plan, work)) and whole.confidence == "high":
-        advice.step = whole
-    elif told:
-        advice.step = replace(told, ms=told.ms / ratio, low=told.low / ratio, high=told.high / ratio)
-    return advice
+    names = [wishes.device] if wishes.device else list(here)
+    single = [key for key in PAYS if key != "placement"]
+    bests = {name: _best(name, work, rows, wishes, steps, single) for name in names}
+    known = {name: best.estimate for name, best in bests.items() if best.estimate}
+    if wishes.device:
+        device = Choice("device", wishes.device, f"asked for with --device {wishes.device}", "high")
+    elif len(here) == 1:
+        device = Choice("device", here[0], "no GPU that torch can use was found", "high")
+    elif not known:
+        device = Choice("device", here[-1], "nothing was measured yet: m1clip bench does", "low")
+    else:
+        device = _fastest(known, bests, here)
+    best = bests[device.value]
+    if wishes.device is None:  # two devices have to be faster than the faster of them
+        best = _best(device.value, work, rows, wishes, steps, list(PAYS))
+    return Advice(best.plan, [device, *best.choices], best.estimate, known)
 
 
-def _choose_device(
-    advice: Advice, work: Work, rows: Sequence[Row], here: Sequence[str], wishes: Wishes
-) -> None:
-    if wishes.device is not None:
-        advice.plan = Plan(wishes.device)
-        advice.choices.append(
-            Choice("device", wishes.device, f"asked for with --device {wishes.device}", "high")
-        )
-        return
-    told = {name: predict(rows, Plan(name), work) for name in here}
-    advice.by_device = {name: one for name, one in told.items() if one}
-    if len(here) == 1:
-        why, sure = "no GPU that torch can use was found", "high"
-        advice.choices.append(Choice("device", here[0], why, sure))
-        return
-    if not advice.by_device:
-        why = "nothing was measured yet: m1clip bench does"
-        advice.plan = Plan(here[-1])
-        advice.choices.append(Choice("device", here[-1], why, "low"))
-        return
-    best = min(advice.by_device, key=lambda name: advice.by_device[name].ms)
-    others = {name: one for name, one in advice.by_device.items() if name != best}
-    why = f"{advice.by_device[best]} a step"
-    why += "".join(f"; {name} {one}" for name, one in others.items())
-    why += "".join(f"; {name} was not measured" for name in here if name not in advice.by_device)
-    sure = min((one.confidence for one in advice.by_device.values()), key=LEVELS.index)
-    if not others or any(one.low < advice.by_device[best].high for one in others.values()):
+def _fastest(known: dict[str, Estimate], bests: dict[str, Best], here: Sequence[str]) -> Choice:
+    first = min(known, key=lambda name: known[name].ms)
+    others = {name: one for name, one in known.items() if name != first}
+    why = f"{_with(first, bests)}{known[first]} a step"
+    why += "".join(f"; {name} {_with(name, bests)}{one}" for name, one in others.items())
+    why += "".join(f"; {name} was not measured" for name in here if name not in known)
+    sure = min((one.confidence for one in known.values()), key=LEVELS.index)
+    if not others or any(one.ms / VARIES < known[first].ms for one in others.values()):
         sure, why = "low", why + (": too close to be sure" if others else "")
-    advice.plan = Plan(best)
-    advice.choices.append(Choice("device", best, f"{why} ({advice.by_device[best].basis})", sure))
+    return Choice("device", first, f"{why} ({known[first].basis})", sure)
 
 
-def _choose(
-    advice: Advice, name: str, base: Plan, work: Work, rows: Sequence[Row], wishes: Wishes, steps: int
-) -> float:
-    """Decide one thing; the gain in speed."""
-    plain, others = _options(name, base, rows)
-    asked = wishes.device if name == "placement" else getattr(wishes, name)
-    if asked is not None and name != "placement":
-        plan = replace(base, **{name: asked})  # type: ignore[arg-type]
-        found = gain(rows, base, plan, work)
-        told = f"asked for with --{name} {_value(name, plan)}" + (f" ({found.why})" if found else "")
-        _take(advice, name, plan, told, "high")
-        return found.ratio if found else 1.0
-    if asked is not None:  # a device was asked for: where the towers are is part of it
-        return 1.0
-    gains = {plan: found for plan in others if (found := gain(rows, base, plan, work))}
-    if not gains:
-        why = "no other was measured" if name != "placement" else "no placement of two was measured"
-        _take(advice, name, base, why, "low", plain)
-        return 1.0
-    plan = max(gains, key=lambda plan: gains[plan].ratio)
-    best = gains[plan]
-    pays = best.clear and best.ratio > (PAYS_SPLIT if name == "placement" else PAYS)
-    why = f"{_value(name, plan)}: {best.why}"
-    if name == "compile" and pays:
-        back_s = steps * best.saved_ms / 1e3
-        pays = back_s > best.setup_s
-        why += f"; {best.setup_s:.0f} s to translate, {back_s:.0f} s saved in {steps:,} steps"
-    if not pays:
-        unclear = (
-            ", but within what they vary" if best.ratio > 1 and not best.clear else ", which does not pay"
+def _with(name: str, bests: dict[str, Best]) -> str:
+    """What its time was reached with, if not plainly."""
+    return "" if bests[name].plan == Plan(name) else f"as {bests[name].plan} "
+
+
+def _best(
+    name: str, work: Work, rows: Sequence[Row], wishes: Wishes, steps: int, keys: Sequence[str]
+) -> Best:
+    """With what may be changed: some of placement, threads, precision, compile."""
+    asked = {key: value for key, value in vars(wishes).items() if value is not None and key != "device"}
+    base = replace(Plan(name), **asked)
+    told = predict(rows, base, work)
+    open_to = [key for key in keys if key not in asked]
+    gains = {key: found for key in open_to if (found := _most(key, base, work, rows))}
+    paying = {key: found for key, found in gains.items() if _verdict(key, found, steps) == PAID}
+    winner = max(paying, key=lambda key: paying[key].ratio, default=None)
+    choices = [
+        Choice(key, _value(key, base), f"asked for with --{key} {_value(key, base)}", "high") for key in asked
+    ]
+    for key in open_to:
+        choices.append(_choice(key, base, gains.get(key), winner, steps))
+    if winner is None:
+        return Best(base, told, choices)
+    taken = paying[winner]
+    exact = predict(rows, taken.plan, work)
+    if exact is None or exact.confidence == "low":
+        exact = told and replace(
+            told, ms=told.ms / taken.ratio, low=told.low / taken.ratio, high=told.high / taken.ratio
         )
-        _take(advice, name, base, why + unclear, best.confidence, plain)
-        return 1.0
-    _take(advice, name, plan, why, best.confidence)
-    return best.ratio
+    return Best(taken.plan, exact, choices)
 
 
-def _options(name: str, base: Plan, rows: Sequence[Row]) -> tuple[str, list[Plan]]:
-    """How the plain way is called, and the plans that differ from it in this one thing."""
-    plans = dict.fromkeys(plan_of(row) for row in rows)
-    if name == "placement":
-        return "one device", [
-            plan for plan in plans if plan.is_split and replace(plan, device=base.device) == base
-        ]
-    key = {"threads": "threads", "precision": "precision", "compile": "compile"}[name]
-    same = [plan for plan in plans if plan != base and replace(plan, **{key: getattr(base, key)}) == base]
-    return _value(name, base), same
+def _most(name: str, base: Plan, work: Work, rows: Sequence[Row]) -> Gain | None:
+    """The largest gain among the plans that differ from the plain one in this alone."""
+    key = "device" if name == "placement" else name
+    plans = [
+        plan
+        for plan in dict.fromkeys(plan_of(row) for row in rows)
+        if plan != base
+        and (plan.is_split if name == "placement" else plan.device == base.device)
+        and replace(plan, **{key: getattr(base, key)}) == base
+    ]
+    found = [one for plan in plans if (one := gain(rows, base, plan, work))]
+    return max(found, key=lambda one: one.ratio, default=None)
+
+
+PAID = "pays"
+
+
+def _verdict(name: str, found: Gain, steps: int) -> str:
+    """Whether a change pays, or why not."""
+    if found.ratio <= PAYS[name]:
+        return "which does not pay"
+    if not found.near:
+        return "too unlike to go by"
+    if not found.clear:
+        return "but within what they vary"
+    if name == "compile" and steps * found.saved_ms / 1e3 <= found.setup_s:
+        return f"which does not pay back {found.setup_s:.0f} s of compiling in {steps:,} steps"
+    return PAID
+
+
+def _choice(name: str, base: Plan, found: Gain | None, winner: str | None, steps: int) -> Choice:
+    plain = "one device" if name == "placement" else _value(name, base)
+    if found is None:
+        return Choice(name, plain, "no other was measured", "low")
+    why, verdict = f"{_value(name, found.plan)}: {found.why}", _verdict(name, found, steps)
+    if name == winner:
+        return Choice(name, _value(name, found.plan), why, found.confidence)
+    if verdict == PAID:
+        verdict = f"but {winner} gains more, and both together were not measured"
+    return Choice(name, plain, f"{why}, {verdict}", found.confidence)
 
 
 def _value(name: str, plan: Plan) -> str:
@@ -347,12 +393,6 @@ def _value(name: str, plan: Plan) -> str:
     if name == "threads":
         return str(plan.threads) if plan.threads else "torch's own"
     return plan.device if name == "placement" else plan.precision
-
-
-def _take(advice: Advice, name: str, plan: Plan, why: str, sure: str, shown: str | None = None) -> None:
-    key = "device" if name == "placement" else name
-    advice.plan = replace(advice.plan, **{key: getattr(plan, key)})
-    advice.choices.append(Choice(name, shown or _value(name, plan), why, sure))
 
 
 def as_json(advice: Advice) -> dict[str, Any]:

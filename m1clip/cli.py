@@ -47,6 +47,9 @@ def main() -> None:
 
 
 def run(words: list[str]) -> int:
+    # What MPS cannot do must fail, or the CPU would do it, be timed and be trusted in its name. Set here,
+    # because torch reads it when it is loaded.
+    os.environ["PYTORCH_ENABLE_MPS_FALLBACK"] = "0"
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:

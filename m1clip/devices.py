@@ -154,24 +154,28 @@ def precisions(device: torch.device) -> list[str]:
     return ["fp32", "bf16"] if device.type == "cpu" else ["fp32", "bf16", "fp16"]
 
 
-def product_gflops(device: torch.device, precision: str, size: int = 256) -> float:
-    """The rate of a small product of two matrices, in an instant: it tells what a chip merely emulates."""
+def product_gflops(device: torch.device, precision: str) -> float:
+    """The rate of products of two matrices, in an instant: it tells what a chip merely emulates."""
+    size, many = (1024, 8) if is_queued(device) else (256, 1)  # launching must not be what is timed
     a_NN, times = torch.randn(size, size, device=device).to(DTYPES[precision]), []
     for _ in range(4):
         synchronize(device)
         began = time.perf_counter()
-        a_NN @ a_NN
+        for _ in range(many):
+            a_NN @ a_NN
         synchronize(device)
         times.append(time.perf_counter() - began)
-    return 2e-9 * size**3 / min(times)
+    return 2e-9 * many * size**3 / min(times)
 
 
-def translate(module: torch.nn.Module, forgive: bool) -> None:
-    """Have torch.compile do the module's work; `forgive` goes on without it where that fails, and says so."""
+def translate(module: torch.nn.Module) -> None:
+    """Have torch.compile do the module's work from its next call on."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(
         logging.ERROR
     )  # it misses CUDA where nobody asked
-    torch._dynamo.config.suppress_errors = forgive
+    # All blocks are one piece of code to it: beyond the default limit of 8 they would run uncompiled, unsaid.
+    torch._dynamo.config.recompile_limit = 256
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
     module.compile()
 
 
@@ -209,6 +213,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return known or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
 
 
+# What a device, its compiler or its memory answers where something cannot be done there; MPS raises a
+# TypeError for types that it does not have.
+REFUSALS = (RuntimeError, TypeError, MemoryError)
+
+
+def refusal(error: BaseException) -> str:
+    """In a few words."""
+    if is_out_of_memory(error):
+        return "it ran out of memory"
+    said = str(error).strip().splitlines()
+    return said[0] if said else type(error).__name__
+
+
 def release(device: torch.device) -> None:
     """Give back what the allocator keeps for later."""
     gc.collect()
@@ -233,7 +250,7 @@ def stamp(device: torch.device) -> Any:
     """A point in the device's own time; put down without waiting for it, but on MPS."""
     if device.type == "cuda":
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(device))
         return event
     if device.type == "mps":
         torch.mps.synchronize()
@@ -248,7 +265,7 @@ def ms_between(start: Any, end: Any) -> float:
 def memory_gb(device: torch.device) -> float | None:
     """What torch holds on a GPU now; the CPU's is the process's."""
     if device.type == "cuda":
-        return torch.cuda.memory_allocated() / 1e9
+        return torch.cuda.memory_allocated(device) / 1e9
     if device.type == "mps":
         return torch.mps.driver_allocated_memory() / 1e9
     return None
@@ -265,7 +282,7 @@ def limit_gb(device: torch.device) -> float | None:
 
 def forget_peak(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def shares_memory(device: torch.device) -> bool:
@@ -275,13 +292,13 @@ def shares_memory(device: torch.device) -> bool:
 
 def peak_gb(device: torch.device) -> float | None:
     """The most torch has held on a GPU; on MPS, which does not say, what its driver holds now."""
-    return torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else memory_gb(device)
+    return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else memory_gb(device)
 
 
 def free_gb(device: torch.device) -> float | None:
     """What can still be allocated on a GPU; None on the CPU."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info()[0] / 1e9
+        return torch.cuda.mem_get_info(device)[0] / 1e9
     if device.type == "mps":
         return (torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()) / 1e9
     return None

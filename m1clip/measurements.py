@@ -15,31 +15,53 @@ from m1clip import sensors
 from m1clip.run import cache_folder, finite, json_lines
 
 Row = dict[str, Any]
+NEEDED = {
+    "step": {
+        *("time", "contest", "model", "preset", "batch", "tokens", "parameters", "gflop", "activation_gb"),
+        *("device", "precision", "compile", "threads", "step_ms", "low_ms", "high_ms", "samples_ms"),
+        *("phases_ms", "setup_s", "peak_gb", "watts", "pairs_per_s", "pairs_per_joule"),
+    },
+    "cost": {"model", "tokens", "parameters", "gflop", "activation_gb"},
+}
 
 
 class Measurements:
     def __init__(self, folder: Path):
         self.folder, self.path = folder, folder / "measurements-1.jsonl"  # another number if rows change
+        self.here: list[Row] = []
+        self.unkept: str | None = None
 
     def add(self, kind: str, **values: Any) -> Row:
+        """Append a line. Where that fails the row is known to this process, and `unkept` says why."""
+        row = finite({"kind": kind, "time": round(time.time(), 1), **values})
+        try:
+            self._append(json.dumps(row, allow_nan=False) + "\n")
+        except OSError as error:
+            self.unkept = str(error)
+            self.here.append(row)
+        return dict(row)
+
+    def _append(self, line: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        row = {"kind": kind, "time": round(time.time(), 1), **values}
-        line = json.dumps(finite(row), allow_nan=False) + "\n"
         handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             size = os.fstat(handle).st_size
             torn = size and os.pread(handle, 1, size - 1) != b"\n"  # by a process that was killed
-            os.write(handle, (("\n" if torn else "") + line).encode())
+            data = (("\n" if torn else "") + line).encode()
+            if os.write(handle, data) < len(data):
+                raise OSError("the disk is full")
         finally:
             os.close(handle)
-        return row
 
-    def rows(self, kind: str | None = None, **same: Any) -> list[Row]:
-        """Oldest first, those that agree with every given value."""
+    def rows(self, kind: str, **same: Any) -> list[Row]:
+        """Oldest first, those that agree with every given value. A row that lacks something is none."""
+        needed = NEEDED.get(kind, set())
         return [
             row
-            for row in json_lines(self.path)
-            if kind in (None, row.get("kind")) and all(row.get(key) == value for key, value in same.items())
+            for row in (*json_lines(self.path), *self.here)
+            if row.get("kind") == kind
+            and row.keys() >= needed
+            and all(row.get(key) == value for key, value in same.items())
         ]
 
 

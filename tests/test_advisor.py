@@ -14,8 +14,14 @@ SMALL = Work("m1", "small", 40_000_000, 10.0, 32)
 
 
 def row(plan=None, ms=100.0, batch=32, model="m1", name="small", gflop=10.0, contest=None, **more):
-    spread = {"low_ms": ms * 0.98, "high_ms": ms * 1.02, "samples_ms": [ms * 0.98, ms, ms * 1.02]}
+    spread = {
+        "low_ms": ms * 0.98,
+        "high_ms": ms * 1.02,
+        "samples_ms": [ms * k for k in (0.98, 0.99, 1, 1.01, 1.02)],
+    }
     facts = {"model": model, "preset": name, "batch": batch, "gflop": gflop, "parameters": 40_000_000}
+    facts |= {"tokens": 8, "activation_gb": 0.01, "peak_gb": 1.0, "phases_ms": {}, "watts": None}
+    facts |= {"pairs_per_s": 1e3 * batch / ms, "pairs_per_joule": None}
     return {
         **{
             "kind": "step",
@@ -36,6 +42,12 @@ def test_what_was_measured_is_told_as_it_was():
     told = predict([row(ms=100), row(ms=90)], Plan(), SMALL)
     assert (told.ms, told.confidence) == (90, "high")  # the newest
     assert told.basis.startswith("measured on")
+    assert (told.low, told.high) == (
+        pytest.approx(90 / 1.15),
+        pytest.approx(103.5),
+    )  # as much as machines vary
+    few = predict([row(ms=90, samples_ms=[90, 90, 90])], Plan(), SMALL)
+    assert few.confidence == "medium"
 
 
 def test_between_measured_batches_time_is_a_constant_and_a_part_that_grows():
@@ -106,10 +118,7 @@ def test_the_faster_device_is_chosen_for_this_batch_and_the_other_for_that():
         ]
     small, large = (advise(replace(SMALL, batch=batch), rows, ["cpu", "mps"]) for batch in (2, 32))
     assert (small.plan.device, large.plan.device) == ("cpu", "mps")
-    assert (
-        large.choices[0].why
-        == "168 ms (165 ms to 171 ms) a step; cpu 640 ms (627 ms to 653 ms) (measured on 09 September 2001)"
-    )
+    assert large.choices[0].why.startswith("168 ms (146 ms to 193 ms) a step; cpu 640 ms (557 ms to 736 ms)")
     assert large.choices[0].confidence == "high"
     assert large.step.ms == 168
 
@@ -130,8 +139,9 @@ def test_a_device_that_was_not_measured_is_named():
 
 def test_every_other_decision_goes_by_the_same_contest():
     """The variants were measured on a day when everything was twice as slow: only the ratio counts."""
-    rows = [row(ms=100), row(ms=200, contest="slow day"), row(Plan(threads=4), 120, contest="slow day")]
-    rows += [row(Plan(precision="bf16"), 300, contest="slow day")]
+    slow = {"contest": "slow day", "time": 1.1e9}
+    rows = [row(ms=100), row(ms=200, **slow), row(Plan(threads=4), 120, **slow)]
+    rows += [row(Plan(precision="bf16"), 300, **slow)]
     advice = advise(SMALL, rows, ["cpu"])
     assert advice.plan == Plan("cpu", threads=4)
     told = {choice.name: choice for choice in advice.choices}
@@ -161,14 +171,15 @@ def test_compiling_has_to_pay_within_the_run(steps, chosen):
     rows = [row(ms=100), row(Plan(compile=True), 80, setup_s=30.0)]
     choice = next(one for one in advise(SMALL, rows, ["cpu"], steps=steps).choices if one.name == "compile")
     assert choice.value == chosen
-    assert f"30 s to translate, {steps * 0.02:.0f} s saved in {steps:,} steps" in choice.why
+    assert ("does not pay back 30 s of compiling in 100 steps" in choice.why) == (chosen == "off")
 
 
-def test_what_is_asked_for_is_taken_and_its_price_told():
+def test_what_is_asked_for_is_taken_and_its_time_told():
     rows = [row(ms=100), row(Plan(precision="bf16"), 400)]
     advice = advise(SMALL, rows, ["cpu"], Wishes(device="cpu", precision="bf16"))
     assert advice.plan == Plan("cpu", "bf16")
-    assert "asked for with --precision bf16 (400 ms against 100 ms at batch 32: 0.25x)" in advice.why()
+    assert advice.why() == "asked for with --device cpu; precision bf16 (asked for with --precision bf16)"
+    assert advice.step.ms == 400
 
 
 def test_another_models_contest_counts_for_less():
@@ -176,6 +187,39 @@ def test_another_models_contest_counts_for_less():
     found = gain(rows, Plan(), Plan(threads=1), SMALL)
     assert (found.confidence, found.ratio) == ("low", 2.0)
     assert "for nano at batch 32" in found.why
+
+
+def test_two_changes_are_not_taken_together_unless_they_were_measured_so():
+    """A placement and fp16 each gain: both at once would put the text tower on the CPU in fp16."""
+    split = Plan("vision=mps,text=cpu")
+    rows = [row(Plan("cpu"), 300), row(Plan("mps"), 100), row(split, 80), row(Plan("mps", "fp16"), 60)]
+    advice = advise(SMALL, rows, ["cpu", "mps"])
+    assert advice.plan == Plan("mps", "fp16")
+    assert advice.step.ms == 60
+    placement = next(one for one in advice.choices if one.name == "placement")
+    assert "but precision gains more, and both together were not measured" in placement.why
+
+
+def test_a_device_is_judged_by_the_best_it_can():
+    rows = [row(Plan("cpu"), 95), row(Plan("mps"), 100), row(Plan("mps", "fp16"), 50)]
+    advice = advise(SMALL, rows, ["cpu", "mps"])
+    assert advice.plan == Plan("mps", "fp16")
+    assert advice.choices[0].why.startswith("as mps, fp16 50 ms")
+
+
+def test_a_contest_of_far_less_work_decides_nothing():
+    rows = [
+        row(model="x", name="nano", gflop=0.1),
+        row(Plan(threads=1), 50, model="x", name="nano", gflop=0.1),
+    ]
+    advice = advise(SMALL, rows, ["cpu"])
+    assert advice.plan == Plan()
+    assert "too unlike to go by" in next(one for one in advice.choices if one.name == "threads").why
+
+
+def test_a_gain_that_one_round_of_three_denies_is_not_clear():
+    other = row(Plan(threads=1), 80, samples_ms=[80, 80, 120], low_ms=79, high_ms=81)
+    assert gain([row(samples_ms=[100, 100, 100]), other], Plan(), Plan(threads=1), SMALL).clear is False
 
 
 def test_what_a_step_costs_decides_which_model_it_is():

@@ -230,5 +230,70 @@ def test_a_device_that_is_gone_when_the_run_is_resumed_is_replaced_and_told(tiny
     assert "it was on mps, but" in placed.why
 
 
+def test_another_device_does_not_inherit_the_old_ones_precision(tiny_run):
+    placed = settled(replace(tiny_run, device="cpu"), before=Plan("mps", "fp16", True))
+    assert placed.plan == Plan("cpu")
+    assert placed.why == "as it was before, --device cpu"
+
+
+@pytest.mark.parametrize(("first", "then"), [("fp16", "fp32"), ("fp32", "fp16")])
+def test_the_scale_of_the_loss_belongs_to_the_precision(tiny, first, then):
+    """A run in fp16 that went on in fp32 had gradients a thousand times too long."""
+    config = TrainConfig(model=tiny, batch=8)
+    learners = [Learner(some_learner(config).model, config, Plan("cpu", one)) for one in (first, then)]
+    train_step(learners[0], some_batch(8))
+    learners[1].load(learners[0].model.state_dict(), learners[0].tensors())
+    norms = [train_step(learner, some_batch(8, seed=2))[0][3].item() for learner in learners]
+    assert norms[1] == pytest.approx(norms[0], rel=0.05)
+    assert learners[1].loss_scale == (LOSS_SCALE if then == "fp16" else 1)
+
+
+def test_an_overflow_in_fp16_is_no_skip_that_counts(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("m1clip.train.learner.LOSS_SCALE", 1e9)
+    config = replace(tiny_run, precision="fp16", max_skips=0)
+    assert trained(config, tmp_path / "r").finished
+    events = [one for one in runs.Run(tmp_path / "r").records("event") if one["event"] == "loss scale halved"]
+    assert events
+
+
+def test_parity_takes_the_step_itself_with_its_noise(tiny, monkeypatch):
+    """The noise of dropped tokens goes wrong on the device alone: no module shows it."""
+    from m1clip.model import noise
+
+    real, calls = noise.uniform, []
+
+    def wrong(key_B, salt, shape):
+        calls.append(salt)
+        drawn = real(key_B, salt, shape)
+        return drawn.flip(1) if calls.count(0) == 2 and salt == 0 else drawn
+
+    fake_gpu(monkeypatch)
+    monkeypatch.setattr(noise, "uniform", wrong)
+    config = TrainConfig(model=tiny, batch=8, drop_tokens=0.5)
+    found = parity.check(CLIP(tiny), some_batch(8), Plan("mps"), config)
+    assert "the loss of a whole step" in str(found)
+
+
+def test_parity_leaves_the_weights_as_they_were(tiny, monkeypatch):
+    fake_gpu(monkeypatch)
+    model = CLIP(tiny)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert parity.check(model, some_batch(8), Plan("mps"), TrainConfig(model=tiny, optimizer="muon"))
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_what_cannot_be_compiled_is_trained_without_and_said(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/bin/false",))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    torch._dynamo.reset()
+    screen = Quiet()
+    assert trained(replace(tiny_run, compile="on", steps=2), tmp_path / "r", screen=screen).finished
+    machine = runs.Run(tmp_path / "r").read("machine.json")
+    assert machine["plan"]["compile"] is False
+    assert "; not compiled: " in machine["why"]
+    assert any(warning.startswith("not compiled: ") for warning in screen.warnings)
+
+
 def test_steps_end_a_run_whatever_the_epochs(tiny_run, tmp_path):
     assert trained(replace(tiny_run, steps=5), tmp_path / "r").step == 5

@@ -10,6 +10,7 @@ from m1clip.bench import figures
 from m1clip.bench.report import short
 from m1clip.pages import Page
 from m1clip.run import Run
+from m1clip.train.timing import quartiles
 
 Row = dict[str, Any]
 COLUMNS = (
@@ -58,11 +59,13 @@ class Contestant:
             return {"wish": self.wish, "failed": self.failed}
         steps, ms = self.steps, self.counted
         looks = list(self.run.records("watch"))
-        low, middle, high = figures_of(ms)
+        low, middle, high = quartiles(ms)
         joules = looks[-1]["joules"] if looks else None
         seconds = sum(row["step_ms"] + row["between_ms"] for row in steps) / 1e3
         losses = [row["loss"] for row in steps if row["loss"] is not None]
-        theirs = [row["loss"] for row in first.steps if row["loss"] is not None]
+        theirs = {row["step"]: row["loss"] for row in first.steps}
+        pairs = [(row["loss"], theirs.get(row["step"])) for row in steps]
+        apart = [abs(a - b) for a, b in pairs if a is not None and b is not None]
         return {
             "wish": self.wish,
             "device": self.run.read("machine.json")["device"],
@@ -78,13 +81,8 @@ class Contestant:
             "watts": None if joules is None else joules / seconds,
             "last_loss": mean(losses[-10:]) if losses else None,
             "mean_r1": self.scores.get("mean_r1"),
-            "losses_apart": max((abs(a - b) for a, b in zip(losses, theirs, strict=False)), default=None),
+            "losses_apart": max(apart, default=None),
         }
-
-
-def figures_of(ms: Sequence[float]) -> tuple[float, float, float]:
-    ordered = sorted(ms)
-    return ordered[len(ordered) // 4], median(ordered), ordered[-1 - len(ordered) // 4]
 
 
 def table(contestants: Sequence[Contestant]) -> list[list[str]]:
@@ -108,7 +106,7 @@ def table(contestants: Sequence[Contestant]) -> list[list[str]]:
                 short(row["watts"]),
                 "–" if row["last_loss"] is None else f"{row['last_loss']:.3f}",
                 "–" if recall is None else f"{100 * recall:.1f} %",
-                "" if one is contestants[0] else f"{row['losses_apart']:.1e}",
+                "" if one is contestants[0] or row["losses_apart"] is None else f"{row['losses_apart']:.1e}",
             ]
         )
     return lines

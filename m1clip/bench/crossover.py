@@ -17,7 +17,7 @@ from m1clip.advisor import plan_of
 from m1clip.devices import Plan
 
 Row = dict[str, Any]
-DRAWS, POINTS = 400, 3
+DRAWS, POINTS, SURE = 400, 3, 0.95
 Numbers = NDArray[np.float64]
 
 
@@ -29,6 +29,8 @@ class Crossing:
     """Faster above; where they never cross, the slower one throughout."""
     along: str
     of: str
+    never: bool
+    """Whether it is sure that the first is the faster one throughout."""
     at: float | None
     low: float | None
     high: float | None
@@ -41,7 +43,7 @@ class Crossing:
         if self.at is None or self.low is None or self.high is None:
             least, most = self.ratios
             lead = f"{self.first} is {least:.2f} to {most:.2f} times as fast as {self.second}"
-            answer = "never" if least >= 1 else "undecided"
+            answer = "never" if self.never else "undecided"
             return f"{self.of}: {answer}, in the measured range ({a} to {b}); {lead}"
         at, low, high = (number(one, self.along) for one in (self.at, self.low, self.high))
         return f"{self.of}: {self.second} overtakes {self.first} at {at} ({low} to {high})"
@@ -89,15 +91,17 @@ def _crossing(
         one, other, ratios = other, one, 1 / ratios
         samples = [(b, a) for a, b in samples]
     sides = list(zip(*samples, strict=True))
-    drawn = [_zero(x, np.log(_draw(sides[1], rng) / _draw(sides[0], rng))) for _ in range(DRAWS)]
-    inside = [at for at in drawn if at is not None]
+    drawn = [np.log(_draw(sides[1], rng) / _draw(sides[0], rng)) for _ in range(DRAWS)]
     span, extremes = (math.exp(x[0]), math.exp(x[-1])), (float(ratios.min()), float(ratios.max()))
-    if len(inside) < DRAWS / 2:
-        return Crossing(one, other, along, of, None, None, None, span, extremes)
-    low, at, high = np.exp(np.quantile(inside, (0.05, 0.5, 0.95)))
-    if ratios[0] < ratios[-1]:  # the first is the faster one above
+    never = float(np.mean([(y > 0).all() for y in drawn])) >= SURE
+    below, above = (float(np.mean([y[end] > 0 for y in drawn])) for end in (0, -1))
+    if never or not ((below >= SURE and above <= 1 - SURE) or (below <= 1 - SURE and above >= SURE)):
+        return Crossing(one, other, along, of, never, None, None, None, span, extremes)
+    met = [at for y in drawn if (at := _zero(x, y)) is not None]
+    low, at, high = np.exp(np.quantile(met, (0.05, 0.5, 0.95)))
+    if above >= SURE:  # the first is the faster one above
         one, other = other, one
-    return Crossing(one, other, along, of, at, low, high, span, extremes)
+    return Crossing(one, other, along, of, never, at, low, high, span, extremes)
 
 
 def _draw(rows: Sequence[Row], rng: np.random.Generator) -> Numbers:

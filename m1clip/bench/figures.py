@@ -120,6 +120,7 @@ def ratios(rows: Sequence[Row], found: Sequence[Crossing], path: Path) -> Path:
         base = plan_of(mine[0])
         first = {row["contest"]: row["step_ms"] for row in mine if plan_of(row) == base}
         for plan, line in lines_of(mine).items():
+            line = [row for row in line if row["contest"] in first]  # the plain plan may have failed in one
             speed = [first[row["contest"]] / row["step_ms"] for row in line]
             panel.plot([row["batch"] for row in line], speed, "o-", color=colour[plan], ms=4, label=str(plan))
         for one in found:

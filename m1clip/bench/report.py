@@ -43,6 +43,8 @@ class Sweep:
     operations: list[Row]
     steps: list[Row]
     skipped: list[Row]
+    refused: list[Row]
+    """Operations that a device would not do."""
 
     @property
     def peaks(self) -> dict[tuple[str, str], float]:
@@ -58,12 +60,17 @@ class Sweep:
         crossing = [one.record() for one in self.crossings]
         return {
             **{"session": self.session, "machine": self.machine, "peaks": best},
-            **{"operations": self.operations, "steps": steps, "skipped": self.skipped, "crossings": crossing},
+            **{
+                "operations": self.operations,
+                "steps": steps,
+                "skipped": self.skipped + self.refused,
+                "crossings": crossing,
+            },
         }
 
 
 def read(known: Measurements, session: str, machine: dict[str, Any]) -> Sweep:
-    kinds = (of(known, session, kind) for kind in ("operation", "step", "skipped"))
+    kinds = (of(known, session, kind) for kind in ("operation", "step", "skipped", "refused"))
     return Sweep(session, machine, *kinds)
 
 
@@ -121,12 +128,11 @@ def findings(sweep: Sweep) -> list[str]:
 
 
 def left_out(sweep: Sweep) -> list[str]:
-    return [
-        f"{row['preset']}, batch {row['batch']:,}"
-        + (f", {plan_of(row)}" if "device" in row else "")
-        + f": {row['reason']}"
-        for row in sweep.skipped
-    ]
+    said = [f"{row['operation']} {row['size']} on {row['device']}: {row['reason']}" for row in sweep.refused]
+    for row in sweep.skipped:
+        plan = f", {plan_of(row)}" if "device" in row else ""
+        said.append(f"{row['preset']}, batch {row['batch']:,}{plan}: {row['reason']}")
+    return said
 
 
 def write(sweep: Sweep, folder: Path) -> Path:
@@ -142,9 +148,9 @@ def write(sweep: Sweep, folder: Path) -> Path:
     page.points(findings(sweep))
     if sweep.steps:
         about_steps(page, sweep, folder)
-    if sweep.skipped:
+    if left := left_out(sweep):
         page.heading("Left out")
-        page.points(left_out(sweep))
+        page.points(left)
     if sweep.operations:
         about_operations(page, sweep, folder)
     return page.write(folder, "bench")

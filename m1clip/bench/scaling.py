@@ -77,9 +77,8 @@ def run(
         free = sensors.available_gb()
         batch = next((b for b in BATCHES if need_gb(work, b, len(devices)) < 0.9 * free), None)
         if batch is None:
-            reason = (
-                f"needs {need_gb(work, BATCHES[-1], 1):.1f} GB at batch {BATCHES[-1]}, {free:.1f} GB are free"
-            )
+            need = need_gb(work, BATCHES[-1], len(devices))
+            reason = f"it needs {need:.1f} GB at batch {BATCHES[-1]}, {free:.1f} GB are free"
             known.add("skipped", session=session, preset=name, batch=BATCHES[-1], reason=reason)
             continue
         config = replace(config, batch=batch, optimizer="adamw")  # one for all sizes
@@ -213,7 +212,7 @@ def page(
         "GPU was; – where there is none. Documents: what their predicted_speedup says for that many "
         "parameters; it rests on one model, which was never trained on a GPU."
     )
-    left = [f"{one.name}: {one.reason}" for one in made if one.reason]
+    left = [f"{one.name}: {one.reason}" for one in made if one.reason and not one.measured]
     if left:
         document.text("Not run:")
         document.points(left)

@@ -46,13 +46,13 @@ class Learner:
         """Where the loss is, and the pictures."""
         return self.model.logit_scale.device
 
-    def use(self, plan: Plan, forgive: bool = True) -> None:
+    def use(self, plan: Plan) -> None:
         """Go on with another precision, compiled or not, with other threads; on the same devices."""
         assert plan.device == self.plan.device
         self.plan = plan
         for block in (*self.model.vision.blocks, *self.model.text.blocks):
             if plan.compile and block not in self.translated:
-                devices.translate(block, forgive)
+                devices.translate(block)
                 self.translated[block] = block._compiled_call_impl
             block._compiled_call_impl = self.translated[block] if plan.compile else None
         if plan.is_split and (self.second is None or plan.threads != self.second_threads):
@@ -89,13 +89,16 @@ class Learner:
         """Give the gradients their true length again."""
         if self.plan.precision != "fp16":
             return
+        scale = {place: self.loss_scale.to(place) for place in self.model.places}
         for weight in self.weights.values():
             if weight.grad is not None:
-                weight.grad /= self.loss_scale.to(weight.device)
+                weight.grad /= scale[weight.device]
 
     def update(self, bad: Tensor) -> None:
         """One step of the optimisers; none at all where `bad` says that something is not finite."""
-        on_device = all(devices.can_skip(place) for place in self.model.places)
+        vision, text = self.model.places
+        # On two devices the flag would be copied in the background, and read before it is there.
+        on_device = vision == text and devices.can_skip(vision)
         if self.plan.precision == "fp16":
             grown = torch.where((self.updates + 1) % GROWS_AFTER == 0, 2.0, 1.0)
             self.loss_scale *= torch.where(bad, 0.5, grown)
@@ -109,8 +112,9 @@ class Learner:
         if self.mean is not None:
             # At first the mean is of few steps, or it would remember the random start for long.
             memory = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.config.ema)
+            part = {place: ((1 - memory) * ~bad).to(place) for place in self.model.places}
             for name, weight in self.weights.items():
-                self.mean[name].lerp_(weight, ((1 - memory) * ~bad).to(weight.device))
+                self.mean[name].lerp_(weight, part[weight.device])
 
     @contextmanager
     def averaged(self) -> Iterator[CLIP]:
@@ -138,18 +142,14 @@ class Learner:
         if self.mean is not None:
             kept |= {f"{name}/weight": weight.detach() for name, weight in self.weights.items()}
         kept = {key: value.cpu().contiguous() for key, value in kept.items()}
-        return {
-            "random_state": torch.get_rng_state(),
-            "updates": self.updates.cpu(),
-            "loss_scale": self.loss_scale.cpu(),
-            **kept,
-        }
+        scale = {"loss_scale": self.loss_scale.cpu()} if self.plan.precision == "fp16" else {}
+        return {"random_state": torch.get_rng_state(), "updates": self.updates.cpu(), **scale, **kept}
 
     def load(self, weights: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
         """Put a checkpoint in place, once all of it is known to fit."""
         tensors = dict(tensors)
         random_state, updates = tensors.pop("random_state"), tensors.pop("updates")
-        loss_scale = tensors.pop("loss_scale", self.loss_scale)
+        loss_scale = tensors.pop("loss_scale", None)
         state: dict[str, dict[str, Tensor]] = {name: {} for name in self.weights}
         for key, value in tensors.items():
             name, _, what = key.rpartition("/")
@@ -164,5 +164,7 @@ class Learner:
                 weight.data.copy_(moving)
             optimizer = owner[id(weight)]
             optimizer.state[weight] = {key: value.to(weight.device) for key, value in state[name].items()}
-        self.updates, self.loss_scale = updates.to(self.device), loss_scale.to(self.device)
+        self.updates = updates.to(self.device)
+        if self.plan.precision == "fp16" and loss_scale is not None:  # it may have been trained in another
+            self.loss_scale = loss_scale.to(self.device)
         torch.set_rng_state(random_state)

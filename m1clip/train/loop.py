@@ -5,7 +5,7 @@ What a person sees goes through `Screen`; what lasts goes through `Run`.
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -92,8 +92,9 @@ def check(config: TrainConfig, runs: Path, resumed: Run | None, screen: Screen) 
         )
     start, damaged = checkpoint.newest_whole(resumed) if resumed else (None, {})
     if start and checkpoint.step_of(start) > total:
-        done = checkpoint.step_of(start)
-        raise ValueError(f"{start.parent} is at step {done}; {config.epochs} epochs have only {total}")
+        done, asked = checkpoint.step_of(start), f"{config.epochs} epochs have"
+        asked = f"--steps {config.steps} are" if config.steps else asked
+        raise ValueError(f"{start.parent} is at step {done}; {asked} only {total}")
     before = planned(resumed) if start and resumed else None
     words = Tokenizer.load(start / "tokenizer.json") if start else None
     words = words or make_tokenizer(config.tokenizer, captions(data.train), config.model.text.vocab)
@@ -136,13 +137,14 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
     last = batches.at(setup.total - 1)  # its pictures are the largest
     placed = place.settle(config, model, last, setup.total, setup.before, screen)
     devices.prepare(placed.plan)
-    learner = Learner(model, config, placed.plan)
+    learner = Learner(model, config, replace(placed.plan, compile=False))
     progress = checkpoint.load(setup.start, learner) if setup.start else Progress()
-    introduce(run, config, setup, placed, progress, screen)
+    introduce(run, config, setup, progress, screen)
     meter, keeper = Meter(config, learner.device), Keeper(run, learner, progress, screen.warn)
     watch, scores = Watch(run, screen, learner, progress, batches), None
     meter.recall(row for row in run.records("step") if row["step"] > batches.epoch_start(progress.step))
     divided = divide(learner, progress, last, watch)
+    placed = arrange(run, placed, learner, last, screen)
     screen.start(facts(run, setup, placed, learner, progress, divided), meter.chance, 1 / len(held_out))
 
     tracker = track.mirrored(run, config, progress.step, screen.warn)
@@ -185,19 +187,9 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
     return Result(finished, progress.step, progress.seconds, scores, progress.best_step)
 
 
-def introduce(
-    run: Run, config: TrainConfig, setup: Setup, placed: Placed, progress: Progress, screen: Screen
-) -> None:
-    """What the run is, where it runs and why there. Written once the checkpoint, if any, is known to fit."""
-    machine = {
-        **sensors.machine(),
-        "torch": torch.__version__,
-        **placed.record(),
-        "cpu_threads": placed.plan.threads or devices.THREADS,
-        "m1clip": __version__,
-    }
+def introduce(run: Run, config: TrainConfig, setup: Setup, progress: Progress, screen: Screen) -> None:
+    """What the run is. Written once the checkpoint, if any, is known to fit."""
     write_whole(run.path / "config.json", to_json(config))  # first: from here on the run can be resumed
-    run.write("machine.json", machine)
     run.write("data.json", setup.data.record())
     run.rewind(progress.step)
     for path, what in setup.damaged.items():
@@ -239,6 +231,20 @@ def divide(learner: Learner, progress: Progress, last: Batch, watch: Watch) -> s
     progress.chunk = learner.chunk
     watch.run.log("event", progress.step, event="chunk", chunk=learner.chunk, reason=why)
     return why
+
+
+def arrange(run: Run, placed: Placed, learner: Learner, last: Batch, screen: Screen) -> Placed:
+    """Compile, if that is the plan and can be done; then write where the run is trained and why there."""
+    placed = place.compiled(placed, learner, last, screen)
+    machine = {
+        **sensors.machine(),
+        "torch": torch.__version__,
+        **placed.record(),
+        "cpu_threads": placed.plan.threads or devices.THREADS,
+        "m1clip": __version__,
+    }
+    run.write("machine.json", machine)
+    return placed
 
 
 def captions(pairs: Side) -> Iterator[str]:

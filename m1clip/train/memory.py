@@ -82,7 +82,7 @@ def trial(learner: Learner, batch: Batch, chunk: int) -> float | None:
             ran_out = True
     after = devices.peak_gb(learner.device)
     learner.zero_grad()
-    devices.release(learner.device)
+    release(learner)
     if ran_out:
         return None
     return peak.gb if before is None or after is None else after - before
@@ -107,7 +107,7 @@ def careful_step(
                 raise
         # Here, outside of `except`, the error is gone and with it what its frames held.
         learner.zero_grad()
-        devices.release(learner.device)
+        release(learner)
         learner.chunk = -(-min(learner.chunk, len(batch)) // 2)
         divided(learner.chunk)
 
@@ -130,6 +130,11 @@ def kept_gb(learner: Learner) -> float:
     """What stays from step to step: weights, their average, the optimisers' memory."""
     moments = [value for o in learner.optimizers for state in o.state.values() for value in state.values()]
     return gb(list(learner.weights.values())) + gb(moments) + gb(list((learner.mean or {}).values()))
+
+
+def release(learner: Learner) -> None:
+    for place in learner.model.places:
+        devices.release(place)
 
 
 def gb(tensors: list[Tensor] | list[torch.nn.Parameter]) -> float:

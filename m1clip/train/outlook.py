@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from m1clip import sensors
-from m1clip.advisor import Advice, Choice, Estimate, Work, spoken
+from m1clip.advisor import Advice, Choice, Estimate, Work, plan_of, spoken
+from m1clip.train import memory
 from m1clip.train.memory import PEAK, SHARE, power_of_two
 from m1clip.train.screen import clock
 
@@ -25,8 +25,9 @@ class Outlook:
 
 
 def outlook(work: Work, advice: Advice, rows: Sequence[Row], pairs: int) -> Outlook:
-    chunk, at_once = _chunk(work)
-    memory_gb, held = _memory(work, chunk, rows)
+    chunk, at_once = _chunk(work, memory.free_gb(advice.plan.places[0]))
+    mine = [row for row in rows if plan_of(row) == advice.plan and row["peak_gb"]]
+    memory_gb, held = _memory(work, chunk, mine)
     if advice.step is None:
         unknown = Choice("step", "–", "nothing like it was measured: m1clip bench does", "–")
         return Outlook(chunk, memory_gb, None, None, [at_once, held, unknown])
@@ -43,8 +44,7 @@ def outlook(work: Work, advice: Advice, rows: Sequence[Row], pairs: int) -> Outl
     return Outlook(chunk, memory_gb, step, (likely, low, high), [at_once, held, of_step, of_epoch])
 
 
-def _chunk(work: Work) -> tuple[int, Choice]:
-    free = sensors.available_gb()
+def _chunk(work: Work, free: float) -> tuple[int, Choice]:
     room, pair = SHARE * free - work.state_gb, PEAK * work.activation_gb
     counted = f"{1e3 * work.activation_gb:.3g} MB kept a pair, {free:.1f} GB free"
     if room < pair:
@@ -57,9 +57,7 @@ def _chunk(work: Work) -> tuple[int, Choice]:
 
 
 def _memory(work: Work, chunk: int, rows: Sequence[Row]) -> tuple[float, Choice]:
-    same = [
-        row for row in rows if row["model"] == work.model and row["batch"] == work.batch and row["peak_gb"]
-    ]
+    same = [row for row in rows if row["model"] == work.model and row["batch"] == work.batch]
     if same and chunk == work.batch:
         held = float(same[-1]["peak_gb"])
         return held, Choice("memory", f"{held:.2f} GB", "measured at this batch", "high")

@@ -21,6 +21,8 @@ from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.pictures import square
+from m1clip.train.learner import Learner
+from m1clip.train.step import train_step
 
 # How far apart two tensors may be, as a part of the length of the CPU's: forward and loss, gradients.
 # Rounding alone makes about 1e-6 in fp32; TF32, which CUDA uses in convolutions, 1e-3.
@@ -28,6 +30,9 @@ TOLERANCE = {"fp32": (2e-3, 1e-2), "fp16": (1e-2, 5e-2), "bf16": (5e-2, 2e-1)}
 SMALL = 1e-6  # gradients below this part of the largest are rounding errors on either side
 PAIRS, LARGE = 4, 50_000_000
 """Pairs compared, and half as many for a model with more parameters than this."""
+
+
+Seen = dict[tuple[str, str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,15 +58,38 @@ class Parity:
         )
 
 
-def check(model: CLIP, batch: Batch, plan: Plan) -> Parity:
-    """Compare a plan with the CPU. The model ends where the plan puts it, without gradients."""
+def check(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig | None = None) -> Parity:
+    """Compare a plan with the CPU: module by module, and by the training step itself where there is a config.
+
+    The model ends where the plan puts it, with the weights it had and without gradients.
+    """
     few = batch.split(PAIRS if sum(w.numel() for w in model.parameters()) < LARGE else PAIRS // 2)[0]
-    expected = run(model, few, Plan())
+    plan = replace(plan, compile=False)
+    expected = run(model, few, Plan()) | (whole_step(model, few, Plan(), config) if config else {})
     try:
-        found = run(model, few, plan)
-    except (RuntimeError, NotImplementedError) as error:  # an operation the device does not have
-        return Parity(plan, float("inf"), 0, f"it failed: {str(error).strip().splitlines()[0]}")
+        found = run(model, few, plan) | (whole_step(model, few, plan, config) if config else {})
+    except devices.REFUSALS as error:  # such as an operation that the device does not have
+        return Parity(plan, float("inf"), 0, f"it failed: {devices.refusal(error)}")
     return compare(expected, found, plan)
+
+
+def whole_step(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig) -> Seen:
+    """The step as it will be taken: with its noise, its threads, its scale of the loss, nothing looked at."""
+    weights = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
+    learner = Learner(model, replace(config, ema=0.0), plan)
+    learner.set_rate(0.0)
+    stats = train_step(learner, learner.take(batch))[0]
+    seen = {("the loss of a whole step", "of"): stats[0].detach().cpu()}
+    seen |= {
+        (f"{name}, in a whole step", "gradient of"): weight.grad.cpu().clone()
+        for name, weight in learner.weights.items()
+        if weight.grad is not None
+    }
+    learner.zero_grad()
+    with torch.no_grad():
+        for name, weight in learner.weights.items():
+            weight.copy_(weights[name])
+    return seen
 
 
 def on_scenes(config: TrainConfig, plan: Plan) -> Parity:
@@ -74,10 +102,10 @@ def on_scenes(config: TrainConfig, plan: Plan) -> Parity:
     batch = Batch(torch.from_numpy(pixels), words(said, text.length), torch.from_numpy(rows), None, rows)
     torch.manual_seed(0)
     vocab = replace(text, vocab=max(text.vocab, len(words)))
-    return check(CLIP(replace(config.model, text=vocab), words), batch, plan)
+    return check(CLIP(replace(config.model, text=vocab), words), batch, plan, config)
 
 
-def run(model: CLIP, batch: Batch, plan: Plan) -> dict[tuple[str, str], Tensor]:
+def run(model: CLIP, batch: Batch, plan: Plan) -> Seen:
     """What passes through every module, both ways, in the order of its making, on the CPU."""
     model.place(*plan.places)
     model.zero_grad()
@@ -99,9 +127,9 @@ def run(model: CLIP, batch: Batch, plan: Plan) -> dict[tuple[str, str], Tensor]:
 
 
 @contextmanager
-def watched(model: CLIP) -> Iterator[dict[tuple[str, str], Tensor]]:
+def watched(model: CLIP) -> Iterator[Seen]:
     """Every module without parts tells what comes in and what goes out, forward and backward."""
-    seen: dict[tuple[str, str], Tensor] = {}
+    seen: Seen = {}
 
     def tell(name: str, what: str, value: Any) -> None:
         tensor = value[0] if isinstance(value, tuple) else value
@@ -129,9 +157,7 @@ def watched(model: CLIP) -> Iterator[dict[tuple[str, str], Tensor]]:
             hook.remove()
 
 
-def compare(
-    expected: dict[tuple[str, str], Tensor], found: dict[tuple[str, str], Tensor], plan: Plan
-) -> Parity:
+def compare(expected: Seen, found: Seen, plan: Plan) -> Parity:
     """The first difference that is not tolerated names the module; what comes wrong into one, its parent."""
     worst, fault = 0.0, None
     longest = max(float(value.norm()) for (_, what), value in expected.items() if what == "gradient of")

@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from typing import Any
@@ -15,7 +16,9 @@ from m1clip.measurements import Measurements
 from m1clip.model.clip import CLIP
 from m1clip.model.cost import cost
 from m1clip.train import memory, parity, timing
+from m1clip.train.learner import Learner
 from m1clip.train.screen import Screen
+from m1clip.train.step import embed_captions, embed_pictures
 from m1clip.train.timing import Timing
 
 MOMENT_S = 1.0
@@ -36,26 +39,47 @@ def settle(
     config: TrainConfig, model: CLIP, batch: Batch, steps: int, before: Plan | None, screen: Screen
 ) -> Placed:
     """The plan of a run. The model ends where it says."""
-    try:
-        placed = keep(before, config) if before else decide(config, batch, steps, screen)
-    except OSError as error:  # a full disk is no reason not to train
-        screen.warn(f"what is measured cannot be kept ({error}); going by what torch would take")
-        placed = Placed(plain(wishes_of(config)), "nothing could be measured")
-    return placed if config.trust_device else trusted(placed, model, batch, screen)
+    placed = keep(before, config) if before else decide(config, batch, steps, screen)
+    return placed if config.trust_device else trusted(placed, model, batch, screen, config)
 
 
-def trusted(placed: Placed, model: CLIP, batch: Batch, screen: Screen) -> Placed:
+def trusted(
+    placed: Placed, model: CLIP, batch: Batch, screen: Screen, config: TrainConfig | None = None
+) -> Placed:
     """The same, if its devices compute what the CPU does; or else the CPU."""
     plan = placed.plan
     if set(devices.parts_of(plan.device)) == {"cpu"}:
         return placed
     with screen.working(f"comparing {plan.device} with the CPU", None):
-        found = parity.check(model, batch, plan)
+        found = parity.check(model, batch, plan, config)
     if found:
         return replace(placed, parity=str(found))
     told = f"{plan.device} is not trusted: {found}"
     screen.warn(f"{told}. The CPU is used instead")
     return Placed(Plan("cpu", threads=plan.threads), f"{told}; the CPU instead", str(found))
+
+
+def compiled(placed: Placed, learner: Learner, batch: Batch, screen: Screen) -> Placed:
+    """Have the blocks compiled and tried on one chunk, if that is the plan; go on without, if that fails."""
+    if not placed.plan.compile:
+        return placed
+    able, why = devices.can_compile(learner.device)
+    try:
+        if able:
+            learner.use(placed.plan)
+            with screen.working("compiling the blocks", None):
+                some = learner.take(batch.split(learner.chunk)[0])
+                for embed in (embed_pictures, embed_captions):
+                    embed(learner, some).sum().backward()  # type: ignore[no-untyped-call]
+    except devices.REFUSALS as error:
+        able, why = False, devices.refusal(error)
+    learner.zero_grad()
+    if able:
+        return placed
+    screen.warn(f"not compiled: {why}")
+    plan = replace(placed.plan, compile=False)
+    learner.use(plan)
+    return replace(placed, plan=plan, why=f"{placed.why}; not compiled: {why}")
 
 
 def wishes_of(config: TrainConfig) -> Wishes:
@@ -72,18 +96,19 @@ def wishes_of(config: TrainConfig) -> Wishes:
 
 def keep(before: Plan, config: TrainConfig) -> Placed:
     """A resumed run goes on as it did, unless flags say otherwise or the machine has changed."""
-    asked = {key: value for key, value in asdict(wishes_of(config)).items() if value is not None}
-    try:
-        before = Plan(*asdict(before).values())
-        if "device" not in asked:
+    asked = {key: value for key, value in vars(wishes_of(config)).items() if value is not None}
+    told = "as it was before"
+    if "device" not in asked:
+        try:
             devices.parts_of(before.device)
-    except ValueError as error:
-        return Placed(
-            replace(Plan(devices.choose("auto")[0].type), **asked), f"it was on {before.device}, but {error}"
-        )
+        except ValueError as error:
+            told = f"it was on {before.device}, but {error}"
+            asked["device"] = devices.choose("auto")[0].type
+    if asked.get("device", before.device) != before.device:  # what suited the old one need not suit this
+        before = Plan(before.device)
     changed = {key: value for key, value in asked.items() if getattr(before, key) != value}
-    told = "as it was before" + "".join(f", but for --{key} {value}" for key, value in changed.items())
-    return Placed(replace(before, **asked), told)
+    told += "".join(f", --{key} {value}" for key, value in changed.items())
+    return Placed(replace(before, **changed), told)
 
 
 def decide(config: TrainConfig, batch: Batch, steps: int, screen: Screen) -> Placed:
@@ -96,6 +121,8 @@ def decide(config: TrainConfig, batch: Batch, steps: int, screen: Screen) -> Pla
     work = work_of(config, len(batch), batch.tokens_BL.shape[1], known)
     if undecided and not measured(rows, here, work):
         rows = try_now(config, batch, work, known, here, screen)
+    if known.unkept:  # a full disk is no reason not to train
+        screen.warn(f"what is measured cannot be kept ({known.unkept})")
     advice = advisor.advise(work, rows, here, wishes, steps)
     return Placed(advice.plan, advice.why())
 
@@ -144,12 +171,14 @@ def try_now(
 
 def affordable(work: Work) -> list[int]:
     """The batch, if the CPU takes no more than a moment for it; or two smaller ones to extrapolate from."""
+    here = devices.available()
     second = devices.product_gflops(devices.at("cpu"), "fp32") * 0.4 / work.gflop  # pairs, roughly
-    room = (memory.SHARE * sensors.available_gb() - 2 * work.state_gb) / (memory.PEAK * work.activation_gb)
-    most = int(min(MOMENT_S * second, room))
+    learners = len(here) + len(splits(here))
+    free = sensors.available_gb() * memory.SHARE - learners * work.state_gb
+    most = int(min(MOMENT_S * second, free / (memory.PEAK * work.activation_gb)))
     if most >= work.batch:
         return [work.batch]
-    return [size for size in (max(2, most // 4), most) if 2 <= size <= most]
+    return sorted({size for size in (max(2, most // 4), most) if 2 <= size <= most})
 
 
 def splits(here: Sequence[str]) -> list[Plan]:
@@ -159,10 +188,14 @@ def splits(here: Sequence[str]) -> list[Plan]:
 
 
 def paying(name: str) -> list[str]:
-    """Precisions below fp32 whose products are at least as fast there; the others would only cost time."""
+    """Precisions below fp32 whose products are faster there; the others would only cost time."""
     device = devices.at(name)
-    full = devices.product_gflops(device, "fp32")
-    return [one for one in devices.precisions(device)[1:] if devices.product_gflops(device, one) > full]
+    full, found = devices.product_gflops(device, "fp32"), []
+    for one in devices.precisions(device)[1:]:
+        with suppress(*devices.REFUSALS):
+            if devices.product_gflops(device, one) > 1.05 * full:
+                found.append(one)
+    return found
 
 
 def keep_contest(

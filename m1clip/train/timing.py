@@ -1,6 +1,5 @@
 """The time of real steps: several plans in turn, so that what disturbs one disturbs all."""
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,8 +18,9 @@ from m1clip.train import memory
 from m1clip.train.learner import Learner
 from m1clip.train.step import train_step
 
-LEAST, MOST = 3, 15
-"""Rounds of a contest."""
+FEW, LEAST, MOST = 3, 5, 15
+"""Rounds of a contest: where little time is given, or a round takes long; else; at most."""
+SLOW_S = 20.0
 BURST_S = 0.1  # a queued device is timed over as many steps as this takes: in a run nothing waits for each
 Told = Callable[[str], None]
 
@@ -80,7 +80,8 @@ def contest(
         trying(timing, lambda timing=timing: warm_up(timing, learners, config, batch))  # type: ignore[misc]
     running = [timing for timing in timings if not timing.failed]
     turn_s = sum(timing.steady_s * timing.burst for timing in running) or 1.0
-    rounds = max(LEAST, min(MOST, int(seconds * len(running) / turn_s)))
+    least = FEW if seconds < 2 or turn_s > SLOW_S else LEAST
+    rounds = max(least, min(MOST, int(seconds * len(running) / turn_s)))
     for number in range(rounds):
         told(f"round {number + 1} of {rounds}")
         for timing in running if number % 2 else running[::-1]:
@@ -100,10 +101,8 @@ def trying(timing: Timing, work: Callable[[], None]) -> None:
         return
     try:
         work()
-    except (RuntimeError, MemoryError) as error:
-        ran_out = devices.is_out_of_memory(error)
-        said = str(error).strip().splitlines()
-        timing.failed = "it ran out of memory" if ran_out else said[0] if said else type(error).__name__
+    except devices.REFUSALS as error:
+        timing.failed = devices.refusal(error)
 
 
 def warm_up(timing: Timing, learners: dict[str, Learner], config: TrainConfig, batch: Batch) -> None:
@@ -114,18 +113,31 @@ def warm_up(timing: Timing, learners: dict[str, Learner], config: TrainConfig, b
             learners[plan.device] = Learner(CLIP(config.model), config, replace(plan, compile=False))
     learner = ready(learners[plan.device], plan, batch)
     timing.first_s = timed(learner, batch)[0] / 1e3
-    learner.zero_grad()
-    gc.collect()
-    sensors.give_back()
-    devices.forget_peak(learner.device)
-    with sensors.Peak() as peak:  # looking costs time, so this step is not among those counted
-        timing.steady_s = timed(learner, batch)[0] / 1e3
-    on_device = devices.peak_gb(learner.device)
-    timing.peak_gb = memory.kept_gb(learner) + peak.gb if on_device is None else on_device
+    timing.peak_gb, timing.steady_s = peak_of(learner, batch)
     if timing.steady_s < 2:
         timing.steady_s = timed(learner, batch)[0] / 1e3
     queued = any(devices.is_queued(place) for place in learner.model.places)
     timing.burst = max(1, min(20, round(BURST_S / timing.steady_s))) if queued else 1
+
+
+def peak_of(learner: Learner, batch: Batch) -> tuple[float, float]:
+    """GB that the learner keeps and the most that a step takes beside it, on all its devices; its seconds.
+
+    Looking costs time, so this step is not among those counted.
+    """
+    learner.zero_grad()
+    memory.release(learner)
+    sensors.give_back()
+    places = set(learner.model.places)
+    gpus = [place for place in places if devices.memory_gb(place) is not None]
+    for place in gpus:
+        devices.forget_peak(place)
+    before = sum(devices.memory_gb(place) or 0.0 for place in gpus)
+    with sensors.Peak() as peak:
+        seconds = timed(learner, batch)[0] / 1e3
+    grown = sum(devices.peak_gb(place) or 0.0 for place in gpus) - before
+    on_host = peak.gb if len(gpus) < len(places) else 0.0
+    return memory.kept_gb(learner) + grown + on_host, seconds
 
 
 def one_turn(timing: Timing, learners: dict[str, Learner], batch: Batch) -> None:
@@ -145,7 +157,7 @@ def one_turn(timing: Timing, learners: dict[str, Learner], batch: Batch) -> None
 
 def ready(learner: Learner, plan: Plan, batch: Batch) -> Learner:
     devices.prepare(plan)
-    learner.use(plan, forgive=False)  # what cannot be compiled must not pass for compiled
+    learner.use(plan)
     learner.chunk = len(batch)
     return learner
 

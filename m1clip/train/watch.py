@@ -61,6 +61,12 @@ class Watch:
 
     def _skipped(self, row: Row) -> None:
         """Say which rows were in the batch, and which of them is the cause where one is."""
+        scale = float(self.learner.loss_scale)
+        if self.learner.plan.precision == "fp16" and row["loss"] is not None and scale >= 1:
+            self.run.log(
+                "event", row["step"], event="loss scale halved", scale=scale
+            )  # how its height is found
+            return
         self.progress.skipped += 1
         names = [self.batches.pairs.row(number) for number in self._broken(row["step"] - 1) or row["rows"]]
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -59,7 +59,6 @@ def parse(prog: str, words: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
-    tables.without_fallback()
     with tables.loading():
         from m1clip import advisor, devices
         from m1clip.advisor import Wishes

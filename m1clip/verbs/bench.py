@@ -75,7 +75,6 @@ def parse(prog: str, words: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
-    tables.without_fallback()
     with tables.loading():
         from m1clip import devices
         from m1clip.bench import report, sweep
@@ -104,9 +103,9 @@ def main(args: Args) -> int:
         if count:
             sweep.run_operations(known, session, settings, gains, step)
         sweep.run_steps(known, session, groups, settings.seconds, step)
-    known.add("ended", session=session)
     made = report.read(known, session, {**sensors.machine(), "torch": measurements.torch_version()})
     page = report.write(made, args.out)
+    known.add("ended", session=session)
     if args.json:
         print(json.dumps({**made.record(), "page": str(page)}))
     else:

@@ -45,7 +45,6 @@ def parse(prog: str, words: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
-    tables.without_fallback()
     with tables.loading():
         from m1clip import devices
         from m1clip.bench import scaling, sweep
@@ -60,18 +59,18 @@ def main(args: Args) -> int:
     session = sweep.session(known, settings, "scaling", args.again)
     with Screen().going_through(1 + len(names)) as step:
         scaling.run(known, session, names, here, step)
-    known.add("ended", session=session)
     peaks = sweep.peaks(sweep.of(known, session, "operation"))
     made = scaling.sizes(known, session, names, here)
     made.sort(key=lambda one: one.parameters)
     page = scaling.page(made, here, peaks, args.pairs, args.out)
+    known.add("ended", session=session)
     if args.json:
         print(json.dumps({**scaling.record(made, args.pairs), "page": str(page)}))
         return 0
     tables.show_rows("scaling", scaling.COLUMNS, scaling.table(made, here, peaks, args.pairs))
     for one in made:
-        if one.reason:
-            print(f"{one.name} was not run: it {one.reason}")
+        if one.reason and not one.measured:
+            print(f"{one.name} was not run: {one.reason}")
     print(f"\nthe data: one pass over {args.pairs:,} pairs; documents: GPU/CPU by their predicted_speedup")
     print(f"page:  {page}")
     return 0

@@ -48,7 +48,6 @@ def parse(prog: str, words: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
-    tables.without_fallback()
     with tables.loading():
         from m1clip import devices
         from m1clip.bench import compare
@@ -63,6 +62,10 @@ def main(args: Args) -> int:
     config = args.training
     config = replace(config, steps=config.steps or STEPS, save_epochs=0, save_minutes=1e6)
     config = replace(config, watch_every=max(1, config.steps // 10))
+    # What is left to auto would be decided for each device by itself, and more than the device would differ.
+    config = replace(config, precision="fp32") if config.precision == "auto" else config
+    config = replace(config, compile="off") if config.compile == "auto" else config
+    config = replace(config, threads=config.threads or devices.THREADS)
     (folder / "training.json").write_text(to_json(config))
     contestants = [compare.Contestant(wish, *trained(folder, wish)) for wish in wishes]
     if all(one.failed for one in contestants):

@@ -1,7 +1,6 @@
 """m1clip doctor: is this machine fit to train, and are its devices to be trusted? Findings with remedies."""
 
 import json
-import os
 import platform
 import shutil
 import sys
@@ -28,7 +27,6 @@ KNOWN_BUGS = {
         "leave --compile at auto or off",
     ),
 }
-FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -214,9 +212,6 @@ def devices(name: str) -> Iterator[Finding]:
         f"torch.compile on the CPU: {why}",
         "xcode-select --install, or install g++",
     )
-    if os.environ.get(FALLBACK) == "1":
-        told = f"{FALLBACK} is set: operations that MPS lacks go to the CPU in silence"
-        yield Finding("fallback", "warn", told, f"unset {FALLBACK}")
     if len(names) == 1:
         yield Finding("gpu", "ok", "none that torch can use; training is on the CPU")
     for one in names[1:]:

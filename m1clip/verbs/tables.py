@@ -24,11 +24,6 @@ def loading(what: str = "getting ready") -> Status:
     return Console(stderr=True).status(what)
 
 
-def without_fallback() -> None:
-    """Before torch is loaded: what MPS cannot do must fail, or the CPU would be timed in its name."""
-    os.environ["PYTORCH_ENABLE_MPS_FALLBACK"] = "0"
-
-
 def command(*words: object) -> str:
     """A command line of this program as it can be typed here: the program may not be on the path."""
     program = (
