@@ -4,11 +4,11 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from m1clip import advisor
-from m1clip.advisor import Wishes, Work, advise, foretell, gain, predict
+from m1clip.advisor import Wishes, advise, gain
 from m1clip.bench.documents import predicted_speedup, should_use_mps
 from m1clip.config import preset
 from m1clip.devices import Plan
+from m1clip.estimates import Work, foretell, identity, predict
 
 SMALL = Work("m1", "small", 40_000_000, 10.0, 32)
 
@@ -225,9 +225,9 @@ def test_a_gain_that_one_round_of_three_denies_is_not_clear():
 def test_what_a_step_costs_decides_which_model_it_is():
     nano = preset("nano")
     same = replace(nano, epochs=99, lr=1e-5, batch=7, data="elsewhere")
-    assert advisor.identity(nano) == advisor.identity(same)
+    assert identity(nano) == identity(same)
     for other in (replace(nano, optimizer="adamw"), replace(nano, drop_tokens=0.5), preset("tiny")):
-        assert advisor.identity(nano) != advisor.identity(other)
+        assert identity(nano) != identity(other)
 
 
 def test_the_documents_rules_are_as_they_wrote_them():

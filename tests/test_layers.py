@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "m1clip"
 FLOOR = {"config", "run", "devices", "sensors", "pictures"}
-TOOLS = {"measurements", "advisor", "pages"}
+TOOLS = {"measurements", "estimates", "advisor", "pages"}
 # What a room or file may import of ours, beside itself. "" is the package: its version, its lazy names.
 MAY_IMPORT = {
     **{floor: set[str]() for floor in FLOOR},
@@ -17,12 +17,13 @@ MAY_IMPORT = {
     "losses": FLOOR,
     "measurements": FLOOR,
     "pages": FLOOR,
-    "advisor": FLOOR | {"measurements"},
+    "estimates": FLOOR,
+    "advisor": FLOOR | {"estimates"},
     "data": FLOOR,
     "model": FLOOR | {"losses"},
     "evals": FLOOR | {"model", "data"},
-    "train": FLOOR | {"evals", "model", "losses", "data", "advisor", "measurements", ""},
-    "bench": FLOOR | {"train", "model", "data", "advisor", "measurements", "pages", ""},
+    "train": FLOOR | {"evals", "model", "losses", "data", "estimates", "advisor", "measurements", ""},
+    "bench": FLOOR | {"train", "model", "data", *TOOLS, ""},
     "verbs": FLOOR | {"bench", "train", "evals", "model", "losses", "data", *TOOLS, ""},
     "cli": {"config", "verbs", ""},
     "__main__": {"cli"},

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from m1clip.advisor import plan_of
 from m1clip.devices import Plan
+from m1clip.estimates import plan_of
 
 Row = dict[str, Any]
 DRAWS, POINTS, SURE = 400, 3, 0.95

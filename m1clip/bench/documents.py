@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from m1clip.advisor import Advice, Work
+from m1clip.advisor import Advice
 from m1clip.config import ModelConfig
+from m1clip.estimates import Work
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from m1clip.advisor import plan_of
 from m1clip.bench.crossover import Crossing
 from m1clip.bench.sweep import peaks
 from m1clip.devices import Plan
+from m1clip.estimates import plan_of
 
 Row = dict[str, Any]
 # Told apart also by those who see few colours (Okabe and Ito).

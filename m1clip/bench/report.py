@@ -7,10 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from m1clip.advisor import plan_of, spoken
 from m1clip.bench import figures
 from m1clip.bench.crossover import Crossing, crossings
 from m1clip.bench.sweep import of, peaks, utilisation
+from m1clip.estimates import plan_of, spoken
 from m1clip.measurements import Measurements
 from m1clip.pages import Page
 

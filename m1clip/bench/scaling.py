@@ -9,12 +9,12 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from m1clip import sensors
-from m1clip.advisor import foretell, plan_of
 from m1clip.bench import figures, operations, sweep
 from m1clip.bench.documents import predicted_speedup
 from m1clip.bench.report import short
 from m1clip.config import preset
 from m1clip.devices import Plan
+from m1clip.estimates import foretell, plan_of
 from m1clip.measurements import Measurements
 from m1clip.pages import Page
 from m1clip.train import memory, place, timing

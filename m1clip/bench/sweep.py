@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from m1clip import devices, sensors
-from m1clip.advisor import Work
 from m1clip.bench import operations
 from m1clip.config import TrainConfig, preset
 from m1clip.devices import Plan
+from m1clip.estimates import Work
 from m1clip.measurements import Measurements
 from m1clip.train import memory, place, timing
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from m1clip.advisor import Advice, Choice, Estimate, Work, plan_of, spoken
+from m1clip.advisor import Advice, Choice
+from m1clip.estimates import Estimate, Work, plan_of, spoken
 from m1clip.train import memory
 from m1clip.train.memory import PEAK, SHARE, power_of_two
 from m1clip.train.screen import clock

@@ -8,10 +8,11 @@ from itertools import permutations
 from typing import Any
 
 from m1clip import advisor, devices, measurements, sensors
-from m1clip.advisor import Wishes, Work
+from m1clip.advisor import Wishes
 from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch
 from m1clip.devices import Plan
+from m1clip.estimates import Work, identity
 from m1clip.measurements import Measurements
 from m1clip.model.clip import CLIP
 from m1clip.model.cost import cost
@@ -132,7 +133,7 @@ def plain(wishes: Wishes) -> Plan:
 
 
 def nothing(config: TrainConfig) -> Work:
-    return Work(advisor.identity(config), config.preset, 0, 1.0, config.batch)
+    return Work(identity(config), config.preset, 0, 1.0, config.batch)
 
 
 def measured(rows: Sequence[dict[str, Any]], here: Sequence[str], work: Work) -> bool:
@@ -143,7 +144,7 @@ def measured(rows: Sequence[dict[str, Any]], here: Sequence[str], work: Work) ->
 
 def work_of(config: TrainConfig, batch: int, tokens: int, known: Measurements) -> Work:
     """What a step costs; counted once for each model, as that takes a second or more."""
-    model = advisor.identity(config)
+    model = identity(config)
     for row in known.rows("cost", model=model, tokens=tokens):
         return Work(model, config.preset, row["parameters"], row["gflop"], batch, row["activation_gb"])
     made = cost(config.model, tokens=tokens)
