@@ -9,7 +9,19 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from m1clip.devices import Plan
-from m1clip.estimates import ENOUGH, VARIES, Estimate, Row, Work, plan_of, predict, spoken, work_in
+from m1clip.estimates import (
+    BUSY,
+    ENOUGH,
+    VARIES,
+    Estimate,
+    Row,
+    Work,
+    plan_of,
+    predict,
+    spoken,
+    undisturbed,
+    work_in,
+)
 
 PAYS = {"placement": 1.03, "threads": 1.05, "precision": 1.05, "compile": 1.05}  # times as fast
 NEAR = 4.0  # times the work, or a fourth: a contest of another model that is farther off tells nothing
@@ -38,6 +50,8 @@ def gain(rows: Sequence[Row], base: Plan, other: Plan, work: Work) -> Gain | Non
     for row in rows:
         contests.setdefault(row["contest"], {})[plan_of(row)] = row
     both = [contest for contest in contests.values() if base in contest and other in contest]
+    quiet = undisturbed([contest[base] for contest in both])
+    both = [contest for contest in both if contest[base] in quiet]
     if not both:
         return None
 
@@ -53,11 +67,15 @@ def gain(rows: Sequence[Row], base: Plan, other: Plan, work: Work) -> Gain | Non
     told = f"{spoken(b['step_ms'])} against {spoken(a['step_ms'])} {where}: {ratio:.2f}x"
     confidence = "high" if here else "medium" if same else "low"
     saved = (1 - 1 / ratio) * a["step_ms"] * work.step_gflop / work_in(a)
+    if (a.get("busy") or 0.0) > BUSY:
+        confidence, told = "low", f"{told}, measured while other programs were busy"
     near = same or 1 / NEAR <= work_in(a) / work.step_gflop <= NEAR
     return Gain(other, ratio, told, confidence, b["setup_s"] or 0.0, saved, _clear(a, b), near)
 
 
 def _clear(a: Row, b: Row) -> bool:
+    if (a.get("busy") or 0.0) > BUSY:
+        return False
     apart: bool = b["high_ms"] < a["low_ms"] or b["low_ms"] > a["high_ms"]
     if not apart:
         return False

@@ -65,7 +65,7 @@ def parts_of(wish: str) -> tuple[str, str]:
     for name in names.values():
         kind, _, number = name.partition(":")
         if kind not in ("cpu", "cuda", "mps"):
-            raise ValueError(f"no device {name!r}; there are auto, cpu, cuda, mps and vision=A,text=B")
+            raise ValueError(f"no device {name!r}; there are cpu, cuda, mps and vision=A,text=B")
         if kind not in here:
             raise ValueError(
                 f"torch {torch.__version__} has no {kind} on this machine; it has {', '.join(here)}"
@@ -215,7 +215,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 # What a device, its compiler or its memory answers where something cannot be done there; MPS raises a
 # TypeError for types that it does not have.
-REFUSALS = (RuntimeError, TypeError, MemoryError)
+REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError, MemoryError)
 
 
 def refusal(error: BaseException) -> str:

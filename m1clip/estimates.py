@@ -17,6 +17,7 @@ Row = dict[str, Any]
 Numbers = NDArray[np.float64]
 VARIES = 1.15  # the same contest on another day: 2 shared cores, November 2026, mostly within this
 ENOUGH = 5  # samples
+BUSY = 0.2  # of all cores, taken by other programs: such a measurement tells of them
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ class Estimate:
 
 
 def spoken(ms: float) -> str:
-    return f"{ms / 1e3:.3g} s" if ms >= 1e4 else f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
+    if ms >= 2e6:
+        return f"{ms / 3.6e6:,.3g} h"
+    return f"{ms / 1e3:,.4g} s" if ms >= 1e4 else f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
 
 
 def plan_of(row: Row) -> Plan:
@@ -70,7 +73,7 @@ def plan_of(row: Row) -> Plan:
 
 def predict(rows: Iterable[Row], plan: Plan, work: Work) -> Estimate | None:
     """A step's time by one plan: as measured, between or beyond what was, or from other models."""
-    rows = [row for row in rows if plan_of(row) == plan]
+    rows = undisturbed([row for row in rows if plan_of(row) == plan])
     same = [row for row in rows if row["model"] == work.model]
     exact = [
         row
@@ -90,8 +93,16 @@ def _as_measured(rows: list[Row]) -> Estimate:
     ms, day = newest["step_ms"], time.strftime("%d %B %Y", time.localtime(newest["time"]))
     low = min(ms / VARIES, *(row["low_ms"] for row in rows))
     high = max(ms * VARIES, *(row["high_ms"] for row in rows))
-    sure = "high" if len(newest["samples_ms"]) >= ENOUGH else "medium"
+    sure = "high" if len(newest["samples_ms"]) >= ENOUGH and high < 2 * low else "medium"
+    if (newest.get("busy") or 0.0) > BUSY:
+        return Estimate(ms, low, high, f"measured on {day}, while other programs were busy", "low")
     return Estimate(ms, low, high, f"measured on {day}", sure)
+
+
+def undisturbed(rows: Sequence[Row]) -> list[Row]:
+    """Those that were measured while the machine had little else to do, if there are any."""
+    quiet = [row for row in rows if (row.get("busy") or 0.0) <= BUSY]
+    return quiet or list(rows)
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
@@ -102,9 +113,12 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 def _of_this_model(rows: list[Row], work: Work) -> Estimate:
     x, ms = _points(rows)
     if len(rows) == 1:
-        told = float(ms[0] * max(1.0, work.step_gflop / x[0]))
+        part = work.step_gflop / float(x[0])
+        told = float(ms[0]) * (
+            part if part > 1 else part**0.5
+        )  # some of it is constant: how much is not known
         basis = f"scaled from one measurement, at batch {rows[0]['batch']}"
-        return Estimate(told, told * 0.6, told * 1.5, basis, "low")
+        return Estimate(told, min(told * 0.6, ms[0] * part * 0.8), told * 1.5, basis, "low")
     told, beyond = _line(x, ms, work.step_gflop), _beyond(x, work.step_gflop)
     missed = [math.log(_line(x, ms, at) / true) for at, true in zip(x, ms, strict=True)]
     spread = 1.64 * float(np.std(missed)) if len(rows) > 2 else 0.2

@@ -22,7 +22,31 @@ NEEDED = {
         *("phases_ms", "setup_s", "peak_gb", "watts", "pairs_per_s", "pairs_per_joule"),
     },
     "cost": {"model", "tokens", "parameters", "gflop", "activation_gb"},
+    "session": {"time", "session", "of", "settings"},
+    "contest": {"session", "group"},
+    "operation": {
+        "session",
+        "operation",
+        "size",
+        "device",
+        "precision",
+        "compute_ms",
+        "best_gflops",
+        "gb_per_s",
+    },
+    "skipped": {"session", "preset", "batch", "reason"},
 }
+POSITIVE = (
+    "batch",
+    "parameters",
+    "gflop",
+    "activation_gb",
+    "step_ms",
+    "low_ms",
+    "high_ms",
+    "time",
+    "pairs_per_s",
+)
 
 
 class Measurements:
@@ -55,14 +79,26 @@ class Measurements:
 
     def rows(self, kind: str, **same: Any) -> list[Row]:
         """Oldest first, those that agree with every given value. A row that lacks something is none."""
-        needed = NEEDED.get(kind, set())
         return [
             row
             for row in (*json_lines(self.path), *self.here)
             if row.get("kind") == kind
-            and row.keys() >= needed
+            and is_whole(row)
             and all(row.get(key) == value for key, value in same.items())
         ]
+
+
+def is_whole(row: Row) -> bool:
+    """Whether it has what others rely on: the file may be older, newer, or mended by hand."""
+    numbers = [row[key] for key in POSITIVE if key in row]
+    samples = row.get("samples_ms", [1])
+    return (
+        row.keys() >= NEEDED.get(row["kind"], set())
+        and all(isinstance(one, int | float) and 0 < one < 1e12 for one in numbers)
+        and isinstance(samples, list)
+        and bool(samples)
+        and all(isinstance(one, int | float) for one in samples)
+    )
 
 
 def here() -> Measurements:

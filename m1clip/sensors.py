@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
@@ -82,6 +83,23 @@ def available_gb() -> float:
     if most != resource.RLIM_INFINITY:
         free = min(free, most - psutil.Process().memory_info().vms)
     return max(0, free) / 1e9
+
+
+class Others:
+    """What part of all cores other programs have taken since it was made: a busy machine misleads."""
+
+    def __init__(self) -> None:
+        self.began, self.busy, self.own = time.perf_counter(), self._busy(), time.process_time()
+
+    def share(self) -> float:
+        seconds = max(1e-3, (time.perf_counter() - self.began) * (os.cpu_count() or 1))
+        taken = self._busy() - self.busy - (time.process_time() - self.own)
+        return round(min(1.0, max(0.0, taken / seconds)), 3)
+
+    @staticmethod
+    def _busy() -> float:
+        times = psutil.cpu_times()
+        return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
 def give_back() -> None:

@@ -106,6 +106,9 @@ def test_nothing_is_foretold_from_too_little():
 def test_one_measurement_is_scaled_and_doubted():
     told = predict([row(ms=50, batch=8)], Plan(), SMALL)
     assert (told.ms, told.confidence) == (200, "low")
+    less = predict([row(ms=50, batch=128)], Plan(), SMALL)
+    assert 50 / 4 < less.ms < 50  # some of it is constant
+    assert less.low < 50 / 4
 
 
 def test_the_faster_device_is_chosen_for_this_batch_and_the_other_for_that():
@@ -220,6 +223,19 @@ def test_a_contest_of_far_less_work_decides_nothing():
 def test_a_gain_that_one_round_of_three_denies_is_not_clear():
     other = row(Plan(threads=1), 80, samples_ms=[80, 80, 120], low_ms=79, high_ms=81)
     assert gain([row(samples_ms=[100, 100, 100]), other], Plan(), Plan(threads=1), SMALL).clear is False
+
+
+def test_what_was_measured_beside_other_programs_is_not_gone_by():
+    """One thread seemed 60 times as fast, because another program had the second core."""
+    rows = [row(ms=10_000, busy=0.5), row(Plan(threads=1), 180, busy=0.5)]
+    advice = advise(SMALL, rows, ["cpu"])
+    assert advice.plan == Plan()
+    assert advice.step.confidence == "low"
+    assert "while other programs were busy" in advice.step.basis
+    quiet = {"contest": "quiet", "busy": 0.02}
+    rows = [row(ms=100, **quiet), row(Plan(threads=1), 180, **quiet), *rows]
+    advice = advise(SMALL, rows, ["cpu"])
+    assert (advice.step.ms, advice.step.confidence) == (100, "high")
 
 
 def test_what_a_step_costs_decides_which_model_it_is():

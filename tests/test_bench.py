@@ -229,9 +229,31 @@ def test_measurements_survive_a_torn_line(tmp_path):
 
 def test_a_row_that_lacks_something_is_passed_over(tmp_path):
     known = Measurements(tmp_path)
+    good = {key: value for key, value in row().items() if key not in ("kind", "time")}
     known.add("step", device="cpu")
-    known.add("step", **{key: value for key, value in row().items() if key not in ("kind", "time")})
+    for wrong in ({"step_ms": None}, {"step_ms": "1"}, {"step_ms": 0}, {"samples_ms": []}, {"gflop": -1.0}):
+        known.add("step", **{**good, **wrong})
+    known.add("session", of="bench")
+    known.add("step", **good)
     assert len(known.rows("step")) == 1
+    assert known.rows("session") == []
+
+
+def test_two_sweeps_at_once_would_time_each_other(capsys):
+    with sweep.alone(measurements.here()):
+        code, _, err = ran(capsys, "bench", "--presets", "mini", "--quick", "--no-operations")
+    assert code == 1
+    assert "another bench is measuring" in err
+
+
+def test_what_other_programs_take_is_seen():
+    others = sensors.Others()
+    time.sleep(0.3)
+    assert 0 <= others.share() <= 1
+    others = sensors.Others()
+    code = "import time; end = time.time() + 1.2\nwhile time.time() < end: pass"
+    subprocess.run([sys.executable, "-c", code])
+    assert others.share() > 0.2
 
 
 def test_what_cannot_be_kept_is_known_until_the_end(tmp_path):
@@ -412,7 +434,11 @@ def test_compare_trains_the_same_on_each(tmp_path, tiny_run):
     ("words", "said"),
     [
         (("bench", "--presets", "nanno"), "did you mean nano"),
-        (("bench", "--batches", "1"), "a batch has at least 2 pairs"),
+        (("bench", "--batches", "1"), "a batch has 2 to a million pairs"),
+        (("bench", "--threads", "100000"), "threads must be 1 to 1024"),
+        (("bench", "scaling", "--devices", "vision=cpu,text=cpu"), "scaling takes single devices"),
+        (("advise", "--batch", "20000"), "batch 20,000 is larger than the 12,000 pairs"),
+        (("train", "--device", ""), "no device ''"),
         (("bench", "--devices", "gpu"), "no device 'gpu'"),
         (("bench", "--precisions", "int8"), "no precision 'int8'"),
         (("bench", "--tokens", "2"), "at least 3"),

@@ -139,10 +139,10 @@ def test_wrong_attention_is_blamed_on_the_attention(tiny, monkeypatch):
 
     def wrong(q, k, v, causal):
         calls.append(causal)
-        return real(q, k, v, not causal) if len(calls) == 6 else real(q, k, v, causal)
+        return real(q, k, v, not causal) if len(calls) == 10 else real(q, k, v, causal)
 
     fake_gpu(monkeypatch)
-    monkeypatch.setattr(devices, "attention", wrong)  # 4 blocks on the CPU, then the second of the device
+    monkeypatch.setattr(devices, "attention", wrong)  # twice 4 blocks on the CPU, then the second there
     found = parity.check(CLIP(tiny), some_batch(8), Plan("mps"))
     assert str(found).startswith("what vision.blocks.1.attn hands to vision.blocks.1.attn.out differs")
 
@@ -272,6 +272,35 @@ def test_parity_takes_the_step_itself_with_its_noise(tiny, monkeypatch):
     config = TrainConfig(model=tiny, batch=8, drop_tokens=0.5)
     found = parity.check(CLIP(tiny), some_batch(8), Plan("mps"), config)
     assert "the loss of a whole step" in str(found)
+
+
+def test_a_fault_that_shows_only_with_many_rows_is_caught(tiny, monkeypatch):
+    fake_gpu(monkeypatch)
+    real, passes = CLIP.embed_tokens, []
+
+    def rolled(model, tokens_BL, key_B=None):
+        passes.append(len(tokens_BL))
+        made = real(model, tokens_BL, key_B)
+        return made.roll(1, 0) if len(tokens_BL) > 4 and passes.count(len(tokens_BL)) == 2 else made
+
+    monkeypatch.setattr(CLIP, "embed_tokens", rolled)
+    found = parity.check(CLIP(tiny), some_batch(12), Plan("mps"))
+    assert str(found).startswith("what 12 captions are embedded as differs from the CPU's")
+
+
+@pytest.mark.parametrize("error", [TypeError("float64"), ValueError("x"), IndexError(), AssertionError()])
+def test_whatever_the_device_raises_is_a_reason_to_leave_it(tiny_run, monkeypatch, error):
+    fake_gpu(monkeypatch)
+    monkeypatch.setattr(parity, "run", lambda model, batch, plan: good(plan))
+
+    def good(plan):
+        if plan.device == "mps":
+            raise error
+        return {("x", "gradient of"): torch.ones(1)}
+
+    placed = settled(replace(tiny_run, device="mps"))
+    assert placed.plan.device == "cpu"
+    assert "it failed" in placed.why
 
 
 def test_parity_leaves_the_weights_as_they_were(tiny, monkeypatch):

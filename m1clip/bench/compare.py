@@ -22,7 +22,7 @@ COLUMNS = (
     "GB",
     "J",
     "W",
-    "last loss",
+    "loss, last 10",
     "held-out R@1",
     "apart",
 )
@@ -153,9 +153,9 @@ def page(contestants: Sequence[Contestant], folder: Path) -> Path:
     )
     document.table(COLUMNS, table(contestants))
     document.text(
-        "speed: against the first line. GB: the most that the process, or torch on a GPU, held. J, W: what "
-        "the machine's counters told, – where they tell nothing. apart: the largest difference of a step's "
-        "loss from that of the first line: rounding grows with the steps."
+        "speed: against the first line. GB: the most that the whole process, or torch on a GPU, held. J, W: "
+        "what the machine's counters told, – where they tell nothing. apart: the largest difference of a "
+        "step's loss from that of the first line: rounding grows with the steps."
     )
     document.picture(picture(contestants, folder / "compare.png"), "loss over steps and over time")
     document.points([f"{one.wish}: {one.failed or one.why}" for one in contestants])

@@ -91,7 +91,7 @@ def colours(rows: Sequence[Row]) -> dict[Plan, str]:
 def throughput(rows: Sequence[Row], path: Path) -> Path:
     """Pairs a second over the batch, a panel for each model and a line for each plan."""
     presets, colour = by_size(rows), colours(rows)
-    figure, panels = axes(len(presets), 3.6, 3.3)
+    figure, panels = axes(len(presets), 3.6 if len(presets) > 1 else 5.5, 3.3)
     for panel, name in zip(panels, presets, strict=True):
         mine = [row for row in rows if row["preset"] == name]
         for plan, line in lines_of(mine).items():
@@ -114,7 +114,7 @@ def ratios(rows: Sequence[Row], found: Sequence[Crossing], path: Path) -> Path:
     """How much faster each plan is than the first of its contest, over the batch; crossings are marked."""
     several = [name for name in by_size(rows) if len({r["batch"] for r in rows if r["preset"] == name}) > 1]
     presets, colour = several or by_size(rows), colours(rows)
-    figure, panels = axes(len(presets), 3.6, 3.3)
+    figure, panels = axes(len(presets), 3.6 if len(presets) > 1 else 5.5, 3.3)
     for panel, name in zip(panels, presets, strict=True):
         mine = [row for row in rows if row["preset"] == name]
         base = plan_of(mine[0])
@@ -146,7 +146,7 @@ def phases(rows: Sequence[Row], path: Path) -> Path:
     """What a step's time is made of, for the plain plan of each device."""
     shown = [row for row in rows if plan_of(row) == Plan(row["device"]) and "=" not in row["device"]]
     shown.sort(key=lambda row: (row["device"], row["parameters"], row["batch"]))
-    figure, (panel,) = axes(1, 9.5, 0.9 + 0.3 * len(shown))
+    figure, (panel,) = axes(1, 9.5, 1.6 + 0.3 * len(shown))
     many = len({row["device"] for row in shown}) > 1
     names = [
         f"{row['preset']}, batch {row['batch']}" + (f", {row['device']}" if many else "") for row in shown
@@ -166,7 +166,7 @@ def phases(rows: Sequence[Row], path: Path) -> Path:
     panel.set_xlim(0, 100)
     panel.invert_yaxis()
     panel.grid(visible=False)
-    panel.set_xlabel("part of the step, %")
+    panel.set_xlabel("part of the step, %: the plain plan of each device")
     figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
     return save(figure, path)
 

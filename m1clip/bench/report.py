@@ -10,7 +10,7 @@ from typing import Any
 from m1clip.bench import figures
 from m1clip.bench.crossover import Crossing, crossings
 from m1clip.bench.sweep import of, peaks, utilisation
-from m1clip.estimates import plan_of, spoken
+from m1clip.estimates import BUSY, plan_of, spoken
 from m1clip.measurements import Measurements
 from m1clip.pages import Page
 
@@ -45,10 +45,8 @@ class Sweep:
     skipped: list[Row]
     refused: list[Row]
     """Operations that a device would not do."""
-
-    @property
-    def peaks(self) -> dict[tuple[str, str], float]:
-        return peaks(self.operations)
+    peaks: dict[tuple[str, str], float]
+    """GFLOP/s of the best product that this machine has ever shown: a busy moment must not flatter."""
 
     @cached_property
     def crossings(self) -> list[Crossing]:
@@ -70,8 +68,10 @@ class Sweep:
 
 
 def read(known: Measurements, session: str, machine: dict[str, Any]) -> Sweep:
-    kinds = (of(known, session, kind) for kind in ("operation", "step", "skipped", "refused"))
-    return Sweep(session, machine, *kinds)
+    done, steps, skipped, refused = (
+        of(known, session, kind) for kind in ("operation", "step", "skipped", "refused")
+    )
+    return Sweep(session, machine, done, steps, skipped, refused, peaks(known.rows("operation")))
 
 
 def operation_rows(sweep: Sweep) -> Iterator[list[str]]:
@@ -124,6 +124,13 @@ def findings(sweep: Sweep) -> list[str]:
         f"{spoken(row['step_ms'])} a step)"
         for name, row in fastest.items()
     ]
+    busy = [row for row in sweep.steps if (row.get("busy") or 0.0) > BUSY]
+    if busy:
+        most = max(row["busy"] for row in busy)
+        said.append(
+            f"other programs took up to {100 * most:.0f} % of the cores during {len(busy)} of "
+            f"{len(sweep.steps)} timings: those are not gone by; measure again when the machine is quiet"
+        )
     return said
 
 

@@ -150,7 +150,9 @@ def picture(made: Sequence[Size], devices: Sequence[str], path: Path) -> Path:
     draw_times(times, made, devices)
     draw_memory(memories, made)
     for panel, what in ((times, "ms a pair, forward, backward and update"), (memories, "GB of a step")):
-        figures.log_axis(panel, "x", [1, 10, 100, 1000])
+        figures.log_axis(
+            panel, "x", [tick for tick in (1, 10, 100, 1000) if tick <= 3 * made[-1].parameters / 1e6]
+        )
         figures.log_axis(panel, "y")
         panel.set_xlabel("million parameters")
         panel.set_ylabel(what)

@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from m1clip.config import TrainConfig, preset
 from m1clip.devices import Plan
 from m1clip.estimates import Work
 from m1clip.measurements import Measurements
+from m1clip.run import locked
 from m1clip.train import memory, place, timing
 
 Row = dict[str, Any]
@@ -78,6 +80,16 @@ def session(known: Measurements, settings: Settings, kind: str, fresh: bool) -> 
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     known.add("session", session=name, of=kind, settings=wanted)
     return name
+
+
+@contextmanager
+def alone(known: Measurements) -> Iterator[None]:
+    """No other sweep on this machine meanwhile: each would time the other."""
+    known.folder.mkdir(parents=True, exist_ok=True)
+    with locked(known.folder) as ours:
+        if not ours:
+            raise RuntimeError("another bench is measuring on this machine; wait for it, or stop it")
+        yield
 
 
 def groups(settings: Settings, gains: dict[str, list[str]]) -> list[Group]:

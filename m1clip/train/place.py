@@ -85,7 +85,7 @@ def compiled(placed: Placed, learner: Learner, batch: Batch, screen: Screen) -> 
 
 def wishes_of(config: TrainConfig) -> Wishes:
     asked = None if config.device == "auto" else config.device
-    if asked:
+    if asked is not None:
         devices.parts_of(asked)
     return Wishes(
         asked,

@@ -40,6 +40,8 @@ class Timing:
     joules: float | None = None
     seconds: float = 0.0
     burst: int = 1
+    busy: float = 0.0
+    """Part of all cores that other programs took meanwhile."""
     failed: str | None = None
 
     def record(self) -> dict[str, Any]:
@@ -54,6 +56,7 @@ class Timing:
             "samples_ms": [round(ms, 3) for ms in self.step_ms],
             "phases_ms": {name: round(median(one[name] for one in self.phases), 3) for name in names},
             "setup_s": round(max(0.0, self.first_s - self.steady_s), 2),
+            "busy": self.busy,
             "peak_gb": None if self.peak_gb is None else round(self.peak_gb, 3),
             "watts": None if self.joules is None else round(self.joules / self.seconds, 2),
         }
@@ -74,7 +77,7 @@ def contest(
     Plans on the same devices share a learner: what it has learned does not change what a step costs.
     """
     learners: dict[str, Learner] = {}
-    timings = [Timing(plan) for plan in plans]
+    timings, others = [Timing(plan) for plan in plans], sensors.Others()
     for timing in timings:
         told(f"first steps on {timing.plan}")
         trying(timing, lambda timing=timing: warm_up(timing, learners, config, batch))  # type: ignore[misc]
@@ -86,6 +89,8 @@ def contest(
         told(f"round {number + 1} of {rounds}")
         for timing in running if number % 2 else running[::-1]:
             trying(timing, lambda timing=timing: one_turn(timing, learners, batch))  # type: ignore[misc]
+    for timing in timings:
+        timing.busy = others.share()
     learners.clear()
     for plan in plans:
         for place in plan.places:

@@ -53,6 +53,13 @@ def parse(prog: str, words: list[str]) -> Args:
             raise ValueError(f"{key} must be at least 1, not {value}")
     if args.tokens < 0 or args.tokens in (1, 2):
         raise ValueError(f"tokens must be 0 or at least 3 (start, one symbol, end), not {args.tokens}")
+    config = preset(args.preset)
+    if (args.batch or config.batch) > args.pairs:
+        raise ValueError(
+            f"batch {args.batch or config.batch:,} is larger than the {args.pairs:,} pairs (--pairs)"
+        )
+    if args.tokens > config.model.text.length:
+        raise ValueError(f"{args.preset} reads {config.model.text.length} tokens, not {args.tokens}")
     if args.batch is not None:
         replace(preset(args.preset), batch=args.batch)  # refuses what training would
     return args
@@ -101,7 +108,10 @@ def main(args: Args) -> int:
     elif ahead.step and ahead.step.confidence == "low":
         words = ("bench", "--presets", args.preset, "--batches", config.batch)
         print(f"\nmeasured, it would be sure:  {tables.command(*words)}")
-    print(f"\nnext:  {tables.command('train', *words_of(args, config, shown.plan))}")
+    if shown.plan.device != "cpu":
+        print("\ntraining compares it with the CPU first, and falls back if it computes something else")
+    if ahead.chunk:
+        print(f"\nnext:  {tables.command('train', *words_of(args, config, shown.plan))}")
     return 0
 
 

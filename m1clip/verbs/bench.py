@@ -59,11 +59,12 @@ def parse(prog: str, words: list[str]) -> Args:
     args = flags.read(Args, prog, words)
     for name in args.presets:
         preset(name)
-    for key in ("batches", "threads"):
-        if any(number < 1 for number in getattr(args, key)):
-            raise ValueError(f"{key} must be at least 1, not {min(getattr(args, key))}")
-    if any(batch < 2 for batch in args.batches):
-        raise ValueError("a batch has at least 2 pairs: each is told from the others")
+    if any(not 1 <= number <= 1024 for number in args.threads):
+        raise ValueError(f"threads must be 1 to 1024, not {', '.join(map(str, args.threads))}")
+    if any(not 2 <= batch <= 10**6 for batch in args.batches):
+        raise ValueError(f"a batch has 2 to a million pairs, not {', '.join(map(str, args.batches))}")
+    if args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out {args.out} is a file, and should be a folder")
     if args.tokens < 0 or args.tokens in (1, 2):
         raise ValueError(f"tokens must be 0 or at least 3 (start, one symbol, end), not {args.tokens}")
     for precision in args.precisions:
@@ -96,24 +97,28 @@ def main(args: Args) -> int:
         args.quick,
     )
     known, screen = measurements.here(), Screen()
-    session = sweep.session(known, settings, "bench", args.again)
     groups = sweep.groups(settings, gains)
     count = 0 if args.no_operations else sweep.operation_count(settings, gains)
-    with screen.going_through(count + len(groups)) as step:
+    with sweep.alone(known), screen.going_through(count + len(groups)) as step:
+        session = sweep.session(known, settings, "bench", args.again)
         if count:
             sweep.run_operations(known, session, settings, gains, step)
         sweep.run_steps(known, session, groups, settings.seconds, step)
     made = report.read(known, session, {**sensors.machine(), "torch": measurements.torch_version()})
+    if not args.json:
+        show(made)
     page = report.write(made, args.out)
     known.add("ended", session=session)
     if args.json:
         print(json.dumps({**made.record(), "page": str(page)}))
     else:
-        show(made, page)
+        print(f"page:  {page}")
+        next_up = tables.command("advise", "--preset", "nano", "--batch", 256)
+        print(f"next:  {next_up}    what this means for a run")
     return 0
 
 
-def show(made: "Sweep", page: Path) -> None:
+def show(made: "Sweep") -> None:
     from m1clip.bench import report
 
     for title, columns, rows in (
@@ -129,7 +134,3 @@ def show(made: "Sweep", page: Path) -> None:
     ):
         if lines:
             print(f"{title}\n  " + "\n  ".join(lines) + "\n")
-    print(f"page:  {page}")
-    print(
-        f"next:  {tables.command('advise', '--preset', 'nano', '--batch', 256)}    what this means for a run"
-    )

@@ -53,13 +53,15 @@ def main(args: Args) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     names, here = args.presets or tuple(PRESETS), args.devices or tuple(devices.available())
     for name in here:
+        if "=" in name:
+            raise ValueError(f"scaling takes single devices, not {name!r}")
         devices.parts_of(name)
     settings = sweep.Settings(names, (), here, (), (), False, 0, False)
     known = measurements.here()
-    session = sweep.session(known, settings, "scaling", args.again)
-    with Screen().going_through(1 + len(names)) as step:
+    with sweep.alone(known), Screen().going_through(1 + len(names)) as step:
+        session = sweep.session(known, settings, "scaling", args.again)
         scaling.run(known, session, names, here, step)
-    peaks = sweep.peaks(sweep.of(known, session, "operation"))
+    peaks = sweep.peaks(known.rows("operation"))
     made = scaling.sizes(known, session, names, here)
     made.sort(key=lambda one: one.parameters)
     page = scaling.page(made, here, peaks, args.pairs, args.out)

@@ -105,4 +105,6 @@ def trained(folder: Path, wish: str) -> tuple[runs.Run, dict[str, Any], str | No
         return run, json.loads(child.stdout), None
     if child.returncode == 130:
         raise KeyboardInterrupt
+    if not run.path.exists():
+        return run, {}, "it was refused, as said above"
     return run, {}, str(run.state().get("reason", f"exit code {child.returncode}"))

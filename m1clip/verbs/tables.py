@@ -55,7 +55,7 @@ def show_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]],
     kept = [i for i in range(len(columns)) if any(line[i] != left_out for line in lines)]
     made = table(*(columns[i] for i in kept))
     for column, word in zip(made.columns, worded([[line[i] for i in kept] for line in lines]), strict=True):
-        column.justify = "left" if word else "right"
+        column.justify, column.overflow = ("left", "fold") if word else ("right", "ellipsis")
     for line in lines:
         made.add_row(*(line[i] for i in kept))
     if lines:
