@@ -270,7 +270,8 @@ def test_another_torch_is_another_machine(monkeypatch):
     assert measurements.here().folder != first
 
 
-def test_an_interrupted_sweep_goes_on_where_it_was(capsys, monkeypatch):
+def test_an_interrupted_sweep_goes_on_where_it_was(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "write", lambda *_: tmp_path)  # the page has its own test
     words = ("bench", "--presets", "mini", "--batches", "4", "8", "--no-operations", "--quick", "--json")
     real, tried = timing.contest, []
 
@@ -322,7 +323,8 @@ def test_bench_prints_tables_and_leaves_pictures_and_a_page(capsys, tmp_path):
     assert "| mini | 4 | cpu |" in (tmp_path / "here" / "bench.md").read_text()
 
 
-def test_bench_with_two_devices_compares_them(capsys, monkeypatch):
+def test_bench_with_two_devices_compares_them(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "write", lambda *_: tmp_path)
     fake_gpu(monkeypatch)
     words = ("--presets", "mini", "--batches", "4", "--quick", "--no-operations", "--json")
     code, out, _ = ran(capsys, "bench", *words)
@@ -351,7 +353,8 @@ def test_scaling_measures_what_fits_and_plans_the_rest(capsys, monkeypatch, tmp_
     assert "midi: it needs" in (tmp_path / "here" / "scaling.md").read_text()
 
 
-def test_advise_answers_from_what_was_measured(capsys):
+def test_advise_answers_from_what_was_measured(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "write", lambda *_: tmp_path)
     ran(capsys, "bench", "--presets", "mini", "--batches", "4", "16", "--no-operations", "--quick")
     code, out, err = ran(capsys, "advise", "--preset", "mini", "--batch", "16", "--no-measure")
     assert (code, err) == (0, "")

@@ -202,12 +202,14 @@ def roofline(operations: Sequence[Row], steps: Sequence[Row], path: Path) -> Pat
 
 
 def draw_roofs(panel: Axes, peak: float, band: float) -> None:
-    panel.text(2500, peak * 1.1, f"best product: {peak:,.0f} GFLOP/s", ha="right", fontsize=8)
+    panel.text(
+        2500, peak * 1.1, f"best product: {peak:,.0f} GFLOP/s", ha="right", fontsize=8, in_layout=False
+    )
     if not band:
         return
     x = np.geomspace(1, 3000, 200)
     panel.plot(x, np.minimum(peak, band * x), color="black", lw=1.2)
-    panel.text(1.4, band * 1.1, f"moving: {band:.0f} GB/s", fontsize=8)
+    panel.text(1.4, band * 1.1, f"moving: {band:.0f} GB/s", fontsize=8, in_layout=False)
 
 
 def intensity(row: Row) -> float:

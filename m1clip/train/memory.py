@@ -133,7 +133,7 @@ def kept_gb(learner: Learner) -> float:
 
 
 def release(learner: Learner) -> None:
-    for place in learner.model.places:
+    for place in set(learner.model.places):
         devices.release(place)
 
 

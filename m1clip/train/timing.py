@@ -92,9 +92,8 @@ def contest(
     for timing in timings:
         timing.busy = others.share()
     learners.clear()
-    for plan in plans:
-        for place in plan.places:
-            devices.release(place)
+    for place in {place for plan in plans for place in plan.places}:
+        devices.release(place)
     sensors.give_back()
     devices.prepare(Plan())
     return timings
