@@ -190,13 +190,13 @@ def test_more_noise_is_a_wider_range():
 def test_what_is_level_is_undecided():
     """Equal devices, and only noise: no crossing is to be found in it."""
     rng, found = np.random.default_rng(0), []
-    for _ in range(20):
+    for _ in range(8):
         rows = contests((10, 1), (10, 1))
         for one in rows:
             samples = one["step_ms"] * (1 + 0.08 * rng.standard_normal(5))
             one |= {"samples_ms": samples.tolist(), "step_ms": float(np.median(samples))}
         found += crossover.crossings(rows)
-    assert sum("undecided" in str(one) for one in found) >= 15
+    assert sum("undecided" in str(one) for one in found) >= 6
 
 
 def test_two_batches_are_too_few_to_fit():

@@ -115,15 +115,19 @@ class Tokenizer:
 
 def make(kind: str, captions: Iterable[str], vocab: int) -> Tokenizer:
     """What `--tokenizer` means."""
+    require(kind)
     if kind == "char":
         return Tokenizer.characters()
     if kind == "bpe":
         return Tokenizer.learned(captions, vocab)
-    if Path(kind).is_file():
-        return Tokenizer.clip(Path(kind))
-    raise ValueError(
-        f"tokenizer must be bpe, char or the path of a CLIP vocabulary; there is no file {kind!r}"
-    )
+    return Tokenizer.clip(Path(kind))
+
+
+def require(kind: str) -> None:
+    if kind not in ("char", "bpe") and not Path(kind).is_file():
+        raise ValueError(
+            f"tokenizer must be bpe, char or the path of a CLIP vocabulary; there is no file {kind!r}"
+        )
 
 
 def clean(text: str) -> str:

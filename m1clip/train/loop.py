@@ -25,6 +25,7 @@ from m1clip.evals.retrieval import Retrieval, retrieval
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.model.tokenizer import make as make_tokenizer
+from m1clip.model.tokenizer import require as require_tokenizer
 from m1clip.run import Run, write_whole
 from m1clip.sensors import readable
 from m1clip.train import checkpoint, memory, place, track
@@ -77,6 +78,8 @@ def check(config: TrainConfig, runs: Path, resumed: Run | None, screen: Screen) 
     """Everything that can be refused, before the run is written: the data is read, its pictures prepared."""
     place.wishes_of(config)  # a device that is not there is refused first
     track.require(config.track)
+    if not resumed:  # which has its own
+        require_tokenizer(config.tokenizer)
     require_room(config, runs, resumed)
     size = config.model.vision.image_size
     was = began_with(resumed) if resumed else {}
