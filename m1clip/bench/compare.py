@@ -158,5 +158,5 @@ def page(contestants: Sequence[Contestant], folder: Path) -> Path:
         "step's loss from that of the first line: rounding grows with the steps."
     )
     document.picture(picture(contestants, folder / "compare.png"), "loss over steps and over time")
-    document.points([f"{one.wish}: {one.failed or one.why}" for one in contestants])
+    document.points([f"{one.wish}: {one.failed}" if one.failed else one.why for one in contestants])
     return document.write(folder, "compare")

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
@@ -22,7 +23,6 @@ FEW, LEAST, MOST = 3, 5, 15
 """Rounds of a contest: where little time is given, or a round takes long; else; at most."""
 SLOW_S = 20.0
 BURST_S = 0.1  # a queued device is timed over as many steps as this takes: in a run nothing waits for each
-Told = Callable[[str], None]
 
 
 @dataclass
@@ -69,9 +69,7 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def contest(
-    config: TrainConfig, plans: list[Plan], batch: Batch, seconds: float, told: Told = lambda text: None
-) -> list[Timing]:
+def contest(config: TrainConfig, plans: list[Plan], batch: Batch, seconds: float) -> list[Timing]:
     """Each plan's real steps of one model and batch, about `seconds` for each plan, in turns.
 
     Plans on the same devices share a learner: what it has learned does not change what a step costs.
@@ -79,16 +77,14 @@ def contest(
     learners: dict[str, Learner] = {}
     timings, others = [Timing(plan) for plan in plans], sensors.Others()
     for timing in timings:
-        told(f"first steps on {timing.plan}")
-        trying(timing, lambda timing=timing: warm_up(timing, learners, config, batch))  # type: ignore[misc]
+        trying(timing, partial(warm_up, timing, learners, config, batch))
     running = [timing for timing in timings if not timing.failed]
     turn_s = sum(timing.steady_s * timing.burst for timing in running) or 1.0
     least = FEW if seconds < 2 or turn_s > SLOW_S else LEAST
     rounds = max(least, min(MOST, int(seconds * len(running) / turn_s)))
     for number in range(rounds):
-        told(f"round {number + 1} of {rounds}")
         for timing in running if number % 2 else running[::-1]:
-            trying(timing, lambda timing=timing: one_turn(timing, learners, batch))  # type: ignore[misc]
+            trying(timing, partial(one_turn, timing, learners, batch))
     for timing in timings:
         timing.busy = others.share()
     learners.clear()

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -16,7 +15,7 @@ if TYPE_CHECKING:  # they bring torch
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(flags.Kept):
     """Compare this machine's devices on the real training step: speed, memory, where one overtakes another.
 
     m1clip bench --quick                            a first look, in under a minute
@@ -47,12 +46,6 @@ class Args:
     """Length of the captions; 0 is the longest that each model reads."""
     no_operations: bool = False
     """Leave out the single operations, and with them utilisation."""
-    again: bool = False
-    """Begin anew where the same sweep was interrupted less than a day ago."""
-    out: Path = Path("bench")
-    """Folder for the page and the pictures."""
-    json: bool = False
-    """Print everything as one line of JSON instead of tables."""
 
 
 def parse(prog: str, words: list[str]) -> Args:

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -13,7 +12,7 @@ from m1clip.verbs import flags, tables
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(flags.Kept):
     """A few real steps of every preset that fits; of the rest, what these foretell and what memory they need.
 
     m1clip bench scaling                            about five minutes on two cores
@@ -27,12 +26,6 @@ class Args:
     """By default all there are."""
     pairs: Annotated[int, tyro.conf.arg(metavar="N")] = 100_000
     """Pairs of the data whose time is foretold, for one pass."""
-    again: bool = False
-    """Begin anew where the same study was interrupted less than a day ago."""
-    out: Path = Path("bench")
-    """Folder for the page and the picture."""
-    json: bool = False
-    """Print as one line of JSON."""
 
 
 def parse(prog: str, words: list[str]) -> Args:
