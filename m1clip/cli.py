@@ -14,6 +14,8 @@ VERBS = {
     "train": "train a model; with no flags, the built-in data and the nano preset",
     "runs": "every run: state, progress, best score, device",
     "stop": "end a run that trains in the background, with a checkpoint",
+    "monitor": "watch a run live: curves, speed, gradients, events; --web for the browser",
+    "report": "a run, or several side by side, as a document with figures",
     "eval": "held-out retrieval of a run or a saved model, and which words it reads",
     "info": "the presets: parameters by part, FLOPs per pair, memory of a batch",
     "bench": "compare this machine's devices on real training steps; tables, pictures, a page",

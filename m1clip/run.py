@@ -99,6 +99,30 @@ class Run:
             return {**status, "state": "running"}
         return {**status, "state": "dead" if status["state"] == "running" else status["state"]}
 
+    def summary(self) -> dict[str, Any]:
+        """One line of a table of runs: how far, how good, where, and why it ended if it did."""
+        state = self.state()
+        try:
+            device = self.read("machine.json").get("device")
+        except (OSError, ValueError):
+            device = None
+        running, dead = state["state"] == "running", state["state"] == "dead"
+        why = f"its process {state.get('pid')} is gone" if dead else state.get("reason")
+        return {
+            "run": self.name,
+            "state": state["state"],
+            "reason": why,
+            "trouble": state.get("trouble") if running else None,
+            "pid": state.get("pid") if running else None,
+            "step": state.get("step", 0),
+            "total": state.get("total"),
+            "eta_s": state.get("eta_s") if running else None,
+            "best_by": state.get("best_by"),
+            "best_score": state.get("best_score"),
+            "device": device,
+            "time": state.get("time"),
+        }
+
     @contextmanager
     def owned(self) -> Iterator[None]:
         """The run is ours alone for the block; what ends the block early is written in the status."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from m1clip.bench import figures
+from m1clip import plots
 from m1clip.bench.report import short
 from m1clip.pages import Page
 from m1clip.run import Run
@@ -114,8 +114,8 @@ def table(contestants: Sequence[Contestant]) -> list[list[str]]:
 
 def picture(contestants: Sequence[Contestant], path: Path) -> Path:
     """Loss over steps, where equal devices lie on each other, and over seconds, where the faster leads."""
-    figure, panels = figures.axes(2, 5.5, 4)
-    for one, colour in zip(contestants, figures.COLOURS, strict=False):
+    figure, panels = plots.axes(2, 5.5, 4)
+    for one, colour in zip(contestants, plots.COLOURS, strict=False):
         if one.failed:
             continue
         rows = [row for row in one.steps if row["loss"] is not None]
@@ -128,7 +128,7 @@ def picture(contestants: Sequence[Contestant], path: Path) -> Path:
             panel.plot(x, [row["loss"] for row in rows], style, color=colour, label=one.wish, lw=1.6)
     chance = next(row["chance_loss"] for one in contestants if not one.failed for row in one.steps)
     for panel, words in zip(panels, ("step", "seconds of training"), strict=True):
-        panel.axhline(chance, color=figures.COLOURS[6], lw=1, ls=":")
+        panel.axhline(chance, color=plots.COLOURS[6], lw=1, ls=":")
         panel.annotate(
             "chance",
             (1, chance),
@@ -141,7 +141,7 @@ def picture(contestants: Sequence[Contestant], path: Path) -> Path:
         panel.set_xlabel(words)
         panel.set_ylabel("loss")
     panels[0].legend(frameon=False, fontsize=9)
-    return figures.save(figure, path)
+    return plots.save(figure, path)
 
 
 def page(contestants: Sequence[Contestant], folder: Path) -> Path:

@@ -4,69 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
 from m1clip.bench.crossover import Crossing
 from m1clip.bench.sweep import peaks
 from m1clip.devices import Plan
 from m1clip.estimates import plan_of
+from m1clip.plots import COLOURS, PHASES, axes, legend, log_axis, note, save
 
 Row = dict[str, Any]
-# Told apart also by those who see few colours (Okabe and Ito).
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A", "#000000")
-PHASES = {"copy": "#7A7A7A", "forward": "#56B4E9", "backward": "#0072B2", "optimiser": "#E69F00"}
 TICKS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2, 3, 5, 10, 20)  # times as fast
-plain = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-
-
-def save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path
-
-
-def axes(panels: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
-    """Panels of one size, at most three in a row."""
-    columns = min(panels, 3)
-    rows = -(-panels // columns)
-    size = (columns * width, rows * height)
-    figure, made = plt.subplots(rows, columns, figsize=size, constrained_layout=True, squeeze=False)
-    for number, one in enumerate(made.flat):
-        one.grid(alpha=0.25)
-        one.spines[["top", "right"]].set_visible(False)
-        one.set_visible(number < panels)
-    return figure, list(made.flat)[:panels]
-
-
-def log_axis(one: Axes, which: str, ticks: Sequence[float] | None = None) -> None:
-    axis = one.xaxis if which == "x" else one.yaxis
-    (one.set_xscale if which == "x" else one.set_yscale)("log")
-    axis.set_major_formatter(plain)
-    axis.set_minor_formatter(FuncFormatter(lambda *_: ""))
-    if ticks is not None:
-        axis.set_ticks(list(ticks))
-        axis.set_minor_locator(NullLocator())
-        (one.set_xlim if which == "x" else one.set_ylim)(min(ticks) / 1.5, max(ticks) * 1.5)
-
-
-def note(panel: Axes, text: str, at: tuple[float, float], shift: tuple[float, float], **style: Any) -> None:
-    panel.annotate(text, at, shift, textcoords="offset points", **{"fontsize": 8, **style})
-
-
-def legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    """One for all panels, above them."""
-    found = [zip(*panel.get_legend_handles_labels(), strict=True) for panel in panels]
-    named = {label: handle for some in found for handle, label in some}
-    figure.legend(
-        named.values(), named.keys(), loc="outside upper center", ncols=4, frameon=False, fontsize=9
-    )
 
 
 def lines_of(rows: Sequence[Row]) -> dict[Plan, list[Row]]:
@@ -154,6 +103,8 @@ def phases(rows: Sequence[Row], path: Path) -> Path:
     left = np.zeros(len(shown))
     whole = np.array([sum(row["phases_ms"].values()) for row in shown])
     for phase, colour in PHASES.items():
+        if not any(phase in row["phases_ms"] for row in shown):
+            continue
         part = np.array([row["phases_ms"].get(phase, 0.0) for row in shown]) / whole * 100
         bars = panel.barh(names, part, left=left, color=colour, label=phase)
         words = [f"{value:.0f} %" if value >= 6 else "" for value in part]

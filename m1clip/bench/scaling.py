@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from m1clip import sensors
-from m1clip.bench import figures, operations, sweep
+from m1clip import plots, sensors
+from m1clip.bench import operations, sweep
 from m1clip.bench.documents import predicted_speedup
 from m1clip.bench.report import short
 from m1clip.config import preset
@@ -18,7 +18,7 @@ from m1clip.estimates import foretell, plan_of
 from m1clip.measurements import Measurements
 from m1clip.pages import Page
 from m1clip.train import memory, place, timing
-from m1clip.train.screen import clock
+from m1clip.words import clock
 
 Row = dict[str, Any]
 BATCHES = (4, 2)  # small, so that a large model's activations fit beside its state
@@ -146,22 +146,22 @@ def table(
 
 def picture(made: Sequence[Size], devices: Sequence[str], path: Path) -> Path:
     """Time and memory over parameters; what was not run is hollow."""
-    figure, (times, memories) = figures.axes(2, 5.5, 4.2)
+    figure, (times, memories) = plots.axes(2, 5.5, 4.2)
     draw_times(times, made, devices)
     draw_memory(memories, made)
     for panel, what in ((times, "ms a pair, forward, backward and update"), (memories, "GB of a step")):
-        figures.log_axis(
+        plots.log_axis(
             panel, "x", [tick for tick in (1, 10, 100, 1000) if tick <= 3 * made[-1].parameters / 1e6]
         )
-        figures.log_axis(panel, "y")
+        plots.log_axis(panel, "y")
         panel.set_xlabel("million parameters")
         panel.set_ylabel(what)
         panel.legend(frameon=False, fontsize=8, loc="upper left" if panel is times else "lower right")
-    return figures.save(figure, path)
+    return plots.save(figure, path)
 
 
 def draw_times(panel: Axes, made: Sequence[Size], devices: Sequence[str]) -> None:
-    for device, colour in zip(devices, figures.COLOURS, strict=False):
+    for device, colour in zip(devices, plots.COLOURS, strict=False):
         points = [(one.parameters / 1e6, one.ms(device) or 0.0) for one in made if device in one.measured]
         if points:
             panel.plot(*zip(*points, strict=True), "o", color=colour, label=f"measured, {device}")
@@ -170,27 +170,27 @@ def draw_times(panel: Axes, made: Sequence[Size], devices: Sequence[str]) -> Non
         told, low, high = np.array(
             [(one.fitted_ms, one.low_ms, one.high_ms) for one in fitted], dtype=float
         ).T
-        style: dict[str, Any] = {"fmt": "_", "color": figures.COLOURS[6], "ms": 14, "capsize": 3, "zorder": 0}
+        style: dict[str, Any] = {"fmt": "_", "color": plots.COLOURS[6], "ms": 14, "capsize": 3, "zorder": 0}
         at = [one.parameters / 1e6 for one in fitted]
         panel.errorbar(at, told, [told - low, high - told], label="foretold by the others", **style)
     for one in made:
         if value := one.ms(devices[0]) or one.fitted_ms:
-            figures.note(panel, one.name, (one.parameters / 1e6, value), (8, -9))
+            plots.note(panel, one.name, (one.parameters / 1e6, value), (8, -9))
 
 
 def draw_memory(panel: Axes, made: Sequence[Size]) -> None:
     x = [one.parameters / 1e6 for one in made]
-    panel.plot(x, [one.memory_gb for one in made], "-", color=figures.COLOURS[6], lw=1)
+    panel.plot(x, [one.memory_gb for one in made], "-", color=plots.COLOURS[6], lw=1)
     for measured, face, words in (
-        (True, figures.COLOURS[0], "measured"),
+        (True, plots.COLOURS[0], "measured"),
         (False, "white", "planned, not run"),
     ):
         points = [(one.parameters / 1e6, one.memory_gb) for one in made if bool(one.measured) is measured]
         if points:
-            panel.plot(*zip(*points, strict=True), "o", mfc=face, color=figures.COLOURS[0], label=words)
+            panel.plot(*zip(*points, strict=True), "o", mfc=face, color=plots.COLOURS[0], label=words)
     ram = sensors.machine()["ram_gb"]
-    panel.axhline(ram, color=figures.COLOURS[1], ls="--", lw=1)
-    panel.text(min(x), ram * 1.1, f"{ram:.0f} GB in this machine", fontsize=8, color=figures.COLOURS[1])
+    panel.axhline(ram, color=plots.COLOURS[1], ls="--", lw=1)
+    panel.text(min(x), ram * 1.1, f"{ram:.0f} GB in this machine", fontsize=8, color=plots.COLOURS[1])
 
 
 def page(

@@ -19,7 +19,9 @@ from m1clip.data.augment import margin
 from m1clip.data.batches import Augment, Batch, Batches, growing
 from m1clip.data.sides import Side, Sides, open_sides
 from m1clip.devices import Plan
+from m1clip.evals.difficulty import by_difficulty
 from m1clip.evals.embed import embed_pairs
+from m1clip.evals.examples import examples
 from m1clip.evals.health import health
 from m1clip.evals.retrieval import Retrieval, retrieval
 from m1clip.model.clip import CLIP
@@ -263,7 +265,10 @@ def evaluate(learner: Learner, pairs: Side, watch: Watch | None = None) -> Retri
     scores = retrieval(image_NE, text_ME, owner_M)
     if watch:
         first_N = torch.searchsorted(owner_M, torch.arange(len(image_NE)))  # each picture's first caption
-        watch.scores(scores, health(image_NE, text_ME[first_N]))
+        first_NE, words = text_ME[first_N], [pairs.captions(row)[0] for row in range(len(pairs))]
+        negatives = by_difficulty(image_NE, first_NE, words)
+        watch.scores(scores, {**health(image_NE, first_NE), "negatives": negatives})
+        watch.examples(examples(text_ME, image_NE, owner_M, pairs))
     return scores
 
 

@@ -8,7 +8,7 @@ from m1clip.advisor import Advice, Choice
 from m1clip.estimates import Estimate, Work, plan_of, spoken
 from m1clip.train import memory
 from m1clip.train.memory import PEAK, SHARE, power_of_two
-from m1clip.train.screen import clock
+from m1clip.words import clock
 
 DIVIDED = 4 / 3  # a batch in parts is embedded twice: forward, forward and backward
 Row = dict[str, Any]

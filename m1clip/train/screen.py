@@ -17,6 +17,7 @@ from rich.progress import (
 )
 
 from m1clip.config import printable
+from m1clip.words import percent
 
 if TYPE_CHECKING:
     from m1clip.evals.retrieval import Retrieval
@@ -128,15 +129,3 @@ class Screen:
 
 def row(cells: Sequence[str]) -> str:
     return "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=False))
-
-
-def percent(part: float) -> str:
-    return f"{100 * part:.1f} %" if part >= 0.001 or part == 0 else f"{100 * part:.2g} %"
-
-
-def clock(seconds: float) -> str:
-    if seconds >= 2 * 86400:
-        return f"{seconds / 86400:.1f} days"
-    if seconds >= 3600:
-        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
-    return f"{seconds:.0f} s" if seconds < 60 else f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"

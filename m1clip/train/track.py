@@ -57,11 +57,16 @@ def mirrored(run: Run, config: TrainConfig, step: int, warn: Callable[[str], Non
 
 def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Flat names, the kind first, as trackers group by it: step/loss, watch/grad_norms/vision.blocks.0."""
-    for key, value in record.items():
+    flat = {key: value for key, value in record.items() if key not in ("step", "time")}
+    yield from ((f"{record['kind']}/{key}", value) for key, value in _leaves(flat))
+
+
+def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in tree.items():
         if isinstance(value, dict):
-            yield from ((f"{record['kind']}/{key}/{name}", one) for name, one in value.items())
-        elif isinstance(value, int | float) and not isinstance(value, bool) and key not in ("step", "time"):
-            yield f"{record['kind']}/{key}", value
+            yield from ((f"{key}/{name}", one) for name, one in _leaves(value))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, value
 
 
 def _tensorboard(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]:

@@ -3,7 +3,9 @@
 Everything that lasts goes to the run's metrics, everything for people to the screen.
 """
 
+import json
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from m1clip.data.batches import Batch, Batches
 from m1clip.data.rows import Faults
 from m1clip.evals.health import health
 from m1clip.evals.retrieval import Retrieval
-from m1clip.run import Run
+from m1clip.run import Run, write_whole
 from m1clip.train import checkpoint, memory
 from m1clip.train.checkpoint import Progress
 from m1clip.train.diagnose import History, diagnose
@@ -129,11 +131,17 @@ class Watch:
                 self.run.log("event", self.progress.step, event="diagnosis", about=name, text=sentence)
                 self.screen.warn(f"{name}: {sentence}")
 
-    def scores(self, scores: Retrieval, embeddings: dict[str, float]) -> None:
+    def scores(self, scores: Retrieval, figures: dict[str, Any]) -> None:
         epoch = self.batches.ended_epoch(self.progress.step)
-        record = {"epoch": epoch, **scores.record(), **embeddings}
+        record = {"epoch": epoch, **scores.record(), **figures}
         self.run.log("eval", self.progress.step, **record)
         self.seen.evals.append(record)
+
+    def examples(self, found: dict[str, Any]) -> None:
+        """What the latest evaluation found, for people to look at; on a full disk the one before stays."""
+        record = {"step": self.progress.step, "time": round(time.time(), 3), **found}
+        with suppress(OSError):
+            write_whole(self.run.path / "retrievals.json", json.dumps(record) + "\n", durable=False)
 
     def epoch(self, epoch: int, means: Row, scores: Retrieval | None) -> None:
         now, began = self.energy.joules(), self.epoch_from

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import tyro
 
 from m1clip.config import PRESETS, preset
-from m1clip.train.screen import percent
 from m1clip.verbs import flags, tables
+from m1clip.words import percent
 
 
 @dataclass(frozen=True)

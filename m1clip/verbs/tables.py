@@ -12,7 +12,7 @@ from rich.status import Status
 from rich.table import Table
 
 from m1clip.pages import worded
-from m1clip.train.screen import percent
+from m1clip.words import percent
 
 if TYPE_CHECKING:  # they bring torch, which --help must not wait for
     from m1clip.evals.negatives import EditScore

@@ -11,8 +11,8 @@ import tyro
 
 from m1clip import run as runs
 from m1clip.config import PRESETS, TrainConfig, from_json, preset
-from m1clip.train.screen import clock
 from m1clip.verbs import flags, tables
+from m1clip.words import clock
 
 if TYPE_CHECKING:  # it brings torch
     from m1clip.train.loop import Result

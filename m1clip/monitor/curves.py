@@ -1,0 +1,120 @@
+"""Curves of a run: which there are, over what, smoothed, and thinned to what a screen can show. No torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from m1clip.monitor.log import Column, Log
+
+
+@dataclass(frozen=True)
+class Curve:
+    key: str
+    title: str
+    kind: str = "step"
+    chance: str | None = None
+    """The column that says what guessing gives."""
+    unit: str = ""
+    """"%" for parts of 1, else what is written behind the number."""
+    log: bool = False
+    """Better seen on a logarithmic axis."""
+
+
+CURVES = {
+    curve.key: curve
+    for curve in (
+        Curve("loss", "loss", chance="chance_loss"),
+        Curve("accuracy", "accuracy, in the batch", chance="chance_accuracy", unit="%"),
+        Curve("mean_r1", "held-out R@1, mean of both ways", "eval", "chance_r1", "%"),
+        Curve("i2t_r1", "held-out R@1, image→text", "eval", "chance_r1", "%"),
+        Curve("t2i_r1", "held-out R@1, text→image", "eval", "chance_r1", "%"),
+        Curve("i2t_r10", "held-out R@10, image→text", "eval", unit="%"),
+        Curve("t2i_r10", "held-out R@10, text→image", "eval", unit="%"),
+        Curve("temperature", "temperature"),
+        Curve("lr", "learning rate"),
+        Curve("grad_norm", "gradient norm", log=True),
+        Curve("pairs_per_s", "pairs a second"),
+        Curve("step_ms", "milliseconds a step", unit="ms"),
+        Curve("rss_gb", "memory of the process", "watch", unit="GB"),
+        Curve("available_gb", "memory still free", "watch", unit="GB"),
+        Curve("device_gb", "peak memory of the device", "watch", unit="GB"),
+        Curve("heat_c", "heat", "watch", unit="°C"),
+        Curve("power_w", "power", "watch", unit="W"),
+        Curve("alignment", "alignment (0 is perfect)", "watch"),
+        Curve("modality_gap", "modality gap", "watch"),
+        Curve("effective_rank_image", "directions in use, pictures", "watch"),
+        Curve("effective_rank_text", "directions in use, captions", "watch"),
+    )
+}
+
+
+def points(log: Log, key: str, over: str = "step") -> tuple[Column, Column]:
+    """The curve over steps or over minutes of training; a break in the steps is a NaN."""
+    curve = CURVES[key]
+    if curve.kind != "step":
+        x, y = log.recorded(curve.kind, "step"), log.recorded(curve.kind, key)
+        return (minutes_at(log, x) if over == "minutes" else x), y
+    x, y = log.column("step"), log.column(key)
+    broken = np.flatnonzero(np.diff(x) > 1) + 1 if len(x) > 1 else np.empty(0, int)
+    x = minutes_at(log, x) if over == "minutes" else x
+    return np.insert(x, broken, x[broken]), np.insert(y, broken, np.nan)
+
+
+def minutes_at(log: Log, steps: Column) -> Column:
+    """Minutes of training up to each step; evaluation, saving and rest are not counted."""
+    spent = np.nan_to_num(log.column("step_ms")) + np.nan_to_num(log.column("between_ms"))
+    passed = np.concatenate([[0.0], np.cumsum(spent) / 60_000])
+    return passed[np.searchsorted(log.column("step"), steps, "right")]
+
+
+def chance(log: Log, key: str) -> float | None:
+    """What guessing gives, as the last record of it says."""
+    name = CURVES[key].chance
+    if name is None:
+        return None
+    values = log.column(name) if CURVES[key].kind == "step" else log.recorded(CURVES[key].kind, name)
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if len(known) else None
+
+
+def smoothed(y: Column, window: int) -> Column:
+    """The mean of each value and those before it, `window` in all, of what is known; unknown stays so."""
+    if window <= 1 or len(y) == 0:
+        return y
+    known = np.isfinite(y)
+    total, count = (np.cumsum(np.concatenate([[0.0], part])) for part in (np.where(known, y, 0.0), known))
+    ends = np.arange(1, len(y) + 1)
+    starts = np.maximum(0, ends - window)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = (total[ends] - total[starts]) / (count[ends] - count[starts])
+    return np.where(known, mean, np.nan)
+
+
+def thinned(x: Column, y: Column, most: int) -> tuple[Column, Column]:
+    """At most about `most` points that look the same: the least and greatest of each stretch, and breaks."""
+    if len(x) <= most:
+        return x, y
+    edges = np.linspace(0, len(x), max(1, most // 2) + 1).astype(int)
+    kept = []
+    for start, end in pairwise(edges.tolist()):
+        part = y[start:end]
+        known = np.isfinite(part)
+        if not known.any():
+            kept.append(start)
+            continue
+        ends = {int(np.where(known, part, np.inf).argmin()), int(np.where(known, part, -np.inf).argmax())}
+        broken = {int(known.argmin())} if not known.all() else set()
+        kept += [start + place for place in sorted(ends | broken)]
+    kept = sorted({0, len(x) - 1, *kept})
+    return x[kept], y[kept]
+
+
+def said(key: str) -> Callable[[float], str]:
+    """How a value of the curve is written."""
+    unit = CURVES[key].unit
+    if unit == "%":
+        return lambda value: f"{100 * value:.3g} %"
+    behind = f" {unit}" if unit else ""
+    return lambda value: f"{value:.3g}{behind}" if abs(value) < 1000 else f"{value:,.0f}{behind}"

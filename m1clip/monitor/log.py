@@ -1,0 +1,202 @@
+"""A run as it is written, read by a second process: what is new since the last look, and no more."""
+
+import json
+import math
+import os
+from array import array
+from bisect import bisect_left
+from collections import defaultdict
+from operator import itemgetter
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from m1clip.run import Run
+
+Record = dict[str, Any]
+Column = NDArray[np.float64]
+BLOCK = 1 << 16  # what is parsed at once stays in the processor's cache: twice as fast as 4 MB
+KINDS = ("watch", "eval", "epoch")
+NAN = float("nan")
+STEP = itemgetter("step")
+
+
+class Log:
+    """metrics.jsonl as far as it has whole lines: steps as columns, the rest as records with their line.
+
+    Each step once: where one comes again, as after a restart, what was measured from there on is forgotten,
+    but for events. A file that was replaced is read anew; what cannot be read is counted and passed over.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self.offset, self.lines, self.file = 0, 0, (0, 0)
+        self.latest, self.repeated = 0, 0
+        self.columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
+        self.records: dict[str, list[Record]] = {kind: [] for kind in KINDS}
+        self.events: list[Record] = []
+        self.broken: list[int] = []
+
+    def refresh(self, most: float = math.inf) -> bool:
+        """Read what has been added, about `most` bytes of it; whether anything was."""
+        try:
+            with open(self.path, "rb") as file:
+                found = os.fstat(file.fileno())
+                if (found.st_dev, found.st_ino) != self.file or found.st_size < self.offset:
+                    self._forget()
+                    self.file = (found.st_dev, found.st_ino)
+                file.seek(self.offset)
+                return self._read(file, most)
+        except OSError:  # not written yet, or gone with the run's folder
+            known = self.offset > 0
+            self._forget()
+            return known
+
+    def _read(self, file: IO[bytes], most: float) -> bool:
+        before, rest = self.offset, b""
+        while self.offset - before < most and (block := file.read(BLOCK)):
+            whole, newline, rest = (rest + block).rpartition(b"\n")
+            if newline:
+                self.offset += len(whole) + 1
+                self._take(whole.split(b"\n"))
+        return self.offset > before
+
+    def _take(self, lines: list[bytes]) -> None:
+        steps: list[Record] = []
+        for line in lines:
+            self.lines += 1
+            record = parsed(line)
+            if record is None:
+                self.broken.append(self.lines) if line.strip() else None
+                continue
+            record["line"], kind, step = self.lines, record["kind"], record["step"]
+            if kind == "step":
+                if step <= self.latest:
+                    self._add_steps(steps)
+                    self._forget_from(step)
+                    steps = []
+                steps.append(record)
+                self.latest = step
+            elif kind == "event":
+                self.events.append(record)
+            elif kind in KINDS:
+                mine = self.records[kind]
+                del mine[bisect_left(mine, step, key=STEP) :]
+                mine.append(record)
+        self._add_steps(steps)
+
+    def _forget_from(self, step: int) -> None:
+        """A step comes again: what was measured from there on is being measured anew."""
+        self.repeated += 1
+        start = bisect_left(self.columns["step"], step)
+        for column in self.columns.values():
+            del column[start:]
+        for mine in self.records.values():
+            del mine[bisect_left(mine, step, key=STEP) :]
+
+    def _add_steps(self, rows: list[Record]) -> None:
+        length = len(self)
+        for name in {name for row in rows[:1] + rows[-1:] for name in row} | set(self.columns):
+            column = self.columns[name]
+            column.extend([NAN] * (length - len(column)))
+            try:
+                column.extend(array("d", [row[name] for row in rows]))
+            except (KeyError, TypeError, OverflowError):  # missing, null, or something that is no number
+                column.extend([number(row.get(name)) for row in rows])
+
+    def column(self, name: str) -> Column:
+        """Of every step; NaN where it is not known."""
+        if name not in self.columns:
+            return np.full(len(self), np.nan)
+        return np.array(self.columns[name])
+
+    def recorded(self, kind: str, name: str) -> Column:
+        return np.array([number(row.get(name)) for row in self.records[kind]], np.float64)
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+    def last(self, kind: str) -> Record | None:
+        rows = self.records[kind]
+        return rows[-1] if rows else None
+
+    def recent(self, name: str, count: int = 50) -> float | None:
+        """The mean of the last steps, as far as it is known."""
+        some = np.array(self.columns[name][-count:]) if name in self.columns else np.empty(0)
+        some = some[np.isfinite(some)]
+        return float(some.mean()) if len(some) else None
+
+
+def parsed(line: bytes) -> Record | None:
+    """A record of the log; None for what is none."""
+    try:
+        record = orjson.loads(line)
+    except ValueError:
+        try:
+            record = json.loads(line)  # a NaN, which strict JSON does not know
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return None
+    step = record.get("step")
+    return record if type(step) is int and 0 <= step < 2**53 else None
+
+
+def number(value: Any) -> float:
+    """NaN for what is not one."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
+        return float(value)
+    return NAN
+
+
+class Followed:
+    """A run and what is known of it now."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.log = Log(run.path / "metrics.jsonl")
+        self.summary: Record = {}
+        self.config: Record = {}
+        self.machine: Record = {}
+        self.data: Record = {}
+        self._seen: dict[str, float] = {}
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+    def refresh(self, most: float = math.inf) -> bool:
+        """Whether there is anything new."""
+        changed = self.log.refresh(most)
+        try:
+            summary = self.run.summary()
+        except OSError:  # the folder is gone, as under --fresh
+            summary = {**self.summary, "state": "gone", "reason": f"{self.run.path} is not there any more"}
+        changed |= summary != self.summary
+        self.summary = summary
+        for name in ("config", "machine", "data"):
+            setattr(self, name, self._file(f"{name}.json", getattr(self, name)))
+        return changed
+
+    def _file(self, name: str, before: Record) -> Record:
+        """A JSON file of the run, read again only if it has changed."""
+        try:
+            changed = (self.run.path / name).stat().st_mtime
+            if self._seen.get(name) == changed:
+                return before
+            value = self.run.read(name)
+            self._seen[name] = changed
+            return value if isinstance(value, dict) else {}
+        except (OSError, ValueError):
+            return before
+
+    def retrievals(self) -> Record:
+        """What the latest evaluation found; {} where there was none yet."""
+        self._seen.pop("retrievals.json", None)
+        return self._file("retrievals.json", {})

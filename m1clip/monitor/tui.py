@@ -1,0 +1,201 @@
+"""The terminal's face of the monitor: which run, which view, which keys. What is drawn is in views.py."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.widget import Widget
+from textual.widgets import ContentSwitcher, DataTable, Footer, Static
+
+from m1clip.monitor import views
+from m1clip.monitor.log import Followed
+from m1clip.run import Run, all_runs
+from m1clip.words import ago, clock, percent
+
+EVERY_S = 1.0
+AT_ONCE = 8e6
+"""Bytes of log read at a time, so that keys are answered meanwhile."""
+SMOOTH = (0, 1, 10, 100, 1000)
+THEMES = ("ansi-dark", "ansi-light", "textual-dark", "textual-light")
+
+
+VIEWS = ("learning", "speed", "gradients", "events", "runs")
+
+
+class Drawn(Widget):
+    """Text made anew for whatever room there is."""
+
+    def __init__(self, draw: Callable[[int, int], Text], **named: Any):
+        super().__init__(**named)
+        self.draw = draw
+
+    def render(self) -> Text:
+        return self.draw(max(20, self.size.width), max(3, self.size.height))
+
+
+class Monitor(App[None]):
+    TITLE = "m1clip monitor"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    #header { height: 2; padding: 0 1; }
+    #tabs { height: 1; padding: 0 1; }
+    ContentSwitcher { height: 1fr; padding: 0 1; }
+    #learning, #speed { height: 100%; }
+    DataTable { height: 100%; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(Binding(str(place), f"view('{name}')", name, show=False) for place, name in enumerate(VIEWS, 1)),
+        ("space", "mark", "compare"),
+        ("s", "smooth", "smooth"),
+        ("p", "pause", "pause"),
+        ("t", "look", "colours"),
+        ("q", "quit", "quit"),
+    ]
+
+    def __init__(self, runs: Path, start: Run):
+        super().__init__()
+        self.theme = THEMES[0]
+        self.runs, self.shown = runs, Followed(start)
+        self.marked: dict[str, Followed] = {}
+        self.paused, self.smooth = False, 0
+        self.known: list[dict[str, Any]] = []
+
+    def compose(self) -> ComposeResult:
+        yield Drawn(lambda width, _: views.header(self.shown, width), id="header")
+        yield Drawn(lambda width, _: self._tabs(width), id="tabs")
+        with ContentSwitcher(initial="learning"):
+            yield Drawn(self._learning, id="learning")
+            yield Drawn(lambda width, height: views.speed(self.shown, width, height), id="speed")
+            for name in ("gradients", "events"):
+                with VerticalScroll(id=name):
+                    yield Static(id=f"{name}-text")
+            yield DataTable(id="runs", cursor_type="row", zebra_stripes=False)
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.query_one(DataTable).add_columns(
+            "", "run", "state", "step", "done", "to go", "best", "device", "last sign"
+        )
+        self.look()
+        self.set_interval(EVERY_S, self.look)
+
+    def look(self) -> None:
+        """Read what is new; a long log comes in parts, drawn as far as it is read."""
+        if self.paused:
+            return
+        more = False
+        for one in self.followed:
+            before = one.log.offset
+            one.refresh(AT_ONCE)
+            more |= one.log.offset - before >= AT_ONCE
+        self.list_runs()
+        self.redraw()
+        if more:
+            self.set_timer(0.01, self.look)
+
+    @property
+    def followed(self) -> list[Followed]:
+        """What is shown first, then what it is compared with."""
+        return [self.shown, *(one for name, one in self.marked.items() if name != self.shown.name)]
+
+    def redraw(self) -> None:
+        for drawn in self.query(Drawn):
+            drawn.refresh()
+        width = max(20, self.size.width - 4)
+        self.query_one("#gradients-text", Static).update(views.gradients(self.shown, width))
+        self.query_one("#events-text", Static).update(views.events(self.shown, width))
+
+    def list_runs(self) -> None:
+        """The table of runs, kept where the cursor is; a run that has begun meanwhile is told of."""
+        rows = [run.summary() for run in all_runs(self.runs)][::-1]
+        new = {row["run"] for row in rows} - {row["run"] for row in self.known}
+        if self.known and new:
+            self.notify(f"{', '.join(sorted(new))} has begun: 5 shows all runs")
+        self.known = rows
+        table = self.query_one(DataTable)
+        at = table.cursor_row
+        table.clear()
+        for row in rows:
+            part = row["step"] / row["total"] if row["total"] else None
+            mark = "●" if row["run"] == self.shown.name else "+" if row["run"] in self.marked else ""
+            state = Text(row["state"], views.STATES.get(row["state"], "yellow"))
+            table.add_row(
+                mark,
+                row["run"],
+                state,
+                f"{row['step']:,}",
+                percent(part),
+                clock(row["eta_s"]),
+                percent(row["best_score"]),
+                row["device"] or "–",
+                ago(row["time"]),
+                key=row["run"],
+            )
+        table.move_cursor(row=min(at, len(rows) - 1))
+
+    def _learning(self, width: int, height: int) -> Text:
+        return views.learning(self.followed, width, height, self.smooth)
+
+    def _tabs(self, width: int) -> Text:
+        current = self.query_one(ContentSwitcher).current
+        made = Text()
+        for place, name in enumerate(VIEWS, 1):
+            made.append(f" {place} {name} ", "reverse" if name == current else "").append(" ")
+        if self.paused:
+            made.append(" paused ", "reverse yellow")
+        if self.smooth:
+            made.append(f" mean of {self.smooth:,} steps" if self.smooth > 1 else " every step", "dim")
+        made.truncate(width)
+        return made
+
+    def action_view(self, name: str) -> None:
+        self.query_one(ContentSwitcher).current = name
+        if name == "runs":
+            self.query_one(DataTable).focus()
+        elif name in ("gradients", "events"):
+            self.query_one(f"#{name}").focus()
+        self.redraw()
+
+    def _under_cursor(self) -> str | None:
+        table = self.query_one(DataTable)
+        return self.known[table.cursor_row]["run"] if 0 <= table.cursor_row < len(self.known) else None
+
+    def action_mark(self) -> None:
+        """Compare the run under the cursor with the one shown, or no longer."""
+        name = self._under_cursor()
+        if self.query_one(ContentSwitcher).current != "runs":
+            self.action_view("runs")
+            self.notify("space adds the run under the cursor to the curves, Enter shows it")
+            return
+        if name is None or name == self.shown.name:
+            return
+        if name in self.marked:
+            del self.marked[name]
+        else:
+            self.marked[name] = Followed(Run(self.runs / name))
+        self.look()
+
+    def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
+        name = str(event.row_key.value)
+        self.shown = self.marked.get(name) or Followed(Run(self.runs / name))
+        self.marked.pop(name, None)
+        self.action_view("learning")
+        self.paused = False
+        self.look()
+
+    def action_smooth(self) -> None:
+        self.smooth = SMOOTH[(SMOOTH.index(self.smooth) + 1) % len(SMOOTH)]
+        self.redraw()
+
+    def action_pause(self) -> None:
+        self.paused = not self.paused
+        self.look()
+        self.redraw()
+
+    def action_look(self) -> None:
+        self.theme = THEMES[(THEMES.index(self.theme) + 1) % len(THEMES)]
+        self.redraw()

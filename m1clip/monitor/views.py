@@ -1,0 +1,293 @@
+"""What a terminal shows of a run, as text of a given size. Knows no keys and no clocks."""
+
+import math
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+from rich.text import Text
+
+from m1clip.config import printable
+from m1clip.monitor import curves
+from m1clip.monitor.braille import Line, bar, beside, block, plot
+from m1clip.monitor.log import Followed, number
+from m1clip.words import ago, clock, percent
+
+# Colours by name are the terminal's own: they are readable on its background, dark or light.
+STYLES = ("blue", "red", "green", "magenta", "yellow", "cyan")
+STATES = {"running": "green", "finished": "blue", "dead": "red", "failed": "red", "gone": "red"}
+PHASES = {"wait": "magenta", "copy": "cyan", "forward": "blue", "backward": "green", "optimiser": "yellow"}
+LEARNING = ("loss", "accuracy", "mean_r1", "temperature", "lr", "grad_norm")
+RECENT = 50
+HIDDEN = ("kind", "step", "time", "event", "line", "rows")
+
+
+def header(one: Followed, width: int) -> Text:
+    """Two lines: what and how far; how good, or why it is not going on."""
+    now = one.summary
+    state, step, total = now.get("state", "unknown"), now.get("step") or 0, now.get("total")
+    first = Text.assemble((one.name, "bold"), "  ", (state, STATES.get(state, "yellow")))
+    first.append(f"  step {step:,}" + (f" of {total:,}" if total else ""))
+    if total:
+        first.append(f"  {percent(step / total)} ").append(
+            bar(step / total, max(4, min(30, width - 62))), "green"
+        )
+    if now.get("eta_s") is not None:
+        first.append(f" {clock(now['eta_s'])} to go")
+    first.append(f"  {now.get('device') or ''}", "dim")
+    first.truncate(width, overflow="ellipsis")
+    second = standing(one)
+    second.truncate(width, overflow="ellipsis")
+    return Text("\n").join([first, second])
+
+
+def standing(one: Followed) -> Text:
+    now, log = one.summary, one.log
+    if now.get("trouble") or now.get("reason"):
+        words = printable(str(now.get("trouble") or now["reason"])).replace("\n", " ")
+        return Text(words, "red" if now.get("state") != "stopped" else "yellow")
+    parts = []
+    if (loss := log.recent("loss", 10)) is not None:
+        parts.append(f"loss {loss:.3f} (chance {said(curves.chance(log, 'loss'), 'loss')})")
+    if (last := log.last("eval")) and last.get("mean_r1") is not None:
+        parts.append(f"held-out R@1 {percent(last['mean_r1'])} (chance {percent(last.get('chance_r1'))})")
+    if now.get("state") != "running":
+        parts.append(ago(now.get("time")))
+    return Text(", ".join(parts) or "no step has been logged yet", "dim")
+
+
+def said(value: float | None, key: str) -> str:
+    return "–" if value is None or not math.isfinite(value) else curves.said(key)(value)
+
+
+def learning(runs: Sequence[Followed], width: int, height: int, smooth: int = 0) -> Text:
+    """The six curves of the first run, with those of the others behind."""
+    keys, across = LEARNING, 3 if width >= 120 else 2
+    down = len(keys) // across
+    legend = names(runs, width) if len(runs) > 1 else None
+    tall = max(4, (height - (1 if legend else 0)) // down)
+    wide = width // across
+    rows = [
+        beside([curve(runs, key, wide - 1, tall, smooth) for key in keys[start : start + across]], wide)
+        for start in range(0, len(keys), across)
+    ]
+    return Text("\n").join([*([legend] if legend else []), *rows])
+
+
+def names(runs: Sequence[Followed], width: int) -> Text:
+    made = Text()
+    for one, style in zip(runs, STYLES, strict=False):
+        made.append("━ ", style).append(f"{one.name}  ")
+    made.truncate(width, overflow="ellipsis")
+    return made
+
+
+def curve(runs: Sequence[Followed], key: str, width: int, height: int, smooth: int = 0) -> Text:
+    """One curve of all runs, each value the mean of `smooth` steps; 0 is a hundredth of all."""
+    lines, level = [], None
+    for one, style in zip(runs, STYLES, strict=False):
+        x, y = curves.points(one.log, key)
+        y = curves.smoothed(y, smooth or len(y) // 100) if curves.CURVES[key].kind == "step" else y
+        lines.append(Line(x, np.log10(np.where(y > 0, y, np.nan)) if curves.CURVES[key].log else y, style))
+        level = curves.chance(one.log, key) if level is None else level
+    kind, log = curves.CURVES[key].kind, runs[0].log
+    now = log.recent(key, max(10, smooth)) if kind == "step" else number((log.last(kind) or {}).get(key))
+    title = f"{curves.CURVES[key].title.partition(',')[0]} {said(now, key)}"
+    title += "" if level is None else f"  (chance {said(level, key)})"
+    say = curves.said(key)
+    if curves.CURVES[key].log:
+        return plot(title, lines, width, height, lambda value: say(10**value))
+    return plot(title, lines, width, height, say, level)
+
+
+def speed(one: Followed, width: int, height: int) -> Text:
+    """What a step's time goes to, and how the machine fares."""
+    left = [*phases(one, width // 2 - 1), Text(), *memory(one, width // 2 - 1)]
+    right = machine(one, width // 2 - 1)
+    tall = max(len(left), len(right))
+    top = beside([block(left, tall), block(right, tall)], width // 2)
+    room = height - tall - 1
+    if room < 4:
+        return top
+    below = [curve([one], key, width // 2 - 1, room) for key in ("step_ms", "rss_gb")]
+    return Text("\n").join([top, Text(), beside(below, width // 2)])
+
+
+def phases(one: Followed, width: int) -> list[Text]:
+    means = {name: one.log.recent(f"{name}_ms", RECENT) for name in PHASES}
+    whole = one.log.recent("step_ms", RECENT)
+    speed = one.log.recent("pairs_per_s", RECENT)
+    lines = [Text(f"a step {said(whole, 'step_ms')}, {said(speed, 'pairs_per_s')} pairs/s", "bold")]
+    total = sum(value for value in means.values() if value is not None)
+    for name, style in PHASES.items():
+        value = means[name]
+        if value is None or not total:
+            lines.append(Text(f"{name:>9}  –", "dim"))
+            continue
+        made = Text(f"{name:>9} ").append(bar(value / total, max(4, width - 30)), style)
+        lines.append(made.append(f" {said(value, 'step_ms'):>8} {100 * value / total:3.0f} %"))
+    return lines
+
+
+def memory(one: Followed, width: int) -> list[Text]:
+    last = one.log.last("watch") or {}
+    parts = {name: number(value) for name, value in (last.get("memory_gb") or {}).items()}
+    parts = {name: value for name, value in parts.items() if value > 0}
+    lines = [Text(f"memory {gb(last.get('rss_gb'))}, peak {gb(last.get('peak_rss_gb'))}", "bold")]
+    most = max(parts.values(), default=0.0)
+    for name, value in parts.items():
+        made = Text(f"{name[:11]:>11} ").append(bar(value / most if most else 0, max(4, width - 24)), "cyan")
+        lines.append(made.append(f" {gb(value):>9}"))
+    device = f", device {gb(last['device_gb'])}" if last.get("device_gb") is not None else ""
+    lines.append(
+        Text(f"free {gb(last.get('available_gb'))}, swap {gb(last.get('swap_used_gb'))}{device}", "dim")
+    )
+    return lines
+
+
+def machine(one: Followed, width: int) -> list[Text]:
+    last = one.log.last("watch") or {}
+    lines = [Text(f"{one.machine.get('chip') or 'machine unknown'}"[:width], "bold")]
+    cores = last.get("cpu_percent") or []
+    if not isinstance(cores, list):
+        cores = []
+    wide = max(4, width - 14)
+    if len(cores) > 8:  # two a line
+        wide = max(3, width // 2 - 12)
+    cells = [
+        Text(f"core {place:>2} ")
+        .append(bar(number(value) / 100, wide), "green")
+        .append(f"{number(value):4.0f}%")
+        for place, value in enumerate(cores)
+        if math.isfinite(number(value))
+    ]
+    step = 2 if len(cores) > 8 else 1
+    lines += [Text("  ").join(cells[start : start + step]) for start in range(0, len(cells), step)]
+    heat, watts, joules = (last.get(key) for key in ("heat_c", "power_w", "joules"))
+    lines.append(Text(f"heat {unit(heat, '°C')}, power {unit(watts, 'W')}, drawn {energy(joules)}"))
+    lines.append(Text(f"disk free {gb(last.get('disk_free_gb'))}"))
+    if last.get("time"):
+        lines.append(Text(f"looked {ago(last['time'])}, at step {last['step']:,}", "dim"))
+    else:
+        every = one.config.get("watch_every")
+        lines.append(Text("not looked at yet" + (f"; every {every} steps" if every else ""), "dim"))
+    return lines
+
+
+def gb(value: Any) -> str:
+    known = number(value)
+    if not math.isfinite(known):
+        return "–"
+    return f"{known:.2f} GB" if known >= 0.1 or known == 0 else f"{1000 * known:.1f} MB"
+
+
+def unit(value: Any, what: str) -> str:
+    return f"{number(value):.0f} {what}" if math.isfinite(number(value)) else "–"
+
+
+def energy(joules: Any) -> str:
+    return f"{number(joules) / 3600:.2f} Wh" if math.isfinite(number(joules)) else "–"
+
+
+def gradients(one: Followed, width: int) -> Text:
+    """Norms by block, as they were at the last look, on a logarithmic scale; then the embeddings' health."""
+    last = one.log.last("watch")
+    if not last:
+        return Text("gradients are looked at every --watch-every steps; not yet", "dim")
+    norms = {name: number(value) for name, value in (last.get("grad_norms") or {}).items()}
+    weights = last.get("weight_norms") or {}
+    towers = [
+        {name: value for name, value in norms.items() if name.startswith(tower)}
+        for tower in ("vision", "text")
+    ]
+    rest = {name: value for name, value in norms.items() if not name.startswith(("vision", "text"))}
+    wide = width // 2
+    known = [value for value in norms.values() if value > 0]
+    low, high = (min(known), max(known)) if known else (1.0, 1.0)
+    scale = (math.log10(low) - 0.3, math.log10(high))
+
+    def rows(some: dict[str, float]) -> list[Text]:
+        made = []
+        for name, value in some.items():
+            part = (math.log10(value) - scale[0]) / (scale[1] - scale[0]) if value > 0 else 0.0
+            ratio = value / number(weights.get(name)) if number(weights.get(name)) else math.nan
+            shown = f"{value:.2g}" if math.isfinite(value) else "–"
+            line = Text(f"{name.replace('_projection', '.proj')[:15]:15} ").append(
+                bar(part, max(4, wide - 34)), "blue"
+            )
+            made.append(
+                line.append(f" {shown:>7} {ratio:7.0e}" if math.isfinite(ratio) else f" {shown:>7}       –")
+            )
+        return made
+
+    head = Text(f"{'block':15} {'gradient':>{max(4, wide - 34) + 8}} {'/weight':>7}", "dim")
+    columns = [[head, *rows(tower)] for tower in towers]
+    tall = max(map(len, columns))
+    made = beside([block(column, tall) for column in columns], wide)
+    lines = [
+        Text(f"gradients by block at step {last['step']:,}, before clipping (bars: logarithmic)", "bold"),
+        made,
+    ]
+    lines += rows(rest)
+    health = {
+        "alignment (0 perfect, 2 strangers)": last.get("alignment"),
+        "uniformity image / text (0 collapsed, about -4 spread)": (
+            last.get("uniformity_image"),
+            last.get("uniformity_text"),
+        ),
+        "modality gap (at most 2)": last.get("modality_gap"),
+        "directions in use, pictures / captions": (
+            last.get("effective_rank_image"),
+            last.get("effective_rank_text"),
+        ),
+    }
+    lines += [Text(), Text("the space of the last batch looked at", "bold")]
+    for name, value in health.items():
+        values = value if isinstance(value, tuple) else (value,)
+        shown = " / ".join(f"{number(each):.3g}" if math.isfinite(number(each)) else "–" for each in values)
+        lines.append(Text(f"{name}: {shown}"))
+    return Text("\n").join(lines)
+
+
+def events(one: Followed, width: int, most: int | None = None) -> Text:
+    """What happened, the newest first; diagnoses stand out."""
+    found = one.log.events[::-1]
+    lines = []
+    for event in found[:most]:
+        time = number(event.get("time"))
+        when = datetime.fromtimestamp(time).strftime("%d %b %H:%M:%S") if 0 < time < 1e11 else "–"
+        words = told(event)
+        bad = event.get("event") not in ("start", "resume", "chunk", "saved again", "loss scale halved")
+        lines.append(
+            Text.assemble((f"{when}  step {event['step']:>6,}  ", "dim"), (words, "yellow" if bad else ""))
+        )
+    if broken := one.log.broken:
+        words = "one line" if len(broken) == 1 else f"{len(broken):,} lines"
+        lines.append(Text(f"{words} of metrics.jsonl cannot be read (the first: {broken[0]:,})", "red"))
+    return Text("\n").join(lines or [Text("nothing has happened yet", "dim")])
+
+
+def told(event: dict[str, Any]) -> str:
+    """An event in words: its name, and what else its line says."""
+    what = event.get("event")
+    if what == "diagnosis":
+        return printable(f"{event.get('about')}: {event.get('text')}")
+    if what == "chunk":
+        return printable(f"{event.get('chunk')} pairs at once: {event.get('reason')}")
+    if what in ("start", "resume") and not event.get("skipped_rows"):
+        return str(what)
+    left = {key: value for key, value in event.items() if key not in HIDDEN}
+    shown = ", ".join(
+        f"{key.replace('_', ' ')} {', '.join(map(str, value[:3])) if isinstance(value, list) else value}"
+        for key, value in left.items()
+    )
+    return printable(f"{what}" + (f": {shown}" if shown else ""))
+
+
+def snapshot(runs: Sequence[Followed], width: int) -> Text:
+    """Everything once, for a script or a mail."""
+    one = runs[0]
+    parts = [header(one, width), learning(runs, width, 21 if width < 120 else 16), speed(one, width, 0)]
+    parts += [gradients(one, width), Text("events", "bold").append("\n").append(events(one, width, 12))]
+    return Text("\n\n").join(parts)
