@@ -38,11 +38,11 @@ class Page:
 
     def text(self, text: str, note: bool = False) -> None:
         self.markdown.append(text)
-        self.body.append(f"<p{' class=note' if note else ''}>{html.escape(text)}</p>")
+        self.body.append(f"<p{' class=note' if note else ''}>{_inline(text)}</p>")
 
     def points(self, points: Sequence[str]) -> None:
         self.markdown.append("\n".join(f"- {point}" for point in points))
-        self.body.append("<ul>" + "".join(f"<li>{html.escape(point)}</li>" for point in points) + "</ul>")
+        self.body.append("<ul>" + "".join(f"<li>{_inline(point)}</li>" for point in points) + "</ul>")
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Words to the left, numbers to the right."""
@@ -72,6 +72,14 @@ class Page:
         whole = f"{head}<h1>{html.escape(self.title)}</h1>\n" + "\n".join(self.body) + "</html>\n"
         write_whole(folder / f"{name}.html", whole, durable=False)
         return folder / f"{name}.html"
+
+
+def _inline(text: str) -> str:
+    """Escaped, with what stands between backticks as code."""
+    parts = html.escape(text).split("`")
+    if len(parts) % 2 == 0:
+        return html.escape(text)
+    return "".join(f"<code>{part}</code>" if place % 2 else part for place, part in enumerate(parts))
 
 
 def _cell(text: str) -> str:

@@ -30,9 +30,9 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def axes(panels: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
-    """Panels of one size, at most three in a row."""
-    columns = min(panels, 3)
+def axes(panels: int, width: float, height: float, most: int = 3) -> tuple[Figure, list[Axes]]:
+    """Panels of one size, at most three, or as many as said, in a row."""
+    columns = min(panels, most)
     rows = -(-panels // columns)
     size = (columns * width, rows * height)
     figure, made = plt.subplots(rows, columns, figsize=size, constrained_layout=True, squeeze=False)

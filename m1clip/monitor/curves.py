@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -84,30 +83,30 @@ def smoothed(y: Column, window: int) -> Column:
     if window <= 1 or len(y) == 0:
         return y
     known = np.isfinite(y)
-    total, count = (np.cumsum(np.concatenate([[0.0], part])) for part in (np.where(known, y, 0.0), known))
-    ends = np.arange(1, len(y) + 1)
-    starts = np.maximum(0, ends - window)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean = (total[ends] - total[starts]) / (count[ends] - count[starts])
-    return np.where(known, mean, np.nan)
+    total = trailing(np.where(known, y, 0.0), window)
+    count = np.minimum(np.arange(1.0, len(y) + 1), window) if known.all() else trailing(known * 1.0, window)
+    return np.where(known, total / np.maximum(count, 1), np.nan)
+
+
+def trailing(values: Column, window: int) -> Column:
+    """Sums of each value and those before it, `window` in all."""
+    total = np.cumsum(values)
+    total[window:] -= total[:-window].copy()
+    return total
 
 
 def thinned(x: Column, y: Column, most: int) -> tuple[Column, Column]:
     """At most about `most` points that look the same: the least and greatest of each stretch, and breaks."""
     if len(x) <= most:
         return x, y
-    edges = np.linspace(0, len(x), max(1, most // 2) + 1).astype(int)
-    kept = []
-    for start, end in pairwise(edges.tolist()):
-        part = y[start:end]
-        known = np.isfinite(part)
-        if not known.any():
-            kept.append(start)
-            continue
-        ends = {int(np.where(known, part, np.inf).argmin()), int(np.where(known, part, -np.inf).argmax())}
-        broken = {int(known.argmin())} if not known.all() else set()
-        kept += [start + place for place in sorted(ends | broken)]
-    kept = sorted({0, len(x) - 1, *kept})
+    wide = -(-len(y) // max(1, most // 2))
+    rows = np.pad(y, (0, -len(y) % wide), constant_values=y[-1]).reshape(-1, wide)
+    known = np.isfinite(rows)
+    least, greatest = np.where(known, rows, np.inf).argmin(1), np.where(known, rows, -np.inf).argmax(1)
+    broken = known.argmin(1)  # the first that is not known; where all are, the first
+    starts = wide * np.arange(len(rows))
+    kept = np.concatenate([starts + least, starts + greatest, (starts + broken)[~known.all(1)]])
+    kept = np.unique(np.minimum(np.append(kept, 0), len(x) - 1))
     return x[kept], y[kept]
 
 

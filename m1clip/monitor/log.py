@@ -101,8 +101,13 @@ class Log:
             del mine[bisect_left(mine, step, key=STEP) :]
 
     def _add_steps(self, rows: list[Record]) -> None:
-        length = len(self)
-        for name in {name for row in rows[:1] + rows[-1:] for name in row} | set(self.columns):
+        if not rows:
+            return
+        length, names = len(self), set(self.columns) | set(rows[0])
+        for row in rows:
+            if len(row) != len(rows[0]):  # as one that was skipped, which says so
+                names |= row.keys()
+        for name in names:
             column = self.columns[name]
             column.extend([NAN] * (length - len(column)))
             try:
@@ -150,7 +155,7 @@ def parsed(line: bytes) -> Record | None:
 
 def number(value: Any) -> float:
     """NaN for what is not one."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
+    if isinstance(value, int | float) and abs(value) < 1e300:
         return float(value)
     return NAN
 

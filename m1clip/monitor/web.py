@@ -46,6 +46,7 @@ class Runs:
         self.folder, self.start = folder, start
         self.known: dict[str, Followed] = {}
         self.lock = threading.Lock()
+        self.closing: Callable[[], bool] = lambda: False
 
     def all(self) -> list[dict[str, Any]]:
         """A line for each, the newest first."""
@@ -71,12 +72,6 @@ class Runs:
             one = self.known.setdefault(name, Followed(run))
             one.refresh()
             yield one
-
-    def warm(self) -> None:
-        """Read the log that will be asked for first, while the browser is still opening."""
-        rows = all_runs(self.folder)
-        with suppress(HTTPException), self.reading((self.start or rows[-1]).name if rows else ""):
-            pass
 
     def versions(self, names: list[str]) -> dict[str, Any]:
         """A value for each that changes when the run does; nothing is parsed for it."""
@@ -273,7 +268,7 @@ async def news(request: Request, runs: Runs, names: list[str]) -> AsyncIterator[
     """Server-sent events: the table when it changes, and which of the runs asked for have changed."""
     told: dict[str, Any] = {}
     quiet_since = time.monotonic()
-    while not await request.is_disconnected():
+    while not (runs.closing() or await request.is_disconnected()):
         table, versions = await asyncio.gather(
             asyncio.to_thread(runs.all), asyncio.to_thread(runs.versions, names)
         )
@@ -322,9 +317,11 @@ def serve(folder: Path, start: Run | None, host: str, port: int, token: str | No
         print(f"watching {runs.folder}/ at {address}  (Ctrl-C ends)", flush=True)
         if host in LOCAL:
             print(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}", flush=True)
-        threading.Thread(target=runs.warm, daemon=True).start()
         if browse:
             webbrowser.open(address)
-        config = uvicorn.Config(app(runs, token), log_level="warning", timeout_graceful_shutdown=1)
-        uvicorn.Server(config).run(sockets=[made])
+        config = uvicorn.Config(app(runs, token), log_level="warning", timeout_graceful_shutdown=3)
+        server = uvicorn.Server(config)
+        runs.closing = lambda: server.should_exit
+        with suppress(KeyboardInterrupt):  # how it is meant to end
+            server.run(sockets=[made])
     return 0

@@ -1,6 +1,6 @@
 // The page of the monitor: what is chosen lives in `chosen` and in the address; everything else is asked for.
 // Text from a run is only ever set as text, never as HTML.
-import {bars, chart, clock, colour, el, gb, heat, number, percent, place, ready, words} from "./parts.js";
+import {bars, chart, chip, clock, el, gb, heat, number, percent, place, ready, words} from "./parts.js";
 
 const TABS = ["curves", "speed", "gradients", "retrievals", "events", "setup"];
 const CHARTS = {
@@ -11,7 +11,8 @@ const CHARTS = {
 const BOXES = {curves: "curve-charts", speed: "speed-charts", gradients: "space-charts"};
 const $ = (id) => document.getElementById(id);
 const chosen = {run: null, others: [], tab: "curves", smooth: "0", over: "step", range: null};
-let runs = [], titles = {}, source = null, busy = false, again = false;
+const lines = {};  // the curves of each run as they were last asked for
+let runs = [], titles = {}, versions = {}, source = null, busy = false, again = false;
 
 async function ask(path) {
   const answer = await fetch(path);
@@ -76,9 +77,9 @@ function table() {
     const name = el("button", {"aria-current": String(current), title: `${row.preset ?? ""} on ${row.data ?? ""}`}, row.run);
     name.dataset.key = "name " + row.run;
     name.onclick = () => pick(row.run);
-    const chip = at >= 0 ? el("span", {class: "chip", style: `border-top-color:${colour(at)}`}) : "";
+    const line = at >= 0 ? el("span", {class: "chip", style: chip(at)}) : "";
     const done = row.total ? percent(row.step / row.total) : number(row.step);
-    return el("tr", {}, el("td", {}, tick), el("td", {}, el("span", {class: "run"}, chip, name)), el("td", {class: row.state}, row.state),
+    return el("tr", {}, el("td", {}, tick), el("td", {}, el("span", {class: "run"}, line, name)), el("td", {class: row.state}, row.state),
       el("td", {class: "n"}, done), el("td", {class: "n"}, percent(row.best_score)));
   }));
   performance.mark("table");
@@ -111,20 +112,34 @@ function header(about) {
 
 function legend() {
   $("legend").replaceChildren(...(shown().length > 1 ? shown() : []).map((name, at) =>
-    el("li", {}, el("span", {class: "chip", style: `border-top-color:${colour(at)}`}), name)));
+    el("li", {}, el("span", {class: "chip", style: chip(at)}), name)));
 }
 
+/** Ask only for what has changed; runs that were never asked for come one by one, for their logs may be long. */
 async function curves(keys) {
-  const box = $(BOXES[chosen.tab]);
   const query = new URLSearchParams({over: chosen.over, smooth: chosen.smooth, most: shown().length > 4 ? 300 : 700});
-  shown().forEach((name) => query.append("run", name));
   keys.forEach((key) => query.append("key", key));
   if (chosen.range) { query.set("start", chosen.range[0]); query.set("end", chosen.range[1]); }
-  const found = await ask("api/curves?" + query);
+  const sign = (name) => `${query} ${JSON.stringify(versions[name])}`;
+  const stale = shown().filter((name) => lines[name]?.sign !== sign(name));
+  const known = stale.filter((name) => lines[name]);
+  for (const some of [known, ...stale.filter((name) => !lines[name]).map((name) => [name])]) {
+    if (!some.length) continue;
+    const asked = new URLSearchParams(query), signs = some.map(sign);
+    some.forEach((name) => asked.append("run", name));
+    const found = await ask("api/curves?" + asked);
+    some.forEach((name, at) => { lines[name] = {sign: signs[at], ...found[name]}; });
+    await draw(keys);
+  }
+  if (!stale.length) await draw(keys);
+}
+
+async function draw(keys) {
   await ready;
+  const box = $(BOXES[chosen.tab] ?? BOXES.curves);
   for (const key of keys) {
-    const lines = shown().filter((name) => found[name]).map((name) => ({name, ...found[name][key]}));
-    await chart(place(box, key, titles[key].title), titles[key], lines, chosen, zoomed);
+    const drawn = shown().filter((name) => lines[name]?.[key]).map((name) => ({name, ...lines[name][key]}));
+    await chart(place(box, key, titles[key].title), titles[key], drawn, chosen, zoomed);
   }
   performance.mark("curves");
 }
@@ -245,7 +260,7 @@ function listen() {
   shown().forEach((name) => query.append("run", name));
   source = new EventSource("api/live?" + query);
   source.addEventListener("runs", (event) => { runs = JSON.parse(event.data); if (!chosen.run && runs.length) pick(runs[0].run); else table(); });
-  source.addEventListener("changed", () => { if (!document.hidden) refresh(); else again = true; });
+  source.addEventListener("changed", (event) => { versions = JSON.parse(event.data); if (!document.hidden) refresh(); });
   source.onopen = () => trouble("");
   source.onerror = () => trouble("The monitor does not answer; is it still running? Trying again …");
 }

@@ -7,6 +7,8 @@ const DASHES = ["solid", "dot", "dashdot"];
 const dark = matchMedia("(prefers-color-scheme: dark)");
 export const colour = (at) => (dark.matches ? ON_DARK : COLOURS)[at % COLOURS.length];
 
+export const chip = (at) => `border-top-color:${colour(at)};border-top-style:${at < COLOURS.length ? "solid" : "dotted"}`;
+
 export const ready = new Promise((done) => {
   if (window.Plotly) done();
   else document.getElementById("plotly").addEventListener("load", () => done());
@@ -89,7 +91,7 @@ export async function chart(box, about, lines, chosen, zoomed) {
   layout.yaxis.ticksuffix = about.unit ? ` ${about.unit}` : "";
   box.setAttribute("role", "img");
   box.setAttribute("aria-label", `${about.title}: ${lines.map((line) => `${line.name} ${words(scale * (line.y.filter((v) => v !== null).at(-1) ?? NaN))}`).join(", ")}`);
-  await Plotly.react(box, made, layout, CONFIG);
+  await Plotly.react(box, made.reverse(), layout, CONFIG);  // the run itself is drawn last, over the others
   if (!box.listening) {
     box.listening = true;
     box.on("plotly_relayout", (event) => {

@@ -1,0 +1,172 @@
+"""The document of several runs side by side: what differs in how they were made, and in what came of it."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from m1clip.monitor import curves, figures, views
+from m1clip.monitor.log import Followed, Record, number
+from m1clip.monitor.report import parameters, repeat, trained, verdict
+from m1clip.monitor.values import figure, interval, part, spread, with_interval
+from m1clip.pages import Page
+from m1clip.words import clock, percent
+
+MACHINE = ("chip", "cores", "os", "torch", "m1clip", "device", "why", "cpu_threads")
+
+
+def write(runs: Sequence[Followed], folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    page = Page(" and ".join(one.name for one in runs) + ": comparison")
+    page.text(caution(runs))
+    differences(page, runs)
+    scores(page, runs)
+    speed(page, runs)
+    page.heading("Curves")
+    if any(len(one.log) > 1 for one in runs):
+        page.picture(figures.together(runs, folder / "together.png"), "loss, held-out recall, temperature")
+        note = "Means of a hundredth of each run's steps. Minutes are those of training steps alone."
+        page.text(note, note=True)
+    said(page, runs)
+    for one in runs:
+        page.heading(f"{one.name}: how it ended, and how to repeat it")
+        last = one.log.last("eval")
+        page.text(f"{views.header(one, 200).plain.splitlines()[0]}. {verdict(last) if last else ''}")
+        repeat(page, one, folder)
+    return page.write(folder, "comparison")
+
+
+def caution(runs: Sequence[Followed]) -> str:
+    """Which comparisons the files allow."""
+    words = [f"{len(runs)} runs, from their own files."]
+    sizes = {one.name: (one.log.last("eval") or {}).get("pictures") for one in runs}
+    sources = {str(one.config.get("data")) for one in runs}
+    if len(sources) > 1 or len(set(sizes.values())) > 1:
+        words.append("They were not scored on the same held-out pictures: their recalls do not compare.")
+    else:
+        words.append("They were scored on as many held-out pictures of the same data.")
+    if len({str(one.machine.get("chip")) for one in runs}) > 1:
+        words.append("They ran on different machines, so times are about machines as well as about runs.")
+    words.append("One run of each says nothing of how much another seed would change.")
+    return " ".join(words)
+
+
+def differences(page: Page, runs: Sequence[Followed]) -> None:
+    page.heading("What differs")
+    flats = [flat(one.config) | {f"machine.{key}": one.machine.get(key) for key in MACHINE} for one in runs]
+    names = list(dict.fromkeys(name for each in flats for name in each))
+    unlike = [name for name in names if len({str(each.get(name)) for each in flats}) > 1]
+    if not unlike:
+        page.text("Nothing in their configurations and machines: the same command twice.")
+        return
+    rows = [[name, *(str(each.get(name, "–")) for each in flats)] for name in unlike]
+    page.table(["setting", *(one.name for one in runs)], rows)
+    page.text("From `config.json` and `machine.json`; all other settings are equal.", note=True)
+
+
+def flat(tree: Record, before: str = "") -> Record:
+    made: Record = {}
+    for key, value in tree.items():
+        made |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
+    return made
+
+
+def scores(page: Page, runs: Sequence[Followed]) -> None:
+    page.heading("Held-out retrieval at the last evaluation")
+    rows = []
+    for one in runs:
+        last = one.log.last("eval") or {}
+        of = int(number(last.get("pictures"))) if last.get("pictures") else 0
+        keys = ("i2t_r1", "t2i_r1", "i2t_r10", "t2i_r10")
+        cells = [with_interval(last.get(key), of) for key in keys]
+        hard = ((last.get("negatives") or {}).get("hard") or {}).get("first")
+        row = [one.name, *cells, part(last.get("chance_r1")), part(hard), f"{of:,}"]
+        rows.append([*row, str(last.get("step", "–")), str(last.get("line", "–"))])
+    columns = ["run", "i→t R@1", "t→i R@1", "i→t R@10", "t→i R@10", "chance R@1", "hard", "pictures"]
+    page.table([*columns, "step", "line"], rows)
+    page.text(
+        "In brackets the 95 % interval (Wilson's). Hard: the truth above ten of the most similar negatives, "
+        "as a single run's report defines it.",
+        note=True,
+    )
+    page.text(judged(runs))
+
+
+def judged(runs: Sequence[Followed]) -> str:
+    """Whether the best is better than the rest, as far as single scores can tell."""
+    found = {one.name: one.log.last("eval") or {} for one in runs}
+    known = {
+        name: (number(row.get("mean_r1")), int(row["pictures"]))
+        for name, row in found.items()
+        if math.isfinite(number(row.get("mean_r1"))) and row.get("pictures")
+    }
+    if len(known) < 2:
+        return "Fewer than two of them were evaluated: there is nothing to compare."
+    order = sorted(known, key=lambda name: -known[name][0])
+    first, second = order[:2]
+    low, high = interval(*known[first])[0], interval(*known[second])[1]
+    named = f"{first} has the highest mean R@1 ({percent(known[first][0])}), then {second} "
+    named += f"({percent(known[second][0])}). "
+    if low > high:
+        return f"{named}Their intervals do not overlap."
+    return f"{named}Their intervals overlap: with so many held-out pictures the two cannot be told apart."
+
+
+def speed(page: Page, runs: Sequence[Followed]) -> None:
+    page.heading("Time, memory, energy")
+    goal = common_goal(runs)
+    rows = []
+    for one in runs:
+        ms, watches = spread(one.log.column("step_ms")), one.log.records["watch"]
+        peak = max((number(row.get("peak_rss_gb")) for row in watches), default=math.nan)
+        drawn = next((row["joules"] for row in watches[::-1] if row.get("joules") is not None), None)
+        count, pairs = parameters(one), spread(one.log.column("pairs_per_s"))
+        rows.append(
+            [
+                one.name,
+                f"{count / 1e6:.2f}" if count else "–",
+                f"{ms[0]:,.4g} ({ms[1]:,.4g}–{ms[2]:,.4g})" if ms else "–",
+                figure(pairs[0] if pairs else None, ",.0f"),
+                trained(one).partition(" of steps")[0],
+                clock(reached(one, goal)) if goal is not None else "–",
+                views.gb(peak),
+                figure(None if drawn is None else drawn / 3600, ".2f"),
+            ]
+        )
+    until = "time to goal" if goal is None else f"to R@1 {percent(goal)}"
+    columns = ["run", "M parameters", "ms a step (5–95 %)", "pairs/s", "trained", until, "peak memory", "Wh"]
+    page.table(columns, rows)
+    page.text(
+        "Medians of all step lines. The time to a score is that of training steps up to the first evaluation "
+        "that reached the best mean R@1 of the run with the lowest. A dash: not measured.",
+        note=True,
+    )
+
+
+def common_goal(runs: Sequence[Followed]) -> float | None:
+    """The highest held-out score that every one of them reached."""
+    best = [one.log.recorded("eval", "mean_r1") for one in runs]
+    known = [scores[np.isfinite(scores)] for scores in best]
+    return min(float(scores.max()) for scores in known) if all(len(scores) for scores in known) else None
+
+
+def reached(one: Followed, goal: float) -> float | None:
+    """Seconds of training up to the first evaluation with that score."""
+    steps = one.log.recorded("eval", "step")[one.log.recorded("eval", "mean_r1") >= goal]
+    return float(curves.minutes_at(one.log, steps[:1])[0] * 60) if len(steps) else None
+
+
+def said(page: Page, runs: Sequence[Followed]) -> None:
+    page.heading("What the diagnoses said")
+    points: list[Any] = [
+        f"{one.name}, step {event['step']:,}, line {event['line']}: {views.told(event)}"
+        for one in runs
+        for event in one.log.events
+        if event.get("event") == "diagnosis"
+    ]
+    if points:
+        page.points(points)
+    else:
+        page.text("Nothing, of any of them.")
