@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "m1clip"
-FLOOR = {"config", "run", "devices", "sensors", "pictures"}
-TOOLS = {"measurements", "estimates", "advisor", "pages"}
+FLOOR = {"config", "run", "devices", "sensors", "pictures", "words"}
+TOOLS = {"measurements", "estimates", "advisor", "pages", "plots"}
 # What a room or file may import of ours, beside itself. "" is the package: its version, its lazy names.
 MAY_IMPORT = {
     **{floor: set[str]() for floor in FLOOR},
@@ -17,14 +17,16 @@ MAY_IMPORT = {
     "losses": FLOOR,
     "measurements": FLOOR,
     "pages": FLOOR,
+    "plots": set[str](),
     "estimates": FLOOR,
     "advisor": FLOOR | {"estimates"},
     "data": FLOOR,
     "model": FLOOR | {"losses"},
     "evals": FLOOR | {"model", "data"},
     "train": FLOOR | {"evals", "model", "losses", "data", "estimates", "advisor", "measurements", ""},
+    "monitor": {"run", "config", "words", "pages", "plots"},  # never torch, and nothing that it watches
     "bench": FLOOR | {"train", "model", "data", *TOOLS, ""},
-    "verbs": FLOOR | {"bench", "train", "evals", "model", "losses", "data", *TOOLS, ""},
+    "verbs": FLOOR | {"monitor", "bench", "train", "evals", "model", "losses", "data", *TOOLS, ""},
     "cli": {"config", "verbs", ""},
     "__main__": {"cli"},
 }
@@ -101,6 +103,13 @@ def test_only_devices_names_a_backend_and_only_cli_imports_by_string(path):
         "m1clip.sensors",
         "m1clip.measurements",
         "m1clip.pages",
+        "m1clip.plots",
+        "m1clip.monitor.tui",
+        "m1clip.monitor.web",
+        "m1clip.monitor.report",
+        "m1clip.monitor.comparison",
+        "m1clip.verbs.monitor",
+        "m1clip.verbs.report",
         "m1clip.data.sides",
         "m1clip.data.survey",
         "m1clip.data.convert",

@@ -19,6 +19,12 @@ STYLES = ("blue", "red", "green", "magenta", "yellow", "cyan")
 STATES = {"running": "green", "finished": "blue", "dead": "red", "failed": "red", "gone": "red"}
 PHASES = {"wait": "magenta", "copy": "cyan", "forward": "blue", "backward": "green", "optimiser": "yellow"}
 LEARNING = ("loss", "accuracy", "mean_r1", "temperature", "lr", "grad_norm")
+HEALTH = {
+    "alignment (0 perfect, 2 strangers)": ("alignment",),
+    "uniformity image / text (0 collapsed, about -4 spread)": ("uniformity_image", "uniformity_text"),
+    "modality gap (at most 2)": ("modality_gap",),
+    "directions in use, pictures / captions": ("effective_rank_image", "effective_rank_text"),
+}
 RECENT = 50
 HIDDEN = ("kind", "step", "time", "event", "line", "rows")
 
@@ -191,63 +197,43 @@ def energy(joules: Any) -> str:
 
 
 def gradients(one: Followed, width: int) -> Text:
-    """Norms by block, as they were at the last look, on a logarithmic scale; then the embeddings' health."""
+    """Norms by block, as they were at the last look; then whether the space of embeddings is in use."""
     last = one.log.last("watch")
     if not last:
         return Text("gradients are looked at every --watch-every steps; not yet", "dim")
     norms = {name: number(value) for name, value in (last.get("grad_norms") or {}).items()}
-    weights = last.get("weight_norms") or {}
-    towers = [
-        {name: value for name, value in norms.items() if name.startswith(tower)}
-        for tower in ("vision", "text")
-    ]
-    rest = {name: value for name, value in norms.items() if not name.startswith(("vision", "text"))}
-    wide = width // 2
-    known = [value for value in norms.values() if value > 0]
-    low, high = (min(known), max(known)) if known else (1.0, 1.0)
-    scale = (math.log10(low) - 0.3, math.log10(high))
-
-    def rows(some: dict[str, float]) -> list[Text]:
-        made = []
-        for name, value in some.items():
-            part = (math.log10(value) - scale[0]) / (scale[1] - scale[0]) if value > 0 else 0.0
-            ratio = value / number(weights.get(name)) if number(weights.get(name)) else math.nan
-            shown = f"{value:.2g}" if math.isfinite(value) else "–"
-            line = Text(f"{name.replace('_projection', '.proj')[:15]:15} ").append(
-                bar(part, max(4, wide - 34)), "blue"
-            )
-            made.append(
-                line.append(f" {shown:>7} {ratio:7.0e}" if math.isfinite(ratio) else f" {shown:>7}       –")
-            )
-        return made
-
+    weights = {name: number(value) for name, value in (last.get("weight_norms") or {}).items()}
+    wide = width // 2 if width >= 70 else width
     head = Text(f"{'block':15} {'gradient':>{max(4, wide - 34) + 8}} {'/weight':>7}", "dim")
-    columns = [[head, *rows(tower)] for tower in towers]
-    tall = max(map(len, columns))
-    made = beside([block(column, tall) for column in columns], wide)
-    lines = [
-        Text(f"gradients by block at step {last['step']:,}, before clipping (bars: logarithmic)", "bold"),
-        made,
-    ]
-    lines += rows(rest)
-    health = {
-        "alignment (0 perfect, 2 strangers)": last.get("alignment"),
-        "uniformity image / text (0 collapsed, about -4 spread)": (
-            last.get("uniformity_image"),
-            last.get("uniformity_text"),
-        ),
-        "modality gap (at most 2)": last.get("modality_gap"),
-        "directions in use, pictures / captions": (
-            last.get("effective_rank_image"),
-            last.get("effective_rank_text"),
-        ),
-    }
-    lines += [Text(), Text("the space of the last batch looked at", "bold")]
-    for name, value in health.items():
-        values = value if isinstance(value, tuple) else (value,)
-        shown = " / ".join(f"{number(each):.3g}" if math.isfinite(number(each)) else "–" for each in values)
-        lines.append(Text(f"{name}: {shown}"))
+    rows = dict(zip(norms, norm_rows(norms, weights, wide), strict=True))
+    towers = [[row for name, row in rows.items() if name.startswith(way)] for way in ("vision", "text")]
+    rest = [row for name, row in rows.items() if not name.startswith(("vision", "text"))]
+    tall = 1 + max(map(len, towers))
+    sides = [block([head, *tower], tall if wide < width else 1 + len(tower)) for tower in towers]
+    title = f"gradients by block at step {last['step']:,}, before clipping (bars: logarithmic)"
+    lines = [Text(title, "bold"), *([beside(sides, wide)] if wide < width else sides), *rest, Text()]
+    lines += [Text("the space of the last batch looked at", "bold")]
+    for words, keys in HEALTH.items():
+        lines.append(Text(f"{words}: " + " / ".join(short(last.get(key)) for key in keys)))
     return Text("\n").join(lines)
+
+
+def norm_rows(norms: dict[str, float], weights: dict[str, float], wide: int) -> list[Text]:
+    """A bar for each norm on a logarithmic scale, the number, and its part of the weights' norm."""
+    logs = {name: math.log10(value) for name, value in norms.items() if value > 0}
+    low, high = min(logs.values(), default=0.0) - 0.3, max(logs.values(), default=1.0)
+    made = []
+    for name, value in norms.items():
+        part = (logs.get(name, low) - low) / (high - low)
+        ratio = value / weights[name] if weights.get(name) else math.nan
+        line = Text(f"{name.replace('_projection', '.proj')[:15]:15} ")
+        line.append(bar(part, max(4, wide - 34)), "blue").append(f" {short(value, '.2g'):>7}")
+        made.append(line.append(f" {short(ratio, '.0e'):>7}"))
+    return made
+
+
+def short(value: Any, how: str = ".3g") -> str:
+    return format(number(value), how) if math.isfinite(number(value)) else "–"
 
 
 def events(one: Followed, width: int, most: int | None = None) -> Text:
