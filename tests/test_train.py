@@ -23,6 +23,7 @@ def test_a_run_leaves_the_folder_of_the_design(tiny_run, tmp_path):
             "config.json",
             "data.json",
             "machine.json",
+            "retrievals.json",
             "metrics.jsonl",
             "status.json",
             "checkpoints",
