@@ -87,7 +87,9 @@ export async function chart(box, about, lines, chosen, zoomed) {
   }
   layout.xaxis.title = {text: chosen.over === "minutes" ? "minutes of training" : "step", standoff: 4};
   if (chosen.range) layout.xaxis.range = chosen.range;
+  if (about.kind !== "step") layout.xaxis.rangemode = "tozero";
   layout.yaxis.type = about.log ? "log" : "linear";
+  if (about.log) layout.yaxis.dtick = "D2";
   layout.yaxis.ticksuffix = about.unit ? ` ${about.unit}` : "";
   box.setAttribute("role", "img");
   box.setAttribute("aria-label", `${about.title}: ${lines.map((line) => `${line.name} ${words(scale * (line.y.filter((v) => v !== null).at(-1) ?? NaN))}`).join(", ")}`);
