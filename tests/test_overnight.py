@@ -58,10 +58,9 @@ def often(tiny_run) -> TrainConfig:
     )
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_killed_again_and_again_it_ends_with_the_bits_of_an_unbroken_run(often, tmp_path, seed):
+def test_killed_again_and_again_it_ends_with_the_bits_of_an_unbroken_run(often, tmp_path):
     (tmp_path / "c.json").write_text(to_json(often))
-    command = [sys.executable, HERE / "killed.py", tmp_path / "c.json", tmp_path, str(seed), "12"]
+    command = [sys.executable, HERE / "killed.py", tmp_path / "c.json", tmp_path, "1", "14"]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=240).stdout
     assert output.count("killed") >= 6, output
     assert output.endswith("exit 0\n"), output

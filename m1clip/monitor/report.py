@@ -10,10 +10,12 @@ import numpy as np
 from m1clip.monitor import curves, figures, views
 from m1clip.monitor.finds import examples, negatives
 from m1clip.monitor.log import Followed, Record, number
-from m1clip.monitor.values import figure, interval, part, picked, shown, when, with_interval
+from m1clip.monitor.values import figure, guessed, interval, part, picked, shown, when, with_interval
 from m1clip.monitor.workings import energy, gradients, memory, step_time, temperature
 from m1clip.pages import Page
 from m1clip.words import clock, percent
+
+FIRST = (1, 5, 10)
 
 
 def write(one: Followed, folder: Path) -> Path:
@@ -111,20 +113,26 @@ def result(page: Page, one: Followed, folder: Path) -> None:
         page.text("Not measured: there was no evaluation.")
         return
     last = rows[-1]
-    of, captions, guess = (number(last.get(key)) for key in ("pictures", "captions", "chance_r1"))
-    pictures = int(of) if math.isfinite(of) else 0
+    pictures, captions = (
+        int(number(last.get(key)) if last.get(key) else 0) for key in ("pictures", "captions")
+    )
     table = []
     for way, words in (("i2t", "image→text"), ("t2i", "text→image")):
         cells = [with_interval(last.get(f"{way}_{key}"), pictures) for key in ("r1", "r5", "r10")]
         table.append([words, *cells, shown(last.get(f"{way}_median_rank"))])
-    table.append(["chance", *(part(min(1.0, k * guess)) for k in (1, 5, 10)), shown((pictures + 1) / 2)])
+    rank = shown((pictures + 1) / 2) if captions == pictures else "–"
+    if captions > pictures > 0:  # a picture may find any of its captions
+        table.append(["chance i→t", *(part(guessed(k, captions, captions / pictures)) for k in FIRST), rank])
+    if pictures:
+        name = "chance t→i" if captions > pictures else "chance"
+        table.append([name, *(part(guessed(k, pictures)) for k in FIRST), rank])
     page.table(["", "R@1", "R@5", "R@10", "median rank"], table)
     note = (
         f"Line {last['line']}: {pictures:,} pictures, {shown(last.get('captions'))} captions. In brackets "
         "the 95 % interval (Wilson's) for that many pictures."
     )
     if captions > pictures:
-        note += " Captions of one picture are not independent, so pictures are counted; chance is text→image."
+        note += " Captions of one picture are not independent, so pictures are counted."
     page.text(note, note=True)
     best = max(rows, key=lambda row: float(row["mean_r1"]))
     if best["mean_r1"] > last["mean_r1"]:

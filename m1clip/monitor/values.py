@@ -23,6 +23,12 @@ def interval(part: float, of: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def guessed(first: int, of: float, right: float = 1) -> float:
+    """The chance that one of `right` of `of` is among the `first` of a random order."""
+    missed = math.prod(max(0.0, 1 - right / (of - k)) for k in range(min(first, int(of))))
+    return 1 - missed
+
+
 def spread(values: Column) -> tuple[float, float, float] | None:
     """The median and the range of the middle nine tenths of what is known."""
     known = values[np.isfinite(values)]
