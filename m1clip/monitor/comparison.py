@@ -9,7 +9,7 @@ import numpy as np
 
 from m1clip.monitor import curves, figures, views
 from m1clip.monitor.log import Followed, Record, number
-from m1clip.monitor.report import parameters, repeat, trained, verdict
+from m1clip.monitor.report import again, made_with, parameters, standing, trained
 from m1clip.monitor.values import figure, interval, part, spread, with_interval
 from m1clip.pages import Page
 from m1clip.words import clock, percent
@@ -30,11 +30,11 @@ def write(runs: Sequence[Followed], folder: Path) -> Path:
         note = "Means of a hundredth of each run's steps. Minutes are those of training steps alone."
         page.text(note, note=True)
     said(page, runs)
+    page.heading("How they ended")
+    page.points([f"{one.name}: {standing(one)}" for one in runs])
+    page.heading("How to repeat them")
     for one in runs:
-        page.heading(f"{one.name}: how it ended, and how to repeat it")
-        last = one.log.last("eval")
-        page.text(f"{views.header(one, 200).plain.splitlines()[0]}. {verdict(last) if last else ''}")
-        repeat(page, one, folder)
+        page.points([f"{one.name}: {again(one)}", *made_with(one)])
     return page.write(folder, "comparison")
 
 
@@ -79,8 +79,8 @@ def scores(page: Page, runs: Sequence[Followed]) -> None:
     for one in runs:
         last = one.log.last("eval") or {}
         of = int(number(last.get("pictures"))) if last.get("pictures") else 0
-        keys = ("i2t_r1", "t2i_r1", "i2t_r10", "t2i_r10")
-        cells = [with_interval(last.get(key), of) for key in keys]
+        cells = [with_interval(last.get(key), of) for key in ("i2t_r1", "t2i_r1")]
+        cells += [part(last.get(key)) for key in ("i2t_r10", "t2i_r10")]
         hard = ((last.get("negatives") or {}).get("hard") or {}).get("first")
         row = [one.name, *cells, part(last.get("chance_r1")), part(hard), f"{of:,}"]
         rows.append([*row, str(last.get("step", "–")), str(last.get("line", "–"))])

@@ -162,7 +162,7 @@ def decoded(jpeg: str | None) -> Any:
 def together(runs: Sequence[Followed], path: Path) -> Path:
     """Loss over steps, loss and held-out recall over minutes, temperature: several runs in each."""
     shown = (("loss", "step"), ("loss", "minutes"), ("mean_r1", "minutes"), ("temperature", "step"))
-    figure, panels = axes(len(shown), 4.6, 2.9)
+    figure, panels = axes(len(shown), 5.6, 2.9, most=2)
     for panel, (key, over) in zip(panels, shown, strict=True):
         for place, one in enumerate(runs):
             style = {"color": COLOURS[place % 6], "ls": "-" if place < 6 else ":", "label": one.name}

@@ -231,19 +231,24 @@ def oddities(one: Followed) -> list[str]:
 
 def repeat(page: Page, one: Followed, folder: Path) -> None:
     page.heading("How to repeat it")
+    page.text(again(one))
+    bits = "On a CPU of the same kind, with the same versions and as many threads, the same bits come out; "
+    page.points([*made_with(one), bits + "other devices differ in rounding."])
+
+
+def again(one: Followed) -> str:
+    return f"`m1clip train --config {one.run.path / 'config.json'} --name again`"
+
+
+def made_with(one: Followed) -> list[str]:
     machine, config = one.machine, one.config
-    versions = {"m1clip": "m1clip", "torch": "torch", "python": "Python"}
-    named = ", ".join(f"{words} {machine.get(key, '–')}" for key, words in versions.items())
-    page.text(f"`m1clip train --config {one.run.path / 'config.json'} --name again`")
-    page.points(
-        [
-            f"{named}; {machine.get('os', '–')}.",
-            f"Seed {config.get('seed', '–')}; data {config.get('data', '–')}, whose rows and captions in "
-            f"their order have the identity `{one.data.get('identity', '–')}`.",
-            "On a CPU of the same kind, with the same versions and as many threads, the same bits come out; "
-            "other devices differ in rounding.",
-        ]
-    )
+    names = {"m1clip": "m1clip", "torch": "torch", "python": "Python"}
+    versions = ", ".join(f"{words} {machine.get(key, '–')}" for key, words in names.items())
+    return [
+        f"{versions}; {machine.get('os', '–')}.",
+        f"Seed {config.get('seed', '–')}; data {config.get('data', '–')}, whose rows and captions in "
+        f"their order have the identity `{one.data.get('identity', '–')}`.",
+    ]
 
 
 def parameters(one: Followed) -> int | None:
