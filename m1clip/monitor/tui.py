@@ -114,7 +114,7 @@ class Monitor(App[None]):
         rows = [run.summary() for run in all_runs(self.runs)][::-1]
         new = {row["run"] for row in rows} - {row["run"] for row in self.known}
         if self.known and new:
-            self.notify(f"{', '.join(sorted(new))} has begun: 5 shows all runs")
+            self.notify(f"{', '.join(sorted(new))} has begun: 5 shows all runs", markup=False)
         self.known = rows
         table = self.query_one(DataTable)
         at = table.cursor_row
@@ -125,7 +125,7 @@ class Monitor(App[None]):
             state = Text(row["state"], views.STATES.get(row["state"], "yellow"))
             table.add_row(
                 mark,
-                row["run"],
+                Text(row["run"]),
                 state,
                 f"{row['step']:,}",
                 percent(part),

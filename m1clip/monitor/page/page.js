@@ -16,7 +16,12 @@ let runs = [], titles = {}, versions = {}, source = null, busy = false, again = 
 
 async function ask(path) {
   const answer = await fetch(path);
-  if (!answer.ok) throw new Error((await answer.text()).slice(0, 200));
+  if (!answer.ok) {
+    const text = await answer.text();
+    let said = text;
+    try { said = JSON.parse(text).detail ?? text; } catch { /* plain words */ }
+    throw new Error(String(said).slice(0, 200));
+  }
   return answer.json();
 }
 
@@ -116,7 +121,8 @@ function legend() {
 }
 
 /** Ask only for what has changed; runs that were never asked for come one by one, for their logs may be long. */
-async function curves(keys) {
+async function curves(tab) {
+  const keys = CHARTS[tab];
   const query = new URLSearchParams({over: chosen.over, smooth: chosen.smooth, most: shown().length > 4 ? 300 : 700});
   keys.forEach((key) => query.append("key", key));
   if (chosen.range) { query.set("start", chosen.range[0]); query.set("end", chosen.range[1]); }
@@ -129,15 +135,15 @@ async function curves(keys) {
     some.forEach((name) => asked.append("run", name));
     const found = await ask("api/curves?" + asked);
     some.forEach((name, at) => { lines[name] = {sign: signs[at], ...found[name]}; });
-    await draw(keys);
+    await draw(tab);
   }
-  if (!stale.length) await draw(keys);
+  if (!stale.length) await draw(tab);
 }
 
-async function draw(keys) {
+async function draw(tab) {
   await ready;
-  const box = $(BOXES[chosen.tab] ?? BOXES.curves);
-  for (const key of keys) {
+  const box = $(BOXES[tab]);
+  for (const key of CHARTS[tab]) {
     const drawn = shown().filter((name) => lines[name]?.[key]).map((name) => ({name, ...lines[name][key]}));
     await chart(place(box, key, titles[key].title), titles[key], drawn, chosen, zoomed);
   }
@@ -234,7 +240,7 @@ async function refresh() {
     header(about);
     legend();
     const tab = chosen.tab;
-    if (CHARTS[tab]) await curves(CHARTS[tab]);
+    if (CHARTS[tab]) await curves(tab);
     if (tab === "speed") speed(about);
     if (tab === "gradients") await gradients(about);
     if (tab === "retrievals") await retrievals();
