@@ -33,15 +33,15 @@ class Page:
     body: list[str] = field(default_factory=list)
 
     def heading(self, text: str) -> None:
-        self.markdown.append(f"## {text}")
+        self.markdown.append(f"## {_plain(text)}")
         self.body.append(f"<h2>{html.escape(text)}</h2>")
 
     def text(self, text: str, note: bool = False) -> None:
-        self.markdown.append(text)
+        self.markdown.append(_plain(text))
         self.body.append(f"<p{' class=note' if note else ''}>{_inline(text)}</p>")
 
     def points(self, points: Sequence[str]) -> None:
-        self.markdown.append("\n".join(f"- {point}" for point in points))
+        self.markdown.append("\n".join(f"- {_plain(point)}" for point in points))
         self.body.append("<ul>" + "".join(f"<li>{_inline(point)}</li>" for point in points) + "</ul>")
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -82,8 +82,13 @@ def _inline(text: str) -> str:
     return "".join(f"<code>{part}</code>" if place % 2 else part for place, part in enumerate(parts))
 
 
+def _plain(text: str) -> str:
+    """One line of Markdown in which words from outside open no tag and no line of their own."""
+    return " ".join(text.split("\n")).replace("<", "&lt;")
+
+
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return _plain(text).replace("\\", "&#92;").replace("|", "\\|")
 
 
 def _tr(tag: str, cells: Sequence[str], words: Sequence[bool]) -> str:

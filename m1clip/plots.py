@@ -1,5 +1,6 @@
 """How our figures look: panels, colours, logarithms, legends. No torch."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+matplotlib.rcParams["text.parse_math"] = False  # a caption with two dollar signs is no formula
 # Told apart also by those who see few colours (Okabe and Ito).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A", "#000000")
 PHASES = {
@@ -25,7 +27,9 @@ plain = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{val
 
 
 def save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=130)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a letter the font lacks is a box, and no news to anybody
+        figure.savefig(path, dpi=130)
     plt.close(figure)
     return path
 

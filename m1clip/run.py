@@ -94,10 +94,11 @@ class Run:
         try:
             status = self.read("status.json")
         except (OSError, ValueError):
-            status = {"state": "unknown", "step": 0}
+            status = {}
         if self.alive:
-            return {**status, "state": "running"}
-        return {**status, "state": "dead" if status["state"] == "running" else status["state"]}
+            return {"step": 0, **status, "state": "running"}
+        said = status.get("state", "unknown")
+        return {"step": 0, **status, "state": "dead" if said == "running" else said}
 
     def summary(self) -> dict[str, Any]:
         """One line of a table of runs: how far, how good, where, and why it ended if it did."""
@@ -110,17 +111,17 @@ class Run:
         why = f"its process {state.get('pid')} is gone" if dead else state.get("reason")
         return {
             "run": self.name,
-            "state": state["state"],
-            "reason": why,
-            "trouble": state.get("trouble") if running else None,
+            "state": str(state["state"]),
+            "reason": _words(why),
+            "trouble": _words(state.get("trouble")) if running else None,
             "pid": state.get("pid") if running else None,
-            "step": state.get("step", 0),
-            "total": state.get("total"),
-            "eta_s": state.get("eta_s") if running else None,
-            "best_by": state.get("best_by"),
-            "best_score": state.get("best_score"),
-            "device": device,
-            "time": state.get("time"),
+            "step": int(_number(state.get("step")) or 0),
+            "total": _number(state.get("total")),
+            "eta_s": _number(state.get("eta_s")) if running else None,
+            "best_by": _words(state.get("best_by")),
+            "best_score": _number(state.get("best_score")),
+            "device": _words(device),
+            "time": _number(state.get("time")),
         }
 
     @contextmanager
@@ -151,7 +152,13 @@ class Run:
         write_whole(self.path / name, json.dumps(value, indent=2) + "\n")
 
     def read(self, name: str) -> dict[str, Any]:
-        value: dict[str, Any] = json.loads((self.path / name).read_text())
+        """A file of the run that holds one object."""
+        try:
+            value = json.loads((self.path / name).read_text())
+        except RecursionError:
+            value = None
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.path / name} is not what a run writes")
         return value
 
 
@@ -198,8 +205,20 @@ def create(runs: Path, name: str | None, preset: str, fresh: bool) -> Run:
 
 def all_runs(runs: Path) -> list[Run]:
     """Oldest first, by when they were last begun."""
-    found = sorted(runs.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
-    return [Run(file.parent) for file in found if is_run(file.parent)]
+    found = []
+    for file in runs.glob("*/config.json"):
+        with suppress(OSError):  # one that is being deleted
+            found.append((file.stat().st_mtime, file.parent))
+    return [Run(path) for _, path in sorted(found) if is_run(path)]
+
+
+def summaries(runs: Path) -> list[dict[str, Any]]:
+    """Of every run, oldest first."""
+    found = []
+    for run in all_runs(runs):
+        with suppress(OSError):  # deleted since it was listed
+            found.append(run.summary())
+    return found
 
 
 def open_run(runs: Path, name: str | None) -> Run:
@@ -211,15 +230,15 @@ def open_run(runs: Path, name: str | None) -> Run:
         return found[-1]
     for path in (runs / name, Path(name)):
         if is_run(path):
-            return Run(path)
+            return Run(path if path.name else path.resolve())  # "." has no name of its own
     raise FileNotFoundError(f"no run {name!r} in {runs}/ or at that path")
 
 
 def is_run(path: Path) -> bool:
     """Whether a training configuration is there, the first file that a run writes; a model's is another."""
     try:
-        return "epochs" in json.loads((path / "config.json").read_text())
-    except (OSError, ValueError, TypeError):
+        return "epochs" in Run(path).read("config.json")
+    except (OSError, ValueError):
         return False
 
 
@@ -260,6 +279,16 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: finite(one) for key, one in value.items()}
     return [finite(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _number(value: Any) -> float | int | None:
+    """None for what is no number that can be counted with."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+    return value if known else None
+
+
+def _words(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 def next_name(runs: Path, stem: str) -> str:

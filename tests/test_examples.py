@@ -38,7 +38,7 @@ def test_similarity_is_of_words_and_rare_ones_count_more():
 
 def test_negatives_are_placed_by_similarity_and_the_same_caption_is_none():
     words = ["a red cat", "A red cat ", "a red dog", "blue zebra"]
-    place = places(words)
+    place = places(words, similarity(words))
     assert np.isnan(place[0, 0])
     assert np.isnan(place[0, 1])
     assert place[0, 3] < place[0, 2]
@@ -50,7 +50,7 @@ def test_difficulty_equals_a_slow_count():
     count = len(CAPTIONS)
     image, text = units(count, 6, 1), units(count, 6, 2)
     found = by_difficulty(image, text, CAPTIONS)
-    score, place = (image @ text.T).numpy(), places(CAPTIONS)
+    score, place = (image @ text.T).numpy(), places(CAPTIONS, similarity(CAPTIONS))
     others = found["hard"]["among"] - 1
     for name, (low, high) in TIERS.items():
         won, first = [], []
@@ -134,3 +134,20 @@ def test_training_leaves_the_examples_of_its_latest_evaluation(tiny_run, tmp_pat
     evals = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     last = [record for record in evals if record["kind"] == "eval"][-1]
     assert set(last["negatives"]) == set(TIERS)
+
+
+def test_a_model_to_which_all_look_alike_has_found_nothing():
+    same = torch.ones(5, 4) / 2
+    found = examples(same.repeat_interleave(2, 0), same, torch.arange(5).repeat_interleave(2), side())
+    assert {query["rank"] for query in found["queries"]} == {5}
+    assert any(query["group"] == "errors" for query in found["queries"])
+
+
+def test_captions_of_any_language_and_length_can_be_compared():
+    chinese = similarity(["一只红色的猫", "一只蓝色的猫", "海边的船"])
+    assert chinese[0, 1] > chinese[0, 2] > 0
+    long = ["word " * 100_000 + f"end{n}" for n in range(30)]
+    assert similarity(long).shape == (30, 30)
+    nothing = [f"x{n}" for n in range(30)]  # no word in common: none is harder than another
+    assert by_difficulty(units(30, 8, 0), units(30, 8, 1), nothing) == {}
+    assert by_difficulty(units(3, 8, 0), units(3, 8, 1), ["", "", ""]) == {}

@@ -73,12 +73,23 @@ def test_a_run_is_described_and_an_unknown_one_is_not_found(client):
     assert client.get("/api/run/nobody").status_code == 404
 
 
-@pytest.mark.parametrize("name", ["..", "%2e%2e", "..%2fnew", "%2fetc", "new%2f..%2f..%2fx", "new/../old"])
-def test_no_name_leads_out_of_the_folder(client, name):
-    for path in (f"/api/run/{name}", f"/api/run/{name}/metrics.csv", f"/page/{name}"):
-        assert client.get(path, follow_redirects=False).status_code in (200, 404)
-        assert "root:" not in client.get(path).text
+@pytest.mark.parametrize(
+    "name", ["..", ".", "%2e%2e", "..%2foutside", "new%2f..%2f..%2foutside", "%5coutside", "%00"]
+)
+def test_no_name_leads_out_of_the_folder(folder, name):
+    """Beside the folder that is served there is another run."""
+    inner = folder / "inner"
+    inner.mkdir()
+    shutil.copytree(folder / "new", folder / "outside")
+    shutil.move(folder / "new", inner / "new")
+    (folder / "config.json").write_text('{"epochs": 1}')
+    client = TestClient(web.app(web.Runs(inner)), base_url="http://127.0.0.1")
+    assert client.get("/api/run/new").status_code == 200
+    assert client.get(f"/api/run/{name}").status_code == 404
+    assert client.get(f"/api/run/{name}/metrics.csv").status_code == 404
     assert client.get("/page/..%2fweb.py").status_code == 404
+    outside = web.Runs(inner).versions(["../outside", str(folder / "outside"), "new", "x\0"])
+    assert list(outside) == ["new"]
 
 
 def test_curves_are_thinned_cut_and_smoothed(client):
@@ -107,8 +118,18 @@ def test_the_csv_has_every_step(client):
 
 def test_other_names_of_the_host_are_turned_away(folder):
     """A page elsewhere that resolves to this machine must not read what is here."""
-    evil = TestClient(web.app(web.Runs(folder)), base_url="http://evil.example")
-    assert evil.get("/api/runs").status_code == 421
+    client = TestClient(web.app(web.Runs(folder)), base_url="http://127.0.0.1")
+    for name in (
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "",
+        "a:80:80",
+        "localhost@evil.example",
+        "evil.example:80",
+    ):
+        assert client.get("/api/runs", headers={"host": name}).status_code == 421, name
+    for name in ("localhost:8265", "127.0.0.1", "[::1]:8265"):
+        assert client.get("/api/runs", headers={"host": name}).status_code == 200, name
 
 
 def test_with_a_token_nobody_else_comes_in(folder):
@@ -118,6 +139,7 @@ def test_with_a_token_nobody_else_comes_in(folder):
     answer = client.get("/?token=secret", follow_redirects=False)
     assert answer.status_code == 303
     assert answer.headers["location"] == "/"  # the token does not stay in the address
+    assert client.get("//evil.example/?token=secret", follow_redirects=False).headers["location"] == "/"
     assert "HttpOnly" in answer.headers["set-cookie"]
     assert client.get("/api/runs").status_code == 200
 

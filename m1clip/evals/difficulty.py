@@ -16,24 +16,31 @@ MOST = 1000
 TIERS = {"easy": (0.0, 0.5), "medium": (0.5, 0.9), "hard": (0.9, 1.0)}
 """Which part of a pair's negatives, from the most different to the most similar."""
 OTHERS = 10
+LONGEST = 77
+"""Words of a caption that count: about as many as models read."""
+# Where words are not parted by spaces, each sign is one.
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 
 
 def by_difficulty(
     image_NE: Tensor, text_NE: Tensor, captions: Sequence[str]
 ) -> dict[str, dict[str, float | int]]:
-    """For each tier how often the true caption or picture wins, both ways; {} where there are too few pairs.
+    """For each tier how often the true caption or picture wins, both ways.
+
+    {} where there are too few pairs, or no words in common by which some would be harder than others.
 
     pairwise   against one such negative (chance a half)
     first      against `among` - 1 of them at once, as in a batch of that size (chance 1 / among)
     """
     captions = captions[:MOST]
     score_NN = (image_NE[:MOST].float() @ text_NE[:MOST].float().T).numpy()
-    alike_NN, part_NN = similarity(captions), places(captions)
+    alike_NN = similarity(captions)
+    part_NN = places(captions, alike_NN)
     true_N = score_NN.diagonal()
     lost = [true_N[:, None] <= way for way in (score_NN, score_NN.T)]
     inside = {name: (low <= part_NN) & (part_NN < high) for name, (low, high) in TIERS.items()}
     others = min(OTHERS, *(int(mask.sum(1).min(initial=OTHERS)) for mask in inside.values()))
-    if others < 1:
+    if others < 1 or not alike_NN[inside["hard"]].any():
         return {}
     found = {}
     for name, mask in inside.items():
@@ -44,13 +51,14 @@ def by_difficulty(
             "pairwise": float(1 - np.mean([way.sum() / mask.sum() for way in beaten])),
             "first": float(np.mean([none_of(others, way, mask.sum(1)) for way in beaten])),
             "among": others + 1,
+            "pairs": len(captions),
         }
     return found
 
 
 def similarity(captions: Sequence[str]) -> NDArray[np.float32]:
     """(N, N) cosines of the captions' words, each weighted by how rare it is (tf-idf)."""
-    words = [Counter(re.findall(r"\w+", caption.lower())) for caption in captions]
+    words = [Counter(WORD.findall(caption.lower())[:LONGEST]) for caption in captions]
     seen = Counter(word for one in words for word in one)
     column = {word: number for number, word in enumerate(seen)}
     count_NV = np.zeros((len(captions), len(column)), np.float32)
@@ -63,15 +71,14 @@ def similarity(captions: Sequence[str]) -> NDArray[np.float32]:
     return alike
 
 
-def places(captions: Sequence[str]) -> NDArray[np.float64]:
+def places(captions: Sequence[str], alike_NN: NDArray[np.float32]) -> NDArray[np.float64]:
     """(N, N) where each negative of a pair stands among all of them, from 0 (most different) to 1.
 
     NaN for what is no negative: the pair itself, and those with the very same caption.
     """
     _, same = np.unique([caption.strip().lower() for caption in captions], return_inverse=True)
     negative_NN = same[:, None] != same
-    alike_NN = np.where(negative_NN, similarity(captions), -1)
-    rank_NN = alike_NN.argsort(1, kind="stable").argsort(1, kind="stable")
+    rank_NN = np.where(negative_NN, alike_NN, -1).argsort(1, kind="stable").argsort(1, kind="stable")
     count_N1 = negative_NN.sum(1, keepdims=True)
     with np.errstate(divide="ignore"):
         return np.where(negative_NN, (rank_NN - (len(captions) - count_N1) + 0.5) / count_N1, np.nan)

@@ -25,7 +25,10 @@ LARGEST = 160
 
 @dataclass(frozen=True)
 class Found:
-    """For every caption its first pictures and their scores, the true picture's score and rank from 1."""
+    """For every caption its first pictures and their scores, the true picture's score and rank from 1.
+
+    Of equals the true one comes last: a collapsed model, to which all look alike, has found nothing.
+    """
 
     row_MK: Tensor
     score_MK: Tensor
@@ -39,7 +42,7 @@ def find(text_ME: Tensor, image_NE: Tensor, owner_M: Tensor) -> Found:
         score_mN = text_ME[start : start + CHUNK] @ image_NE.T
         true_m1 = score_mN.gather(1, owner_M[start : start + CHUNK, None])
         best = score_mN.topk(min(FIRST, len(image_NE)))
-        parts.append((best.indices, best.values, true_m1[:, 0], 1 + (score_mN > true_m1).sum(1)))
+        parts.append((best.indices, best.values, true_m1[:, 0], (score_mN >= true_m1).sum(1)))
     return Found(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
@@ -70,14 +73,12 @@ def instructive(found: Found, owner_M: Tensor, pairs: Side, first_M: Tensor) -> 
     chosen: list[int] = []
     seen, winners = set[int](), set[int]()
     for m in margin_M.argsort(descending=True, stable=True).tolist():
-        if found.rank_M[m] == 1 or len(chosen) == EACH:
+        if len(chosen) == EACH:
             break
         truth, winner = int(owner_M[m]), int(found.row_MK[m, 0])
-        if (
-            truth in seen
-            or winner in winners
-            or caption(m, owner_M, first_M, pairs) in pairs.captions(winner)
-        ):
+        if winner == truth or truth in seen or winner in winners:
+            continue
+        if caption(m, owner_M, first_M, pairs) in pairs.captions(winner):
             continue
         chosen.append(m)
         seen.add(truth)

@@ -46,19 +46,19 @@ def plot(
     width: int,
     height: int,
     say: Callable[[float], str],
-    level: float | None = None,
+    levels: Sequence[float] = (),
 ) -> Text:
-    """A title, the curves with their scale on the left, and the range of steps below; `level` is dotted."""
+    """A title, the curves with their scale on the left, and the range of steps below; levels are dotted."""
     title_text = Text(title[:width], "bold")
     rows, across = height - 2, span([line.x for line in lines])
-    up = span([*(robust(line.y) for line in lines), np.array([] if level is None else [level])])
+    up = span([*(robust(line.y) for line in lines), np.array(levels, np.float64)])
     if across is None or up is None or rows < 1:
         empty = [Text("  nothing yet", "dim")] if height > 1 else []
         return block([title_text, *empty], height)
     names = [say(up[1]), say((up[0] + up[1]) / 2) if rows >= 5 else "", say(up[0])]
     label = max(map(len, names)) + 1
     canvas = Canvas(max(4, width - label - 1), rows)
-    if level is not None:
+    for level in levels:
         high = place(level, up, 4 * rows)
         for x in range(0, 2 * canvas.width, 4):
             canvas.dot(x, high, "dim")

@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 
 from m1clip.monitor import curves, figures, views
-from m1clip.monitor.log import Followed, Record, number
-from m1clip.monitor.report import again, made_with, parameters, standing, trained
-from m1clip.monitor.values import figure, interval, part, spread, with_interval
+from m1clip.monitor.log import Followed, Record, number, tree
+from m1clip.monitor.report import again, made_with, oddities, parameters, standing, trained
+from m1clip.monitor.values import Z, figure, most, part, spread, with_interval
 from m1clip.pages import Page
 from m1clip.words import clock, percent
-
-MACHINE = ("chip", "cores", "os", "torch", "m1clip", "device", "why", "cpu_threads")
 
 
 def write(runs: Sequence[Followed], folder: Path) -> Path:
@@ -30,6 +28,10 @@ def write(runs: Sequence[Followed], folder: Path) -> Path:
         note = "Means of a hundredth of each run's steps. Minutes are those of training steps alone."
         page.text(note, note=True)
     said(page, runs)
+    odd = [f"{one.name}: {note}" for one in runs for note in oddities(one)]
+    if odd:
+        page.heading("What is odd in their logs")
+        page.points(odd)
     page.heading("How they ended")
     page.points([f"{one.name}: {standing(one)}" for one in runs])
     page.heading("How to repeat them")
@@ -38,15 +40,25 @@ def write(runs: Sequence[Followed], folder: Path) -> Path:
     return page.write(folder, "comparison")
 
 
+def comparable(runs: Sequence[Followed]) -> bool:
+    """Whether all were scored, on held-out pictures of the same data, divided in the same way."""
+    scored = {(one.log.last("eval") or {}).get("pictures") for one in runs}
+    data = {(str(one.config.get("data")), str(one.data.get("identity"))) for one in runs}
+    return len(scored) == len(data) == 1 and None not in scored
+
+
 def caution(runs: Sequence[Followed]) -> str:
     """Which comparisons the files allow."""
     words = [f"{len(runs)} runs, from their own files."]
-    sizes = {one.name: (one.log.last("eval") or {}).get("pictures") for one in runs}
-    sources = {str(one.config.get("data")) for one in runs}
-    if len(sources) > 1 or len(set(sizes.values())) > 1:
-        words.append("They were not scored on the same held-out pictures: their recalls do not compare.")
+    unscored = [one.name for one in runs if one.log.last("eval") is None]
+    if unscored:
+        words.append(f"Not evaluated: {', '.join(unscored)}.")
+    elif comparable(runs):
+        words.append("They learned from the same rows and were scored on as many held-out pictures of them.")
     else:
-        words.append("They were scored on as many held-out pictures of the same data.")
+        words.append(
+            "They differ in their data or in how many pictures were held out: recalls do not compare."
+        )
     if len({str(one.machine.get("chip")) for one in runs}) > 1:
         words.append("They ran on different machines, so times are about machines as well as about runs.")
     words.append("One run of each says nothing of how much another seed would change.")
@@ -55,15 +67,15 @@ def caution(runs: Sequence[Followed]) -> str:
 
 def differences(page: Page, runs: Sequence[Followed]) -> None:
     page.heading("What differs")
-    flats = [flat(one.config) | {f"machine.{key}": one.machine.get(key) for key in MACHINE} for one in runs]
+    flats = [flat(one.config) | flat(one.machine, "machine.") for one in runs]
     names = list(dict.fromkeys(name for each in flats for name in each))
     unlike = [name for name in names if len({str(each.get(name)) for each in flats}) > 1]
     if not unlike:
-        page.text("Nothing in their configurations and machines: the same command twice.")
+        page.text("Nothing in `config.json` and `machine.json`: the same settings on the same machine.")
         return
     rows = [[name, *(str(each.get(name, "–")) for each in flats)] for name in unlike]
     page.table(["setting", *(one.name for one in runs)], rows)
-    page.text("From `config.json` and `machine.json`; all other settings are equal.", note=True)
+    page.text("From `config.json` and `machine.json`; whatever else they hold is equal.", note=True)
 
 
 def flat(tree: Record, before: str = "") -> Record:
@@ -78,10 +90,10 @@ def scores(page: Page, runs: Sequence[Followed]) -> None:
     rows = []
     for one in runs:
         last = one.log.last("eval") or {}
-        of = int(number(last.get("pictures"))) if last.get("pictures") else 0
+        of = int(last.get("pictures") or 0)
         cells = [with_interval(last.get(key), of) for key in ("i2t_r1", "t2i_r1")]
         cells += [part(last.get(key)) for key in ("i2t_r10", "t2i_r10")]
-        hard = ((last.get("negatives") or {}).get("hard") or {}).get("first")
+        hard = tree(tree(last.get("negatives")).get("hard")).get("first")
         row = [one.name, *cells, part(last.get("chance_r1")), part(hard), f"{of:,}"]
         rows.append([*row, str(last.get("step", "–")), str(last.get("line", "–"))])
     columns = ["run", "i→t R@1", "t→i R@1", "i→t R@10", "t→i R@10", "chance R@1", "hard", "pictures"]
@@ -95,23 +107,25 @@ def scores(page: Page, runs: Sequence[Followed]) -> None:
 
 
 def judged(runs: Sequence[Followed]) -> str:
-    """Whether the best is better than the rest, as far as single scores can tell."""
-    found = {one.name: one.log.last("eval") or {} for one in runs}
-    known = {
-        name: (number(row.get("mean_r1")), int(row["pictures"]))
-        for name, row in found.items()
-        if math.isfinite(number(row.get("mean_r1"))) and row.get("pictures")
-    }
-    if len(known) < 2:
-        return "Fewer than two of them were evaluated: there is nothing to compare."
-    order = sorted(known, key=lambda name: -known[name][0])
-    first, second = order[:2]
-    low, high = interval(*known[first])[0], interval(*known[second])[1]
-    named = f"{first} has the highest mean R@1 ({percent(known[first][0])}), then {second} "
-    named += f"({percent(known[second][0])}). "
-    if low > high:
-        return f"{named}Their intervals do not overlap."
-    return f"{named}Their intervals overlap: with so many held-out pictures the two cannot be told apart."
+    """Whether the best is better than the next, as far as single scores can tell."""
+    if not comparable(runs):
+        return "These scores are not compared: see above."
+    scored = [(number((one.log.last("eval") or {}).get("mean_r1")), one) for one in runs]
+    scored = sorted((pair for pair in scored if math.isfinite(pair[0])), key=lambda pair: -pair[0])
+    if len(scored) < 2:
+        return "Fewer than two have a score: there is nothing to compare."
+    (first, best), (second, next_best) = scored[:2]
+    of = int(number((best.log.last("eval") or {}).get("pictures")))
+    both = (first + second) / 2
+    error = math.sqrt(max(1e-12, 2 * both * (1 - both) / of))
+    named = f"{best.name} has the highest mean R@1 ({percent(first)}), "
+    named += f"then {next_best.name} ({percent(second)}). "
+    if first - second > Z * error:
+        return f"{named}For {of:,} pictures that is more than chance would make of equals (95 %)."
+    return (
+        f"{named}For {of:,} pictures chance can make such a difference between equals (95 %); which pictures "
+        "each got right is not in the log, and would tell more."
+    )
 
 
 def speed(page: Page, runs: Sequence[Followed]) -> None:
@@ -120,7 +134,7 @@ def speed(page: Page, runs: Sequence[Followed]) -> None:
     rows = []
     for one in runs:
         ms, watches = spread(one.log.column("step_ms")), one.log.records["watch"]
-        peak = max((number(row.get("peak_rss_gb")) for row in watches), default=math.nan)
+        peak = most(row.get("peak_rss_gb") for row in watches)
         drawn = next((row["joules"] for row in watches[::-1] if row.get("joules") is not None), None)
         count, pairs = parameters(one), spread(one.log.column("pairs_per_s"))
         rows.append(

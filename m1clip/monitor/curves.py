@@ -80,7 +80,8 @@ def chance(log: Log, key: str) -> float | None:
 
 def smoothed(y: Column, window: int) -> Column:
     """The mean of each value and those before it, `window` in all, of what is known; unknown stays so."""
-    if window <= 1 or len(y) == 0:
+    window = min(window, len(y))
+    if window <= 1:
         return y
     known = np.isfinite(y)
     total = trailing(np.where(known, y, 0.0), window)
@@ -89,10 +90,17 @@ def smoothed(y: Column, window: int) -> Column:
 
 
 def trailing(values: Column, window: int) -> Column:
-    """Sums of each value and those before it, `window` in all."""
-    total = np.cumsum(values)
-    total[window:] -= total[:-window].copy()
-    return total
+    """Sums of each value and those before it, `window` in all.
+
+    Of stretches as long as the window, from their start and to their end: nothing is subtracted, so that a
+    value of 1e17 does not swallow those after it.
+    """
+    rows = np.pad(values, (0, -len(values) % window)).reshape(-1, window)
+    total = np.cumsum(rows, axis=1)
+    rest = np.cumsum(rows[:, ::-1], axis=1)[:, ::-1]
+    total[1:, :-1] += rest[:-1, 1:]
+    sums: Column = total.reshape(-1)[: len(values)]
+    return sums
 
 
 def thinned(x: Column, y: Column, most: int) -> tuple[Column, Column]:
@@ -106,7 +114,7 @@ def thinned(x: Column, y: Column, most: int) -> tuple[Column, Column]:
     broken = known.argmin(1)  # the first that is not known; where all are, the first
     starts = wide * np.arange(len(rows))
     kept = np.concatenate([starts + least, starts + greatest, (starts + broken)[~known.all(1)]])
-    kept = np.unique(np.minimum(np.append(kept, 0), len(x) - 1))
+    kept = np.unique(np.minimum(np.append(kept, [0, len(x) - 1]), len(x) - 1))
     return x[kept], y[kept]
 
 

@@ -36,7 +36,7 @@ def thin(x: Column, y: Column) -> tuple[Column, Column]:
     return curves.thinned(x, y, MOST)
 
 
-def dress(panel: Axes, one: Followed, key: str, over: str = "step") -> None:
+def dress(panel: Axes, runs: Sequence[Followed], key: str, over: str = "step") -> None:
     """Title, unit, and what guessing gives."""
     about = curves.CURVES[key]
     panel.set_title(about.title, fontsize=10)
@@ -46,9 +46,9 @@ def dress(panel: Axes, one: Followed, key: str, over: str = "step") -> None:
     )
     if about.unit:
         panel.set_ylabel(about.unit)
-    guess = curves.chance(one.log, key)
-    if guess is not None:
-        panel.axhline(100 * guess if about.unit == "%" else guess, color=GREY, lw=1, ls="--", label="chance")
+    for guess in {curves.chance(one.log, key) for one in runs} - {None}:
+        level = 100 * (guess or 0) if about.unit == "%" else guess or 0
+        panel.axhline(level, color=GREY, lw=1, ls="--", label="chance")
 
 
 def learning(one: Followed, path: Path) -> Path:
@@ -57,10 +57,10 @@ def learning(one: Followed, path: Path) -> Path:
     figure, panels = axes(len(keys), 4.2, 2.7)
     for panel, key in zip(panels, keys, strict=True):
         line(panel, one, key, {"color": COLOURS[0], "label": one.name})
-        dress(panel, one, key)
-    rows = [row for row in one.log.records["eval"] if np.isfinite(number(row.get("mean_r1")))]
+        dress(panel, [one], key)
+    rows = [row for row in one.log.records["eval"] if row.get("mean_r1") is not None and row.get("pictures")]
     if rows:
-        ends = np.array([interval(row["mean_r1"], row["pictures"]) for row in rows])
+        ends = np.array([interval(row["mean_r1"], int(row["pictures"])) for row in rows])
         steps = [row["step"] for row in rows]
         panels[2].fill_between(steps, 100 * ends[:, 0], 100 * ends[:, 1], color=COLOURS[0], alpha=0.15, lw=0)
     legend(figure, panels[:1])
@@ -71,7 +71,7 @@ def timing(one: Followed, path: Path) -> Path:
     """What a step takes as the run goes on, and its parts stacked."""
     figure, (first, second) = axes(2, 5.2, 2.9)
     line(first, one, "step_ms", {"color": COLOURS[0]})
-    dress(first, one, "step_ms")
+    dress(first, [one], "step_ms")
     known = one.log.column("step_ms")
     known = known[np.isfinite(known)]
     if len(known):
@@ -97,7 +97,7 @@ def timing(one: Followed, path: Path) -> Path:
 def temperature(one: Followed, path: Path) -> Path:
     figure, (panel,) = axes(1, 7.0, 2.6)
     line(panel, one, "temperature", {"color": COLOURS[0]})
-    dress(panel, one, "temperature")
+    dress(panel, [one], "temperature")
     return save(figure, path)
 
 
@@ -167,6 +167,6 @@ def together(runs: Sequence[Followed], path: Path) -> Path:
         for place, one in enumerate(runs):
             style = {"color": COLOURS[place % 6], "ls": "-" if place < 6 else ":", "label": one.name}
             line(panel, one, key, style, over)
-        dress(panel, runs[0], key, over)
+        dress(panel, runs, key, over)
     legend(figure, panels[:1])
     return save(figure, path)

@@ -3,12 +3,10 @@
 from pathlib import Path
 
 from m1clip.monitor import figures
-from m1clip.monitor.log import Followed, number
+from m1clip.monitor.log import Followed, Record
 from m1clip.monitor.values import figure, part, shown
 from m1clip.pages import Page
 from m1clip.words import percent
-
-MOST = 1000  # pairs that evaluation compares
 
 
 def negatives(page: Page, one: Followed, folder: Path) -> None:
@@ -18,27 +16,33 @@ def negatives(page: Page, one: Followed, folder: Path) -> None:
         page.text("Not measured: too few held-out pairs, no evaluation, or a log older than this measure.")
         return
     first, last = rows[0], rows[-1]
-    among = int(number(next(iter(last["negatives"].values())).get("among")) or 2)
+    tiers = {name: tier for name, tier in last["negatives"].items() if isinstance(tier, dict)}
+    about = next(iter(tiers.values()), {})
+    among, pairs = int(about.get("among") or 2), int(about.get("pairs") or last.get("pictures") or 0)
     several = among - 1
     steps = [row for row in (first, last) if row is last or first["step"] < last["step"]]
     table = []
-    for name, found in last["negatives"].items():
-        seen = [row["negatives"].get(name, {}) for row in steps]
+    for name, found in tiers.items():
+        seen = [row["negatives"].get(name) or {} for row in steps]
         cells = [part(each.get(key)) for key in ("pairwise", "first") for each in seen]
         table.append([name, figure(found.get("similarity"), ".2f"), shown(found.get("negatives")), *cells])
     table.append(["chance", "", "", *len(steps) * ["50.0 %"], *len(steps) * [percent(1 / among)]])
     columns = [f"{words}, step {row['step']:,}" for words in ("1", f"{several}") for row in steps]
     page.table(["negatives", "similarity", "couples", *columns], table)
-    pictures = min(MOST, int(number(last.get("pictures")) or 0))
     page.text(
         "For every held-out pair the others are ordered by how alike the captions are in their words "
         "(cosine of tf-idf, which knows nothing of the model). Easy are the less similar half, hard the most "
         "similar tenth, medium those between; pairs with the very same caption are no negatives. A cell is "
         f"how often the truth scores above 1 such negative, or above {several} of them at once, as in a "
-        f"batch of {among}: the mean of image→text and text→image, of the first {pictures:,} held-out "
+        f"batch of {among}: the mean of image→text and text→image, of the first {pairs:,} held-out "
         "pictures with their first captions."
     )
     page.text(f"Lines {', '.join(str(row['line']) for row in steps)}.", note=True)
+
+
+def found_words(query: Record) -> str:
+    where = "found first" if query["rank"] == 1 else f"the true picture is number {query['rank']:,}"
+    return f"“{query['text']}”: {where}"
 
 
 def examples(page: Page, one: Followed, folder: Path) -> None:
@@ -58,6 +62,7 @@ def examples(page: Page, one: Followed, folder: Path) -> None:
     for name, (some, words) in groups.items():
         if some:
             page.text(words)
+            page.points([found_words(query) for query in some])
             page.picture(figures.retrievals(some, found["shown"], folder / f"{name}.png"), words)
     page.text(
         f"From `retrievals.json`, written at step {shown(found.get('step'))}. Numbers are ranks and cosines; "

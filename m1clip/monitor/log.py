@@ -21,6 +21,10 @@ Column = NDArray[np.float64]
 BLOCK = 1 << 16  # what is parsed at once stays in the processor's cache: twice as fast as 4 MB
 KINDS = ("watch", "eval", "epoch")
 NAN = float("nan")
+LARGEST = 1e200
+NO_NUMBERS = ("kind", "rows")
+LISTS = ("cpu_percent",)
+TREES = ("grad_norms", "weight_norms", "memory_gb", "negatives")
 STEP = itemgetter("step")
 
 
@@ -37,6 +41,7 @@ class Log:
 
     def _forget(self) -> None:
         self.offset, self.lines, self.file = 0, 0, (0, 0)
+        self.end = b""  # what was read last, by which the file is known again
         self.latest, self.repeated = 0, 0
         self.columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
         self.records: dict[str, list[Record]] = {kind: [] for kind in KINDS}
@@ -48,7 +53,7 @@ class Log:
         try:
             with open(self.path, "rb") as file:
                 found = os.fstat(file.fileno())
-                if (found.st_dev, found.st_ino) != self.file or found.st_size < self.offset:
+                if (found.st_dev, found.st_ino) != self.file or not self._goes_on(file):
                     self._forget()
                     self.file = (found.st_dev, found.st_ino)
                 file.seek(self.offset)
@@ -58,12 +63,18 @@ class Log:
             self._forget()
             return known
 
+    def _goes_on(self, file: IO[bytes]) -> bool:
+        """Whether it is still the file that was read: a new one may have the old one's number."""
+        file.seek(self.offset - len(self.end))
+        return file.read(len(self.end)) == self.end
+
     def _read(self, file: IO[bytes], most: float) -> bool:
         before, rest = self.offset, b""
         while self.offset - before < most and (block := file.read(BLOCK)):
             whole, newline, rest = (rest + block).rpartition(b"\n")
             if newline:
                 self.offset += len(whole) + 1
+                self.end = (whole + newline)[-256:]
                 self._take(whole.split(b"\n"))
         return self.offset > before
 
@@ -86,6 +97,7 @@ class Log:
             elif kind == "event":
                 self.events.append(record)
             elif kind in KINDS:
+                record = cleaned(record)
                 mine = self.records[kind]
                 del mine[bisect_left(mine, step, key=STEP) :]
                 mine.append(record)
@@ -107,7 +119,7 @@ class Log:
         for row in rows:
             if len(row) != len(rows[0]):  # as one that was skipped, which says so
                 names |= row.keys()
-        for name in names:
+        for name in (name for name in names if name.isidentifier() and name not in NO_NUMBERS):
             column = self.columns[name]
             column.extend([NAN] * (length - len(column)))
             try:
@@ -119,7 +131,8 @@ class Log:
         """Of every step; NaN where it is not known."""
         if name not in self.columns:
             return np.full(len(self), np.nan)
-        return np.array(self.columns[name])
+        values = np.array(self.columns[name])
+        return np.where(np.abs(values) < LARGEST, values, np.nan)
 
     def recorded(self, kind: str, name: str) -> Column:
         return np.array([number(row.get(name)) for row in self.records[kind]], np.float64)
@@ -134,7 +147,7 @@ class Log:
     def recent(self, name: str, count: int = 50) -> float | None:
         """The mean of the last steps, as far as it is known."""
         some = np.array(self.columns[name][-count:]) if name in self.columns else np.empty(0)
-        some = some[np.isfinite(some)]
+        some = some[np.abs(some) < LARGEST]  # which NaN is not
         return float(some.mean()) if len(some) else None
 
 
@@ -155,26 +168,48 @@ def parsed(line: bytes) -> Record | None:
 
 def number(value: Any) -> float:
     """NaN for what is not one."""
-    if isinstance(value, int | float) and abs(value) < 1e300:
+    if isinstance(value, int | float) and abs(value) < LARGEST:
         return float(value)
     return NAN
+
+
+def cleaned(record: Record) -> Record:
+    """As training writes it, whatever was written: numbers or None, trees of numbers, lists of numbers."""
+    made: Record = {"kind": record["kind"], "step": record["step"], "line": record["line"]}
+    for key, value in record.items():
+        if key in made:
+            continue
+        if key in TREES:
+            made[key] = tree(value)
+        elif key in LISTS:
+            made[key] = [each for each in value if known(each) is not None] if isinstance(value, list) else []
+        else:
+            made[key] = known(value)
+    return made
+
+
+def tree(value: Any) -> Record:
+    if not isinstance(value, dict):
+        return {}
+    return {key: tree(one) if isinstance(one, dict) else known(one) for key, one in value.items()}
+
+
+def known(value: Any) -> float | int | None:
+    """A number as it is, or None."""
+    return value if math.isfinite(number(value)) else None
 
 
 class Followed:
     """A run and what is known of it now."""
 
-    def __init__(self, run: Run):
-        self.run = run
+    def __init__(self, run: Run, name: str | None = None):
+        self.run, self.name = run, name or run.name
         self.log = Log(run.path / "metrics.jsonl")
         self.summary: Record = {}
         self.config: Record = {}
         self.machine: Record = {}
         self.data: Record = {}
         self._seen: dict[str, float] = {}
-
-    @property
-    def name(self) -> str:
-        return self.run.name
 
     def refresh(self, most: float = math.inf) -> bool:
         """Whether there is anything new."""
@@ -202,6 +237,25 @@ class Followed:
             return before
 
     def retrievals(self) -> Record:
-        """What the latest evaluation found; {} where there was none yet."""
+        """What the latest evaluation found; {} where there was none yet. What is malformed is left out."""
         self._seen.pop("retrievals.json", None)
-        return self._file("retrievals.json", {})
+        found = self._file("retrievals.json", {})
+        queries, shown = found.get("queries"), found.get("shown")
+        if not isinstance(queries, list) or not isinstance(shown, dict):
+            return {}
+        pictures = {row: about for row, about in shown.items() if isinstance(about, dict)}
+        return {"step": found.get("step"), "queries": list(filter(is_query, queries)), "shown": pictures}
+
+
+def is_query(value: Any) -> bool:
+    """Whether it is a caption with what was found for it, as training writes them."""
+    if not isinstance(value, dict) or not isinstance(value.get("top"), list):
+        return False
+    hits = [*value["top"], {"row": value.get("truth"), "score": value.get("true_score")}]
+    return (
+        isinstance(value.get("text"), str)
+        and value.get("group") in ("errors", "sample")
+        and type(value.get("rank")) is int
+        and all(isinstance(hit, dict) and type(hit.get("row")) is int for hit in hits)
+        and all(known(hit.get("score")) is not None for hit in hits)
+    )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ def standing(one: Followed) -> str:
     state, step = one.summary["state"], one.summary.get("step") or 0
     words = f"The run is {'unfinished and dead' if state == 'dead' else state} at step {step:,}. "
     loss, guess = one.log.recent("loss", 50), curves.chance(one.log, "loss")
+    known = int(np.isfinite(one.log.column("loss")[-50:]).sum())
     if loss is not None:
-        words += f"The mean loss of its last {min(50, len(one.log))} steps is {loss:.3f}"
+        words += f"The mean loss of its last {known} steps is {loss:.3f}"
         words += f", where guessing gives {guess:.3f}. " if guess else ". "
     last = one.log.last("eval")
     if last is None:
@@ -51,6 +53,10 @@ def verdict(row: Record) -> str:
     if not (math.isfinite(score) and math.isfinite(of)):
         return "Its last evaluation has no score."
     low, high = interval(score, int(of))
+    if not math.isfinite(guess):
+        return (
+            f"Its last evaluation (line {row['line']}) gives {percent(score)}, but not what guessing gives."
+        )
     words = (
         f"At its last evaluation (step {row['step']:,}, line {row['line']}) the right one of {of:,.0f} "
         f"held-out pictures or captions came first in {percent(score)} of cases (95 % interval "
@@ -67,7 +73,8 @@ def facts(page: Page, one: Followed) -> None:
     size = f"{count / 1e6:.2f} M parameters" if count else "size unknown: no weights are saved"
     chunk = one.log.recent("chunk", 1)
     whole = chunk is None or chunk >= number(config.get("batch"))
-    plan = machine.get("plan") or {}
+    plan = machine["plan"] if isinstance(machine.get("plan"), dict) else {}
+    alone = "nothing to check: other devices are compared with the CPU" if machine else "–"
     rows = {
         "state": now["state"] + (f": {now['reason']}" if now.get("reason") else ""),
         "model": f"{config.get('preset', '–')}, {size}",
@@ -81,7 +88,7 @@ def facts(page: Page, one: Followed) -> None:
         "size": f"{machine.get('cores', '–')} cores, {machine.get('ram_gb', '–')} GB of memory",
         "device": f"{machine.get('device', '–')}, because {machine.get('why', '–')}",
         "precision": f"{plan.get('precision', '–')}, {machine.get('cpu_threads', '–')} CPU threads",
-        "checked": machine.get("parity") or "nothing to check: other devices are compared with the CPU",
+        "checked": machine.get("parity") or alone,
         "began": when(next((event.get("time") for event in one.log.events), None)),
         "trained": trained(one),
     }
@@ -237,7 +244,7 @@ def repeat(page: Page, one: Followed, folder: Path) -> None:
 
 
 def again(one: Followed) -> str:
-    return f"`m1clip train --config {one.run.path / 'config.json'} --name again`"
+    return f"`m1clip train --config {shlex.quote(str(one.run.path / 'config.json'))} --name again`"
 
 
 def made_with(one: Followed) -> list[str]:

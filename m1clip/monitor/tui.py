@@ -1,6 +1,7 @@
 """The terminal's face of the monitor: which run, which view, which keys. What is drawn is in views.py."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -8,12 +9,14 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
+from textual.css.query import NoMatches
 from textual.widget import Widget
 from textual.widgets import ContentSwitcher, DataTable, Footer, Static
 
+from m1clip.config import printable
 from m1clip.monitor import views
 from m1clip.monitor.log import Followed
-from m1clip.run import Run, all_runs
+from m1clip.run import Run, summaries
 from m1clip.words import ago, clock, percent
 
 EVERY_S = 1.0
@@ -23,6 +26,7 @@ SMOOTH = (0, 1, 10, 100, 1000)
 THEMES = ("ansi-dark", "ansi-light", "textual-dark", "textual-light")
 
 
+COLUMNS = (" ", "run", "state", "step", "done", "to go", "best", "device", "last sign")
 VIEWS = ("learning", "speed", "gradients", "events", "runs")
 
 
@@ -77,9 +81,8 @@ class Monitor(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        self.query_one(DataTable).add_columns(
-            "", "run", "state", "step", "done", "to go", "best", "device", "last sign"
-        )
+        for name in COLUMNS:
+            self.query_one(DataTable).add_column(name.strip(), key=name)
         self.look()
         self.set_interval(EVERY_S, self.look)
 
@@ -88,12 +91,14 @@ class Monitor(App[None]):
         if self.paused:
             return
         more = False
+        share = AT_ONCE / len(self.followed)
         for one in self.followed:
             before = one.log.offset
-            one.refresh(AT_ONCE)
-            more |= one.log.offset - before >= AT_ONCE
-        self.list_runs()
-        self.redraw()
+            one.refresh(share)
+            more |= one.log.offset - before >= share
+        with suppress(NoMatches):  # it is being closed
+            self.list_runs()
+            self.redraw()
         if more:
             self.set_timer(0.01, self.look)
 
@@ -110,32 +115,32 @@ class Monitor(App[None]):
         self.query_one("#events-text", Static).update(views.events(self.shown, width))
 
     def list_runs(self) -> None:
-        """The table of runs, kept where the cursor is; a run that has begun meanwhile is told of."""
-        rows = [run.summary() for run in all_runs(self.runs)][::-1]
-        new = {row["run"] for row in rows} - {row["run"] for row in self.known}
-        if self.known and new:
+        """The table of runs; what has begun meanwhile is told of, and the cursor stays on its run."""
+        rows, table = summaries(self.runs)[::-1], self.query_one(DataTable)
+        names, before = [row["run"] for row in rows], [row["run"] for row in self.known]
+        if before and (new := set(names) - set(before)):
             self.notify(f"{', '.join(sorted(new))} has begun: 5 shows all runs", markup=False)
+        at = self._under_cursor()
         self.known = rows
-        table = self.query_one(DataTable)
-        at = table.cursor_row
-        table.clear()
+        if names != before:
+            table.clear()
+            for row in rows:
+                table.add_row(*self._cells(row), key=row["run"])
+            table.move_cursor(row=names.index(at) if at in names else 0)
+            return
         for row in rows:
-            part = row["step"] / row["total"] if row["total"] else None
-            mark = "●" if row["run"] == self.shown.name else "+" if row["run"] in self.marked else ""
-            state = Text(row["state"], views.STATES.get(row["state"], "yellow"))
-            table.add_row(
-                mark,
-                Text(row["run"]),
-                state,
-                f"{row['step']:,}",
-                percent(part),
-                clock(row["eta_s"]),
-                percent(row["best_score"]),
-                row["device"] or "–",
-                ago(row["time"]),
-                key=row["run"],
-            )
-        table.move_cursor(row=min(at, len(rows) - 1))
+            for column, cell in zip(COLUMNS, self._cells(row), strict=True):
+                table.update_cell(row["run"], column, cell)
+
+    def _cells(self, row: dict[str, Any]) -> list[Text]:
+        """As text: a name may hold what a table would take for markup."""
+        part = row["step"] / row["total"] if row["total"] else None
+        mark = "●" if row["run"] == self.shown.name else "+" if row["run"] in self.marked else ""
+        words = [mark, row["run"], row["state"], f"{row['step']:,}", percent(part), clock(row["eta_s"])]
+        words += [percent(row["best_score"]), row["device"] or "–", ago(row["time"])]
+        cells = [Text(printable(word)) for word in words]
+        cells[2].stylize(views.STATES.get(row["state"], "yellow"))
+        return cells
 
     def _learning(self, width: int, height: int) -> Text:
         return views.learning(self.followed, width, height, self.smooth)
@@ -177,6 +182,8 @@ class Monitor(App[None]):
             del self.marked[name]
         else:
             self.marked[name] = Followed(Run(self.runs / name))
+            self.marked[name].refresh(AT_ONCE)  # also while paused
+        self.list_runs()
         self.look()
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:

@@ -1,7 +1,7 @@
 """Values of a log as a document says them: with intervals and spreads, and a dash for what is unknown."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -27,6 +27,11 @@ def guessed(first: int, of: float, right: float = 1) -> float:
     """The chance that one of `right` of `of` is among the `first` of a random order."""
     missed = math.prod(max(0.0, 1 - right / (of - k)) for k in range(min(first, int(of))))
     return 1 - missed
+
+
+def most(values: Iterable[Any]) -> float:
+    """The largest of what is known; NaN of nothing."""
+    return max((number(value) for value in values if math.isfinite(number(value))), default=math.nan)
 
 
 def spread(values: Column) -> tuple[float, float, float] | None:

@@ -15,7 +15,8 @@ from m1clip.monitor.log import Followed, number
 from m1clip.words import ago, clock, percent
 
 # Colours by name are the terminal's own: they are readable on its background, dark or light.
-STYLES = ("blue", "red", "green", "magenta", "yellow", "cyan")
+COLOURS = ("blue", "red", "green", "magenta", "yellow", "cyan")
+STYLES = (*COLOURS, *(f"bright_{colour}" for colour in COLOURS))
 STATES = {"running": "green", "finished": "blue", "dead": "red", "failed": "red", "gone": "red"}
 PHASES = {"wait": "magenta", "copy": "cyan", "forward": "blue", "backward": "green", "optimiser": "yellow"}
 LEARNING = ("loss", "accuracy", "mean_r1", "temperature", "lr", "grad_norm")
@@ -33,7 +34,7 @@ def header(one: Followed, width: int) -> Text:
     """Two lines: what and how far; how good, or why it is not going on."""
     now = one.summary
     state, step, total = now.get("state", "unknown"), now.get("step") or 0, now.get("total")
-    first = Text.assemble((one.name, "bold"), "  ", (state, STATES.get(state, "yellow")))
+    first = Text.assemble((printable(one.name), "bold"), "  ", (state, STATES.get(state, "yellow")))
     first.append(f"  step {step:,}" + (f" of {total:,}" if total else ""))
     if total:
         first.append(f"  {percent(step / total)} ").append(
@@ -41,7 +42,7 @@ def header(one: Followed, width: int) -> Text:
         )
     if now.get("eta_s") is not None:
         first.append(f" {clock(now['eta_s'])} to go")
-    first.append(f"  {now.get('device') or ''}", "dim")
+    first.append(f"  {printable(now.get('device') or '')}", "dim")
     first.truncate(width, overflow="ellipsis")
     second = standing(one)
     second.truncate(width, overflow="ellipsis")
@@ -84,27 +85,28 @@ def learning(runs: Sequence[Followed], width: int, height: int, smooth: int = 0)
 def names(runs: Sequence[Followed], width: int) -> Text:
     made = Text()
     for one, style in zip(runs, STYLES, strict=False):
-        made.append("━ ", style).append(f"{one.name}  ")
+        made.append("━ ", style).append(f"{printable(one.name)}  ")
     made.truncate(width, overflow="ellipsis")
     return made
 
 
 def curve(runs: Sequence[Followed], key: str, width: int, height: int, smooth: int = 0) -> Text:
     """One curve of all runs, each value the mean of `smooth` steps; 0 is a hundredth of all."""
-    lines, level = [], None
+    lines, levels = [], dict[float, None]()
     for one, style in zip(runs, STYLES, strict=False):
         x, y = curves.points(one.log, key)
         y = curves.smoothed(y, smooth or len(y) // 100) if curves.CURVES[key].kind == "step" else y
         lines.append(Line(x, np.log10(np.where(y > 0, y, np.nan)) if curves.CURVES[key].log else y, style))
-        level = curves.chance(one.log, key) if level is None else level
+        if (level := curves.chance(one.log, key)) is not None:
+            levels[level] = None
     kind, log = curves.CURVES[key].kind, runs[0].log
     now = log.recent(key, max(10, smooth)) if kind == "step" else number((log.last(kind) or {}).get(key))
     title = f"{curves.CURVES[key].title.partition(',')[0]} {said(now, key)}"
-    title += "" if level is None else f"  (chance {said(level, key)})"
+    title += f"  (chance {', '.join(said(level, key) for level in levels)})" if levels else ""
     say = curves.said(key)
     if curves.CURVES[key].log:
         return plot(title, lines, width, height, lambda value: say(10**value))
-    return plot(title, lines, width, height, say, level)
+    return plot(title, lines, width, height, say, list(levels))
 
 
 def speed(one: Followed, width: int, height: int) -> Text:
@@ -154,10 +156,8 @@ def memory(one: Followed, width: int) -> list[Text]:
 
 def machine(one: Followed, width: int) -> list[Text]:
     last = one.log.last("watch") or {}
-    lines = [Text(f"{one.machine.get('chip') or 'machine unknown'}"[:width], "bold")]
+    lines = [Text(printable(str(one.machine.get("chip") or "machine unknown"))[:width], "bold")]
     cores = last.get("cpu_percent") or []
-    if not isinstance(cores, list):
-        cores = []
     wide = max(4, width - 14)
     if len(cores) > 8:  # two a line
         wide = max(3, width // 2 - 12)

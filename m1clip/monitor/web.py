@@ -17,20 +17,19 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import numpy as np
 import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse, StreamingResponse
 
-from m1clip.monitor import curves, views
-from m1clip.monitor.log import Column, Followed, number
-from m1clip.run import Run, all_runs
+from m1clip.monitor import LOCAL, curves, views
+from m1clip.monitor.log import Column, Followed, known, number
+from m1clip.run import Run, finite, is_run, summaries
 
 PAGE = Path(__file__).parent / "page"
-LOCAL = ("127.0.0.1", "localhost", "::1")
 EVERY_S = 1.0
-COOKIE = "m1clip"
 # Nothing is fetched from elsewhere and nothing is sent there; plotly writes styles of its own.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
@@ -50,33 +49,36 @@ class Runs:
 
     def all(self) -> list[dict[str, Any]]:
         """A line for each, the newest first."""
-        rows = []
-        for run in all_runs(self.folder)[::-1]:
-            config = self._config(run)
-            rows.append({**run.summary(), "data": config.get("data"), "preset": config.get("preset")})
-        return rows
+        rows = summaries(self.folder)[::-1]
+        return [{**row, **self._made_with(row["run"])} for row in rows]
 
-    def _config(self, run: Run) -> dict[str, Any]:
+    def _made_with(self, name: str) -> dict[str, Any]:
         try:
-            return run.read("config.json")
+            config = Run(self.folder / name).read("config.json")
         except (OSError, ValueError):
-            return {}
+            config = {}
+        return {key: str(config.get(key, "")) for key in ("data", "preset")}
 
     @contextmanager
     def reading(self, name: str) -> Iterator[Followed]:
-        """One of them as it is now, for this thread alone. Only what is listed is opened."""
-        run = next((run for run in all_runs(self.folder) if run.name == name), None)
-        if run is None:
-            raise HTTPException(404, f"no run {name!r} in {self.folder}/")
+        """One of them as it is now, for this thread alone. A name that would lead elsewhere is not found."""
+        if not self.has(name):
+            with self.lock:
+                self.known.pop(name, None)
+            raise HTTPException(404, f"there is no run {name!r} in {self.folder}/")
         with self.lock:
-            one = self.known.setdefault(name, Followed(run))
+            one = self.known.setdefault(name, Followed(Run(self.folder / name)))
             one.refresh()
             yield one
+
+    def has(self, name: str) -> bool:
+        plain = name not in ("", ".", "..") and not set(name) & set("/\\\0")
+        return plain and is_run(self.folder / name)
 
     def versions(self, names: list[str]) -> dict[str, Any]:
         """A value for each that changes when the run does; nothing is parsed for it."""
         found = {}
-        for name in names:
+        for name in filter(self.has, names):
             files = [
                 self.folder / name / file for file in ("metrics.jsonl", "status.json", "retrievals.json")
             ]
@@ -91,12 +93,12 @@ def status_of(path: Path) -> Any:
         return None
 
 
-def app(runs: Runs, token: str | None = None, hosts: tuple[str, ...] = LOCAL) -> FastAPI:
+def app(runs: Runs, token: str | None = None) -> FastAPI:
     made = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @made.middleware("http")
     async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
-        if refused := entrance(request, token, hosts):
+        if refused := entrance(request, token):
             return refused
         response = await go_on(request)
         response.headers["Content-Security-Policy"] = POLICY
@@ -106,6 +108,12 @@ def app(runs: Runs, token: str | None = None, hosts: tuple[str, ...] = LOCAL) ->
             response.headers["Cache-Control"] = "no-store"
         return response
 
+    serve_page(made)
+    serve_runs(made, runs)
+    return made
+
+
+def serve_page(made: FastAPI) -> None:
     @made.get("/")
     def page() -> FileResponse:
         return FileResponse(PAGE / "index.html", headers={"Cache-Control": "no-cache"})
@@ -120,20 +128,22 @@ def app(runs: Runs, token: str | None = None, hosts: tuple[str, ...] = LOCAL) ->
     def plotly() -> FileResponse:
         return FileResponse(plotly_file(), headers={"Cache-Control": "max-age=86400"})
 
+
+def serve_runs(made: FastAPI, runs: Runs) -> None:
     @made.get("/api/runs")
     def table() -> dict[str, Any]:
-        rows = runs.all()
-        return {"runs": rows, "start": runs.start.name if runs.start else None, "curves": titles()}
+        start = runs.start.name if runs.start else None
+        return {"runs": runs.all(), "start": start, "curves": titles()}
 
     @made.get("/api/run/{name}")
-    def run(name: str) -> dict[str, Any]:
+    def run(name: str) -> Response:
         with runs.reading(name) as one:
-            return described(one)
+            return as_json(described(one))
 
     @made.get("/api/run/{name}/retrievals")
-    def retrievals(name: str) -> dict[str, Any]:
+    def retrievals(name: str) -> Response:
         with runs.reading(name) as one:
-            return one.retrievals()
+            return as_json(one.retrievals())
 
     @made.get("/api/run/{name}/metrics.csv")
     def metrics(name: str) -> StreamingResponse:
@@ -153,36 +163,35 @@ def app(runs: Runs, token: str | None = None, hosts: tuple[str, ...] = LOCAL) ->
         start: float = -math.inf,
         end: float = math.inf,
     ) -> Response:
-        window = (start, end)
-        made = {}
+        keys, found = [each for each in key if each in curves.CURVES], {}
         for name in run[:20]:
             with runs.reading(name) as one:
-                made[name] = {
-                    each: series(one, each, over, smooth, most, window)
-                    for each in key
-                    if each in curves.CURVES
-                }
-        return Response(json.dumps(made), media_type="application/json")
+                found[name] = {each: series(one, each, over, smooth, most, (start, end)) for each in keys}
+        return as_json(found)
 
     @made.get("/api/live")
     async def live(request: Request, run: Annotated[list[str] | None, Query()] = None) -> StreamingResponse:
         return StreamingResponse(news(request, runs, run or []), media_type="text/event-stream")
 
-    return made
+
+def as_json(value: Any) -> Response:
+    """What is not finite is null."""
+    return Response(json.dumps(finite(value)), media_type="application/json")
 
 
-def entrance(request: Request, token: str | None, hosts: tuple[str, ...]) -> Response | None:
+def entrance(request: Request, token: str | None) -> Response | None:
     """What keeps a visitor out: a name that is not ours (a page elsewhere that asks in its own name), or no
     token where one is due. A right token in the address becomes a cookie, so that it does not stay there."""
     if token is None:
-        asked = request.url.hostname or ""
-        return None if asked in hosts else PlainTextResponse(f"{asked} is not served here", 421)
+        asked = re.fullmatch(r"\[?(.*?)\]?(:\d+)?", request.headers.get("host", ""))
+        return None if asked and asked[1] in LOCAL else PlainTextResponse("not served by that name", 421)
+    cookie = f"m1clip-{request.url.port or 80}"  # cookies know no ports, and there may be several monitors
     given = request.query_params.get("token")
     if given is not None and hmac.compare_digest(given.encode(), token.encode()):
-        answer = RedirectResponse(request.url.path, 303)
-        answer.set_cookie(COOKIE, token, httponly=True, samesite="strict", max_age=30 * 86400)
+        answer = RedirectResponse("/", 303)
+        answer.set_cookie(cookie, token, httponly=True, samesite="strict", max_age=30 * 86400)
         return answer
-    if hmac.compare_digest(request.cookies.get(COOKIE, "").encode(), token.encode()):
+    if hmac.compare_digest(request.cookies.get(cookie, "").encode(), token.encode()):
         return None
     return PlainTextResponse("this page needs its token: open the address that m1clip monitor printed", 401)
 
@@ -197,7 +206,11 @@ def titles() -> list[dict[str, Any]]:
 def described(one: Followed) -> dict[str, Any]:
     """Everything of a run but its curves and pictures."""
     phases = {name: one.log.recent(f"{name}_ms", views.RECENT) for name in views.PHASES}
-    events = [{**event, "words": views.told(event)} for event in one.log.events[-200:]]
+    events = [
+        {"time": known(event.get("time")), "step": event["step"], "words": views.told(event)}
+        | {"event": str(event.get("event"))}
+        for event in one.log.events[-200:]
+    ]
     return {
         "summary": one.summary,
         "config": one.config,
@@ -208,10 +221,8 @@ def described(one: Followed) -> dict[str, Any]:
         "chance": {key: curves.chance(one.log, key) for key in ("loss", "accuracy", "mean_r1")},
         "watch": one.log.last("watch"),
         "eval": one.log.last("eval"),
-        "epochs": one.log.records["epoch"][-200:],
         "flow": flow(one),
         "events": events[::-1],
-        "steps": len(one.log),
         "broken": one.log.broken[:5],
     }
 
@@ -253,7 +264,7 @@ def listed(value: float) -> float | None:
 
 def as_csv(columns: dict[str, Column]) -> Iterator[str]:
     """A line for every step."""
-    yield ",".join(columns) + "\r\n"
+    yield ",".join(columns) + "\r\n"  # names are plain words, or the log would not have kept them
     length = len(next(iter(columns.values()), ()))
     for start in range(0, length, 5000):
         page = io.StringIO()
@@ -276,7 +287,7 @@ async def news(request: Request, runs: Runs, names: list[str]) -> AsyncIterator[
             if told.get(kind) != value:
                 told[kind] = value
                 quiet_since = time.monotonic()
-                yield f"event: {kind}\ndata: {json.dumps(value)}\n\n"
+                yield f"event: {kind}\ndata: {json.dumps(finite(value))}\n\n"
         if time.monotonic() - quiet_since > 15:
             quiet_since = time.monotonic()
             yield ": still here\n\n"
@@ -313,7 +324,7 @@ def serve(folder: Path, start: Run | None, host: str, port: int, token: str | No
         port = made.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else shown
-        address = f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
+        address = f"http://{shown}:{port}/" + (f"?token={quote(token, safe='')}" if token else "")
         print(f"watching {runs.folder}/ at {address}  (Ctrl-C ends)", flush=True)
         if host in LOCAL:
             print(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}", flush=True)

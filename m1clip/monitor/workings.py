@@ -7,7 +7,7 @@ import numpy as np
 
 from m1clip.monitor import figures, views
 from m1clip.monitor.log import Followed, number
-from m1clip.monitor.values import figure, spread
+from m1clip.monitor.values import figure, most, spread
 from m1clip.pages import Page
 from m1clip.plots import PHASES
 from m1clip.words import percent
@@ -60,19 +60,19 @@ def memory(page: Page, one: Followed, folder: Path) -> None:
         return
     last = rows[-1]
     table = [
-        [name, views.gb(value), views.gb(max(number(row["memory_gb"].get(name)) for row in rows))]
+        [name, views.gb(value), views.gb(most(row["memory_gb"].get(name) for row in rows))]
         for name, value in last["memory_gb"].items()
         if number(value) > 0
     ]
     page.table(["part", f"at step {last['step']:,}", "at most"], table)
-    peak = max(number(row.get("peak_rss_gb")) for row in rows)
+    peak = most(row.get("peak_rss_gb") for row in rows)
     words = [
         "Parts are counted from the model and the batch.",
         f"The process as a whole held {views.gb(peak)} at most.",
     ]
-    device = [number(row["device_gb"]) for row in rows if row.get("device_gb") is not None]
-    if device:
-        words.append(f"The device held {views.gb(max(device))} at most.")
+    device = most(row.get("device_gb") for row in rows)
+    if math.isfinite(device):
+        words.append(f"The device held {views.gb(device)} at most.")
     swapped = number(last.get("swapped_out_gb")) - number(rows[0].get("swapped_out_gb"))
     if swapped > 0:
         words.append(f"The machine wrote {views.gb(swapped)} to swap meanwhile.")
@@ -142,7 +142,9 @@ def energy(page: Page, one: Followed, folder: Path) -> None:
     else:
         points.append("Power was not measured: no counter of it could be read (`m1clip[energy]` helps).")
     if drawn:
-        points.append(f"Drawn in all: {drawn['joules'] / 3600:.2f} Wh (line {drawn['line']}).")
+        points.append(
+            f"Drawn up to step {drawn['step']:,}: {drawn['joules'] / 3600:.2f} Wh (line {drawn['line']})."
+        )
     else:
         points.append("Energy was not measured.")
     if heats:

@@ -1,6 +1,7 @@
 """m1clip monitor: watch a run from a second process, in the terminal or in the browser."""
 
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,8 @@ from typing import Annotated
 import tyro
 
 from m1clip import run as folders
+from m1clip.monitor import LOCAL
 from m1clip.verbs import flags, tables
-
-LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ def parse(prog: str, words: list[str]) -> Args:
         raise ValueError("--json goes with --once")
     if args.once and args.web:
         raise ValueError("--once prints text, --web serves a page: choose one")
+    if args.token is not None and not re.fullmatch(r"[!-~]+", args.token):
+        raise ValueError("--token is a word of letters, digits and signs without spaces; `auto` makes one")
     if not args.web and (args.open or args.token or args.host != "127.0.0.1"):
         raise ValueError("--host, --token and --open go with --web")
     if args.host not in LOCAL and not args.token:
@@ -89,7 +91,8 @@ def once(run: folders.Run, as_json: bool) -> int:
     if as_json:
         step = {name: one.log.recent(name, 1) for name in one.log.columns}
         last = {kind: one.log.last(kind) for kind in ("watch", "eval", "epoch")}
-        print(json.dumps({**one.summary, "last_step": step, **last, "events": one.log.events[-20:]}))
+        found = {**one.summary, "last_step": step, **last, "events": one.log.events[-20:]}
+        print(json.dumps(folders.finite(found)))
         return 0
     console = Console(highlight=False)
     width = console.width if console.is_terminal else 100

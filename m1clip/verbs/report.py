@@ -52,7 +52,8 @@ def main(args: Args) -> int:
         from m1clip.monitor import comparison, report
         from m1clip.monitor.log import Followed
 
-        followed = [Followed(run) for run in runs]
+        twice = len({run.name for run in runs}) < len(runs)  # as of two machines: told apart by their folders
+        followed = [Followed(run, f"{run.path.parent.name}/{run.name}" if twice else None) for run in runs]
         for one in followed:
             one.refresh()
         page = report.write(followed[0], out) if len(followed) == 1 else comparison.write(followed, out)

@@ -28,7 +28,7 @@ def parse(prog: str, words: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
-    found = [run.summary() for run in folders.all_runs(args.runs)]
+    found = folders.summaries(args.runs)
     if args.json:
         for row in found:
             print(json.dumps(row))

@@ -15,7 +15,7 @@ const lines = {};  // the curves of each run as they were last asked for
 let runs = [], titles = {}, versions = {}, source = null, busy = false, again = false;
 
 async function ask(path) {
-  const answer = await fetch(path);
+  const answer = await fetch(path, {signal: AbortSignal.timeout(60000)});
   if (!answer.ok) {
     const text = await answer.text();
     let said = text;
@@ -63,8 +63,7 @@ function overlay(name, on) {
 function changed() {
   remember();
   table();
-  listen();
-  refresh();
+  listen();  // whose first news make it refresh
 }
 
 // ---- the table of runs ----
@@ -152,7 +151,6 @@ async function draw(tab) {
 
 function zoomed(range) {
   chosen.range = range;
-  $("whole").disabled = range === null;
   refresh();
 }
 
@@ -236,6 +234,7 @@ async function refresh() {
   if (busy) { again = true; return; }
   busy = true;
   try {
+    $("whole").disabled = chosen.range === null;
     const about = await ask(`api/run/${encodeURIComponent(chosen.run)}`);
     header(about);
     legend();
@@ -249,6 +248,7 @@ async function refresh() {
     trouble("");
   } catch (error) {
     trouble(error.message);
+    if (error.message.startsWith("there is no run")) { $("state").textContent = "gone"; $("state").className = "badge gone"; }
   } finally {
     busy = false;
     if (again) { again = false; refresh(); }
@@ -266,7 +266,7 @@ function listen() {
   shown().forEach((name) => query.append("run", name));
   source = new EventSource("api/live?" + query);
   source.addEventListener("runs", (event) => { runs = JSON.parse(event.data); if (!chosen.run && runs.length) pick(runs[0].run); else table(); });
-  source.addEventListener("changed", (event) => { versions = JSON.parse(event.data); if (!document.hidden) refresh(); });
+  source.addEventListener("changed", (event) => { versions = JSON.parse(event.data); refresh(); });
   source.onopen = () => trouble("");
   source.onerror = () => trouble("The monitor does not answer; is it still running? Trying again …");
 }
@@ -312,7 +312,8 @@ async function begin() {
   $("find-query").oninput = $("find-setting").oninput = refresh;
   for (const key of ["smooth", "over"]) $(key).onchange = () => { chosen[key] = $(key).value; if (key === "over") chosen.range = null; remember(); refresh(); };
   $("whole").onclick = () => zoomed(null);
-  document.addEventListener("visibilitychange", () => { if (!document.hidden) refresh(); });
+  // A browser has six connections to a server: a page that nobody looks at must not hold one.
+  document.addEventListener("visibilitychange", () => { if (document.hidden) source?.close(); else listen(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { table(); refresh(); });
   const all = await ask("api/runs");
   runs = all.runs;
@@ -321,8 +322,8 @@ async function begin() {
   chosen.others = chosen.others.filter((name) => known.has(name));
   if (!known.has(chosen.run)) chosen.run = all.start ?? runs[0]?.run ?? null;
   table();
-  listen();
   show(chosen.tab);
+  listen();
 }
 
 begin().catch((error) => trouble(error.message));

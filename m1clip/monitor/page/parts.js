@@ -9,9 +9,11 @@ export const colour = (at) => (dark.matches ? ON_DARK : COLOURS)[at % COLOURS.le
 
 export const chip = (at) => `border-top-color:${colour(at)};border-top-style:${at < COLOURS.length ? "solid" : "dotted"}`;
 
-export const ready = new Promise((done) => {
+export const ready = new Promise((done, failed) => {
+  const script = document.getElementById("plotly");
   if (window.Plotly) done();
-  else document.getElementById("plotly").addEventListener("load", () => done());
+  script.addEventListener("load", () => done());
+  script.addEventListener("error", () => failed(new Error("plotly.js could not be loaded; reload the page")));
 });
 
 export function el(tag, attributes = {}, ...children) {
@@ -79,9 +81,9 @@ export async function chart(box, about, lines, chosen, zoomed) {
     line: {color: colour(at), width: at === 0 ? 2 : 1.5, dash: DASHES[Math.floor(at / COLOURS.length) % DASHES.length]},
     hovertemplate: `%{y:.4~g}${about.unit ? " " + about.unit : ""}`,
   }));
-  const guess = lines[0]?.chance, layout = look();
-  if (guess != null && lines[0].x.length) {
-    const ends = lines.map((line) => [line.x[0], line.x[line.x.length - 1]]).flat();
+  const layout = look(), levels = new Set(lines.map((line) => line.chance).filter((level) => level != null));
+  const ends = lines.flatMap((line) => line.x.length ? [line.x[0], line.x.at(-1)] : []);
+  for (const guess of levels) {  // one, unless batches or held-out sets differ in size
     made.push({x: [Math.min(...ends), Math.max(...ends)], y: [scale * guess, scale * guess], name: "chance", mode: "lines",
       line: {color: layout.font.color, width: 1, dash: "dash"}, hovertemplate: "%{y:.3~g}"});
   }
