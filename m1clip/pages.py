@@ -22,7 +22,9 @@ th, td { padding: .28rem .8rem .28rem 0; border-bottom: 1px solid var(--line); t
 th { color: var(--soft); font-weight: 500; } 
 th.words, td.words { text-align: left; }
 img { max-width: 100%; height: auto; background: white; border-radius: 4px; }
-code { font-size: .92em; } p.note { color: var(--soft); }
+code { font-size: .92em; } p, li, code { overflow-wrap: anywhere; }
+p.note { color: var(--soft); }
+@media (max-width: 40rem) { td.words { white-space: normal; min-width: 5rem; overflow-wrap: anywhere; } }
 """
 
 

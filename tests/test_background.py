@@ -30,6 +30,7 @@ def test_a_run_in_the_background_from_its_start_to_its_end(capfd, tmp_path, monk
     assert code == 0
     assert "runs/nano-1 is being trained in the background" in out
     assert "stop runs/nano-1" in out
+    assert "monitor runs/nano-1" in out
     assert "tail -f runs/nano-1/output.log" in out
     run = runs.Run(tmp_path / "runs" / "nano-1")
     wait_for(lambda: (run.path / "last").exists())

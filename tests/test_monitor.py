@@ -163,6 +163,52 @@ def test_a_gap_in_the_steps_is_a_break_in_the_curve(night):
     assert np.isfinite(y[at[1]])
 
 
+def test_a_mean_begins_anew_after_a_hole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "w") as file:
+        for step in [*range(1, 101), *range(300, 401)]:
+            put(file, "step", step, loss=1.0 if step < 200 else 3.0)
+    log = Log(path)
+    log.refresh()
+    _, y = curves.points(log, "loss", window=50)
+    assert set(y[np.isfinite(y)]) == {1.0, 3.0}
+    assert np.isnan(y).sum() == 1
+
+
+def test_where_only_some_steps_are_logged_the_curve_is_still_a_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "w") as file:
+        for step in range(10, 1000, 10):
+            put(file, "step", step, loss=1.0)
+    log = Log(path)
+    log.refresh()
+    assert np.isfinite(curves.points(log, "loss")[1]).all()
+
+
+def test_speed_is_all_pairs_by_all_time(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "w") as file:
+        for step, ms in enumerate((100.0, 900.0), 1):
+            put(file, "step", step, step_ms=ms, pairs_per_s=32 / ms * 1e3)
+    log = Log(path)
+    log.refresh()
+    assert log.rate(50) == pytest.approx(64 / 1.0)
+
+
+def test_an_endless_line_is_read_once_and_in_no_time(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    append(path, '{"kind": "step", "step": 1, "loss": 1.0}\n' + "x" * 30_000_000)
+    log, began = Log(path), time.perf_counter()
+    log.refresh()
+    for _ in range(50):
+        log.refresh()
+    assert time.perf_counter() - began < 3
+    append(path, '\n{"kind": "step", "step": 2, "loss": 1.0}\n')
+    log.refresh()
+    assert log.column("step").tolist() == [1, 2]
+    assert log.broken == [2]
+
+
 def test_minutes_are_those_of_the_steps(night):
     log = Log(night / "metrics.jsonl")
     log.refresh()
@@ -284,6 +330,7 @@ def pilot(night, size, act):
             await keys.pause()
             await act(app, keys)
             await keys.pause()
+            assert app.failed is None
             return app, "\n".join(
                 "".join(part.text for part in strip) for strip in app.screen._compositor.render_strips()
             )
@@ -414,3 +461,15 @@ def test_the_monitor_opens_in_under_a_second():
         subprocess.run([sys.executable, "-c", "import m1clip.monitor.tui"], check=True)
         times.append(time.perf_counter() - began)
     assert sorted(times)[1] < 1.0
+
+
+def test_an_error_of_the_application_is_one_sentence_and_not_0(night, monkeypatch, capsys):
+    """As any error of the program; Textual alone would print its traceback and let the command end well."""
+    monkeypatch.setattr(views, "learning", lambda *_: 1 / 0)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    run_it = Monitor.run
+    monkeypatch.setattr(Monitor, "run", lambda app: run_it(app, headless=True))
+    assert command(["monitor", str(night)]) == 1
+    assert capsys.readouterr().err == "m1clip: division by zero\n"

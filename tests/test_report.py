@@ -70,7 +70,7 @@ def test_phases_memory_and_gradients_are_those_of_the_log(two, written):
     for row in table_under(written[0], "Where the time of a step goes")[1:]:
         key = f"{row[0]}_ms"
         middle = np.median([one[key] for one in steps])
-        assert float(row[1].replace(",", "")) == pytest.approx(middle, rel=1e-3), key
+        assert float(row[1].replace(",", "")) == pytest.approx(middle, rel=6e-3), key
     blocks = {row[0]: row for row in table_under(written[0], "Gradient flow by layer")[1:]}
     assert set(blocks) == set(watch[-1]["grad_norms"])
     for name, row in blocks.items():

@@ -49,6 +49,15 @@ def test_a_run_leaves_the_folder_of_the_design(tiny_run, tmp_path):
     assert load(run.path).encode_text("a cat").shape == (1, 24)
 
 
+def test_a_run_that_ends_within_an_epoch_is_evaluated_and_that_is_written_down(tiny_run, tmp_path):
+    result = trained(replace(tiny_run, steps=6), tmp_path / "r")
+    run = runs.Run(tmp_path / "r")
+    assert [record["step"] for record in run.records("eval")] == [4, 6]
+    assert result.scores is not None
+    assert run.read("status.json")["best_score"] is not None
+    assert run.read("retrievals.json")["step"] == 6
+
+
 def test_a_run_learns(tiny_run, tmp_path):
     trained(replace(tiny_run, epochs=15, lr=3e-3), tmp_path / "r")
     records = list(runs.Run(tmp_path / "r").records("epoch"))

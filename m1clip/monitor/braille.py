@@ -45,7 +45,7 @@ def plot(
     lines: Sequence[Line],
     width: int,
     height: int,
-    say: Callable[[float], str],
+    say: Callable[..., str],
     levels: Sequence[float] = (),
 ) -> Text:
     """A title, the curves with their scale on the left, and the range of steps below; levels are dotted."""
@@ -55,7 +55,7 @@ def plot(
     if across is None or up is None or rows < 1:
         empty = [Text("  nothing yet", "dim")] if height > 1 else []
         return block([title_text, *empty], height)
-    names = [say(up[1]), say((up[0] + up[1]) / 2) if rows >= 5 else "", say(up[0])]
+    names = scale(up, say, rows >= 5)
     label = max(map(len, names)) + 1
     canvas = Canvas(max(4, width - label - 1), rows)
     for level in levels:
@@ -72,6 +72,15 @@ def plot(
     first, last = f"{across[0]:,.0f}", f"{across[1]:,.0f}"
     below = " " * label + first + last.rjust(max(1, canvas.width - len(first)))
     return block([title_text, *body, Text(below, "dim")], height)
+
+
+def scale(up: tuple[float, float], say: Callable[..., str], middle: bool) -> list[str]:
+    """The ends and the middle in words, with as many digits as tell them apart."""
+    for digits in (3, 4, 5, 6):
+        names = [say(value, digits) for value in (up[1], (up[0] + up[1]) / 2, up[0])]
+        if len(set(names)) == len(names):
+            break
+    return names if middle else [names[0], "", names[2]]
 
 
 def draw(canvas: Canvas, line: Line, across: tuple[float, float], up: tuple[float, float]) -> None:

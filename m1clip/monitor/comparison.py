@@ -67,15 +67,21 @@ def caution(runs: Sequence[Followed]) -> str:
 
 def differences(page: Page, runs: Sequence[Followed]) -> None:
     page.heading("What differs")
-    flats = [flat(one.config) | flat(one.machine, "machine.") for one in runs]
+    made = [{key: one.data.get(key) for key in ("identity", "train", "held_out")} for one in runs]
+    flats = [
+        flat(one.config) | flat(rows, "data.") | flat(one.machine, "machine.")
+        for one, rows in zip(runs, made, strict=True)
+    ]
     names = list(dict.fromkeys(name for each in flats for name in each))
     unlike = [name for name in names if len({str(each.get(name)) for each in flats}) > 1]
     if not unlike:
-        page.text("Nothing in `config.json` and `machine.json`: the same settings on the same machine.")
+        page.text("Nothing: the same settings and rows on the same machine.")
         return
     rows = [[name, *(str(each.get(name, "–")) for each in flats)] for name in unlike]
     page.table(["setting", *(one.name for one in runs)], rows)
-    page.text("From `config.json` and `machine.json`; whatever else they hold is equal.", note=True)
+    page.text(
+        "From `config.json`, `data.json` and `machine.json`; whatever else they say is equal.", note=True
+    )
 
 
 def flat(tree: Record, before: str = "") -> Record:
@@ -93,17 +99,22 @@ def scores(page: Page, runs: Sequence[Followed]) -> None:
         of = int(last.get("pictures") or 0)
         cells = [with_interval(last.get(key), of) for key in ("i2t_r1", "t2i_r1")]
         cells += [part(last.get(key)) for key in ("i2t_r10", "t2i_r10")]
-        hard = tree(tree(last.get("negatives")).get("hard")).get("first")
-        row = [one.name, *cells, part(last.get("chance_r1")), part(hard), f"{of:,}"]
+        row = [one.name, *cells, part(last.get("chance_r1")), part(hard_of(one).get("first")), f"{of:,}"]
         rows.append([*row, str(last.get("step", "–")), str(last.get("line", "–"))])
     columns = ["run", "i→t R@1", "t→i R@1", "i→t R@10", "t→i R@10", "chance R@1", "hard", "pictures"]
     page.table([*columns, "step", "line"], rows)
+    counts = sorted({among - 1 for one in runs if (among := hard_of(one).get("among"))})
+    several = " or ".join(f"{count:.0f}" for count in counts) or "some"
     page.text(
-        "In brackets the 95 % interval (Wilson's). Hard: the truth above ten of the most similar negatives, "
-        "as a single run's report defines it.",
+        f"In brackets the 95 % interval (Wilson's). Hard: how often the truth scores above {several} of the "
+        "most similar negatives at once, as the report of a single run defines them.",
         note=True,
     )
     page.text(judged(runs))
+
+
+def hard_of(one: Followed) -> Record:
+    return tree(tree((one.log.last("eval") or {}).get("negatives")).get("hard"))
 
 
 def judged(runs: Sequence[Followed]) -> str:
@@ -130,7 +141,7 @@ def judged(runs: Sequence[Followed]) -> str:
 
 def speed(page: Page, runs: Sequence[Followed]) -> None:
     page.heading("Time, memory, energy")
-    goal = common_goal(runs)
+    goal = common_goal(runs) if comparable(runs) else None
     rows = []
     for one in runs:
         ms, watches = spread(one.log.column("step_ms")), one.log.records["watch"]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from m1clip.monitor.log import Column, Log
 
@@ -49,16 +50,27 @@ CURVES = {
 }
 
 
-def points(log: Log, key: str, over: str = "step") -> tuple[Column, Column]:
-    """The curve over steps or over minutes of training; a break in the steps is a NaN."""
+def points(log: Log, key: str, over: str = "step", window: int = 1) -> tuple[Column, Column]:
+    """The curve over steps or over minutes of training; a hole in the steps is a NaN.
+
+    What is measured at every step is the mean of the last `window`; 0 is a hundredth of all. It begins anew
+    after a hole.
+    """
     curve = CURVES[key]
     if curve.kind != "step":
         x, y = log.recorded(curve.kind, "step"), log.recorded(curve.kind, key)
         return (minutes_at(log, x) if over == "minutes" else x), y
     x, y = log.column("step"), log.column(key)
-    broken = np.flatnonzero(np.diff(x) > 1) + 1 if len(x) > 1 else np.empty(0, int)
-    x = minutes_at(log, x) if over == "minutes" else x
+    broken = breaks(x)
+    parts = [smoothed(part, window or len(y) // 100) for part in np.split(y, broken)]
+    x, y = minutes_at(log, x) if over == "minutes" else x, np.concatenate(parts)
     return np.insert(x, broken, x[broken]), np.insert(y, broken, np.nan)
+
+
+def breaks(steps: Column) -> NDArray[np.int64]:
+    """Where many steps are missing, against how far they are apart elsewhere: the first after each hole."""
+    apart = np.diff(steps)
+    return np.flatnonzero(apart > 3 * np.median(apart)) + 1 if len(apart) else np.empty(0, np.int64)
 
 
 def minutes_at(log: Log, steps: Column) -> Column:
@@ -118,10 +130,13 @@ def thinned(x: Column, y: Column, most: int) -> tuple[Column, Column]:
     return x[kept], y[kept]
 
 
-def said(key: str) -> Callable[[float], str]:
-    """How a value of the curve is written."""
+def said(key: str) -> Callable[..., str]:
+    """How a value of the curve is written, with three digits or as many as asked for."""
     unit = CURVES[key].unit
     if unit == "%":
-        return lambda value: f"{100 * value:.3g} %"
+        return lambda value, digits=3: f"{100 * value:.{digits}g} %"
     behind = f" {unit}" if unit else ""
-    return lambda value: f"{value:.3g}{behind}" if abs(value) < 1000 else f"{value:,.0f}{behind}"
+    plain = range(1000, 10_000_000)
+    return lambda value, digits=3: (
+        f"{value:,.0f}{behind}" if plain[0] <= abs(value) <= plain[-1] else f"{value:.{digits}g}{behind}"
+    )

@@ -22,14 +22,15 @@ GREY = COLOURS[6]
 
 def line(panel: Axes, one: Followed, key: str, style: dict[str, Any], over: str = "step") -> None:
     """A curve; one of steps is the mean of a hundredth of them, the steps themselves faint behind it."""
-    x, y = curves.points(one.log, key, over)
+    x, y = curves.points(one.log, key, over, 0)
     scale = 100 if curves.CURVES[key].unit == "%" else 1
     if curves.CURVES[key].kind != "step":
         panel.plot(x, scale * y, marker="o", ms=3, lw=1.4, **style)
         return
     faint = {**style, "alpha": 0.25, "label": None}
-    panel.plot(*thin(x, scale * y), lw=0.7, **faint)
-    panel.plot(*thin(x, scale * curves.smoothed(y, max(1, len(y) // 100))), lw=1.5, **style)
+    each_x, each_y = curves.points(one.log, key, over)
+    panel.plot(*thin(each_x, scale * each_y), lw=0.7, **faint)
+    panel.plot(*thin(x, scale * y), lw=1.5, **style)
 
 
 def thin(x: Column, y: Column) -> tuple[Column, Column]:
@@ -115,7 +116,7 @@ def flow(one: Followed, path: Path) -> Path:
     panel.set_xticks(places, [f"{rows[place]['step']:,}" for place in places])
     panel.set_xlabel("step")
     panel.grid(visible=False)
-    bar = figure.colorbar(drawn, ax=panel, format=FuncFormatter(lambda value, _: f"{10**value:.1g}"))
+    bar = figure.colorbar(drawn, ax=panel, format=FuncFormatter(lambda value, _: f"{10**value:.2g}"))
     bar.set_label("gradient norm")
     return save(figure, path)
 

@@ -20,7 +20,7 @@ def negatives(page: Page, one: Followed, folder: Path) -> None:
     about = next(iter(tiers.values()), {})
     among, pairs = int(about.get("among") or 2), int(about.get("pairs") or last.get("pictures") or 0)
     several = among - 1
-    steps = [row for row in (first, last) if row is last or first["step"] < last["step"]]
+    steps = [last] if first is last else [first, last]
     table = []
     for name, found in tiers.items():
         seen = [row["negatives"].get(name) or {} for row in steps]

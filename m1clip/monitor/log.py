@@ -22,6 +22,7 @@ BLOCK = 1 << 16  # what is parsed at once stays in the processor's cache: twice 
 KINDS = ("watch", "eval", "epoch")
 NAN = float("nan")
 LARGEST = 1e200
+LONGEST = 1 << 20
 NO_NUMBERS = ("kind", "rows")
 LISTS = ("cpu_percent",)
 TREES = ("grad_norms", "weight_norms", "memory_gb", "negatives")
@@ -41,6 +42,7 @@ class Log:
 
     def _forget(self) -> None:
         self.offset, self.lines, self.file = 0, 0, (0, 0)
+        self.size = 0
         self.end = b""  # what was read last, by which the file is known again
         self.latest, self.repeated = 0, 0
         self.columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
@@ -56,6 +58,9 @@ class Log:
                 if (found.st_dev, found.st_ino) != self.file or not self._goes_on(file):
                     self._forget()
                     self.file = (found.st_dev, found.st_ino)
+                if found.st_size == self.size and self.offset + LONGEST < self.size:
+                    return False  # half of an endless line, which is not read again before it grows
+                self.size = found.st_size
                 file.seek(self.offset)
                 return self._read(file, most)
         except OSError:  # not written yet, or gone with the run's folder
@@ -69,13 +74,16 @@ class Log:
         return file.read(len(self.end)) == self.end
 
     def _read(self, file: IO[bytes], most: float) -> bool:
-        before, rest = self.offset, b""
+        before, rest = self.offset, list[bytes]()
         while self.offset - before < most and (block := file.read(BLOCK)):
-            whole, newline, rest = (rest + block).rpartition(b"\n")
+            head, newline, tail = block.rpartition(b"\n")
+            rest.append(head if newline else tail)
             if newline:
+                whole = b"".join(rest)
                 self.offset += len(whole) + 1
                 self.end = (whole + newline)[-256:]
                 self._take(whole.split(b"\n"))
+                rest = [tail]
         return self.offset > before
 
     def _take(self, lines: list[bytes]) -> None:
@@ -115,10 +123,10 @@ class Log:
     def _add_steps(self, rows: list[Record]) -> None:
         if not rows:
             return
-        length, names = len(self), set(self.columns) | set(rows[0])
+        length, names = len(self), dict.fromkeys([*self.columns, *rows[0]])
         for row in rows:
             if len(row) != len(rows[0]):  # as one that was skipped, which says so
-                names |= row.keys()
+                names |= dict.fromkeys(row)
         for name in (name for name in names if name.isidentifier() and name not in NO_NUMBERS):
             column = self.columns[name]
             column.extend([NAN] * (length - len(column)))
@@ -146,9 +154,24 @@ class Log:
 
     def recent(self, name: str, count: int = 50) -> float | None:
         """The mean of the last steps, as far as it is known."""
-        some = np.array(self.columns[name][-count:]) if name in self.columns else np.empty(0)
-        some = some[np.abs(some) < LARGEST]  # which NaN is not
+        some = self._last(name, count)
         return float(some.mean()) if len(some) else None
+
+    def rate(self, count: int) -> float | None:
+        """Pairs a second over the last steps: all their pairs by all their time, not the mean of rates."""
+        some = self._last("pairs_per_s", count)
+        some = some[some > 0]
+        return float(len(some) / (1 / some).sum()) if len(some) else None
+
+    def _last(self, name: str, count: int) -> Column:
+        some = np.array(self.columns[name][-count:] if name in self.columns else [])
+        sound: Column = some[np.abs(some) < LARGEST]  # which NaN is not
+        return sound
+
+    @property
+    def unread(self) -> float:
+        """The part of the file that has not been read yet."""
+        return max(0.0, 1 - self.offset / self.size) if self.size else 0.0
 
 
 def parsed(line: bytes) -> Record | None:

@@ -11,7 +11,17 @@ import numpy as np
 from m1clip.monitor import curves, figures, views
 from m1clip.monitor.finds import examples, negatives
 from m1clip.monitor.log import Followed, Record, number
-from m1clip.monitor.values import figure, guessed, interval, part, picked, shown, when, with_interval
+from m1clip.monitor.values import (
+    figure,
+    guessed,
+    guessed_rank,
+    interval,
+    part,
+    picked,
+    shown,
+    when,
+    with_interval,
+)
 from m1clip.monitor.workings import energy, gradients, memory, step_time, temperature
 from m1clip.pages import Page
 from m1clip.words import clock, percent
@@ -36,10 +46,12 @@ def standing(one: Followed) -> str:
     """The one paragraph that somebody in a hurry reads."""
     state, step = one.summary["state"], one.summary.get("step") or 0
     words = f"The run is {'unfinished and dead' if state == 'dead' else state} at step {step:,}. "
-    loss, guess = one.log.recent("loss", 50), curves.chance(one.log, "loss")
-    known = int(np.isfinite(one.log.column("loss")[-50:]).sum())
+    count = max(1, min(50, len(one.log) // 10))
+    loss, guess = one.log.recent("loss", count), curves.chance(one.log, "loss")
+    known = int(np.isfinite(one.log.column("loss")[-count:]).sum())
     if loss is not None:
-        words += f"The mean loss of its last {known} steps is {loss:.3f}"
+        steps = "step" if known == 1 else f"{known} steps"
+        words += f"The loss of its last {steps} is {figure(loss, '.4g')}"
         words += f", where guessing gives {guess:.3f}. " if guess else ". "
     last = one.log.last("eval")
     if last is None:
@@ -109,7 +121,8 @@ def trained(one: Followed) -> str:
     times = times[np.isfinite(times)]
     if not len(times) or not spent:
         return "–"
-    passed = clock(float(times.max() - times.min()))
+    first = np.nan_to_num(one.log.column("step_ms")[:1]).sum() / 1e3  # times are those of their ends
+    passed = clock(float(times.max() - times.min() + first))
     return f"{clock(float(spent))} of steps; {passed} from the first to the last, pauses included"
 
 
@@ -127,12 +140,12 @@ def result(page: Page, one: Followed, folder: Path) -> None:
     for way, words in (("i2t", "image→text"), ("t2i", "text→image")):
         cells = [with_interval(last.get(f"{way}_{key}"), pictures) for key in ("r1", "r5", "r10")]
         table.append([words, *cells, shown(last.get(f"{way}_median_rank"))])
-    rank = shown((pictures + 1) / 2) if captions == pictures else "–"
+    chances = {"chance": (pictures, 1.0)} if captions == pictures else {}
     if captions > pictures > 0:  # a picture may find any of its captions
-        table.append(["chance i→t", *(part(guessed(k, captions, captions / pictures)) for k in FIRST), rank])
-    if pictures:
-        name = "chance t→i" if captions > pictures else "chance"
-        table.append([name, *(part(guessed(k, pictures)) for k in FIRST), rank])
+        chances = {"chance i→t": (captions, captions / pictures), "chance t→i": (pictures, 1.0)}
+    for name, (of, right) in chances.items():
+        cells = [part(guessed(k, of, right)) for k in FIRST]
+        table.append([name, *cells, figure(guessed_rank(of, right), ".1f")])
     page.table(["", "R@1", "R@5", "R@10", "median rank"], table)
     note = (
         f"Line {last['line']}: {pictures:,} pictures, {shown(last.get('captions'))} captions. In brackets "

@@ -45,7 +45,7 @@ class Monitor(App[None]):
     TITLE = "m1clip monitor"
     ENABLE_COMMAND_PALETTE = False
     CSS = """
-    #header { height: 2; padding: 0 1; }
+    #header { height: auto; padding: 0 1; }
     #tabs { height: 1; padding: 0 1; }
     ContentSwitcher { height: 1fr; padding: 0 1; }
     #learning, #speed { height: 100%; }
@@ -58,6 +58,7 @@ class Monitor(App[None]):
         ("p", "pause", "pause"),
         ("t", "look", "colours"),
         ("q", "quit", "quit"),
+        Binding("ctrl+c", "quit", show=False, priority=True),
     ]
 
     def __init__(self, runs: Path, start: Run):
@@ -67,6 +68,12 @@ class Monitor(App[None]):
         self.marked: dict[str, Followed] = {}
         self.paused, self.smooth = False, 0
         self.known: list[dict[str, Any]] = []
+        self.failed: Exception | None = None
+
+    def _handle_exception(self, error: Exception) -> None:
+        """What goes wrong ends as everywhere here: a sentence, and the traceback with --debug."""
+        self.failed = error
+        self.exit(return_code=1)
 
     def compose(self) -> ComposeResult:
         yield Drawn(lambda width, _: views.header(self.shown, width), id="header")
@@ -90,15 +97,17 @@ class Monitor(App[None]):
         """Read what is new; a long log comes in parts, drawn as far as it is read."""
         if self.paused:
             return
-        more = False
+        more = changed = False
         share = AT_ONCE / len(self.followed)
         for one in self.followed:
             before = one.log.offset
-            one.refresh(share)
+            changed |= one.refresh(share)
             more |= one.log.offset - before >= share
         with suppress(NoMatches):  # it is being closed
             self.list_runs()
-            self.redraw()
+            self.query_one("#header").refresh()  # says how long ago
+            if changed:
+                self.redraw()
         if more:
             self.set_timer(0.01, self.look)
 
@@ -121,6 +130,8 @@ class Monitor(App[None]):
         if before and (new := set(names) - set(before)):
             self.notify(f"{', '.join(sorted(new))} has begun: 5 shows all runs", markup=False)
         at = self._under_cursor()
+        if rows == self.known and self.query_one(ContentSwitcher).current != "runs":
+            return
         self.known = rows
         if names != before:
             table.clear()
@@ -177,6 +188,7 @@ class Monitor(App[None]):
             self.notify("space adds the run under the cursor to the curves, Enter shows it")
             return
         if name is None or name == self.shown.name:
+            self.notify("this run is shown already; space on another lays it over")
             return
         if name in self.marked:
             del self.marked[name]
@@ -184,7 +196,7 @@ class Monitor(App[None]):
             self.marked[name] = Followed(Run(self.runs / name))
             self.marked[name].refresh(AT_ONCE)  # also while paused
         self.list_runs()
-        self.look()
+        self.redraw()
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         name = str(event.row_key.value)
@@ -193,6 +205,7 @@ class Monitor(App[None]):
         self.action_view("learning")
         self.paused = False
         self.look()
+        self.redraw()
 
     def action_smooth(self) -> None:
         self.smooth = SMOOTH[(SMOOTH.index(self.smooth) + 1) % len(SMOOTH)]
@@ -205,4 +218,5 @@ class Monitor(App[None]):
 
     def action_look(self) -> None:
         self.theme = THEMES[(THEMES.index(self.theme) + 1) % len(THEMES)]
+        self.notify(f"colours: {self.theme}", timeout=2)
         self.redraw()

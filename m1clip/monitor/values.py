@@ -29,6 +29,11 @@ def guessed(first: int, of: float, right: float = 1) -> float:
     return 1 - missed
 
 
+def guessed_rank(of: float, right: float = 1) -> float:
+    """The median rank of the first of `right` of `of` in a random order."""
+    return (of + 1) / 2 if right == 1 else of * (1 - 0.5 ** (1 / right)) + 0.5
+
+
 def most(values: Iterable[Any]) -> float:
     """The largest of what is known; NaN of nothing."""
     return max((number(value) for value in values if math.isfinite(number(value))), default=math.nan)

@@ -21,19 +21,22 @@ STATES = {"running": "green", "finished": "blue", "dead": "red", "failed": "red"
 PHASES = {"wait": "magenta", "copy": "cyan", "forward": "blue", "backward": "green", "optimiser": "yellow"}
 LEARNING = ("loss", "accuracy", "mean_r1", "temperature", "lr", "grad_norm")
 HEALTH = {
-    "alignment (0 perfect, 2 strangers)": ("alignment",),
+    "alignment (0 perfect, about 2 strangers)": ("alignment",),
     "uniformity image / text (0 collapsed, about -4 spread)": ("uniformity_image", "uniformity_text"),
     "modality gap (at most 2)": ("modality_gap",),
     "directions in use, pictures / captions": ("effective_rank_image", "effective_rank_text"),
 }
 RECENT = 50
+AS_OF = {"loss": 10, "accuracy": 10, "grad_norm": 10, "lr": 1, "temperature": 1}
+"""Of how many of the last steps the value shown is the mean; of others, RECENT."""
 HIDDEN = ("kind", "step", "time", "event", "line", "rows")
 
 
 def header(one: Followed, width: int) -> Text:
     """Two lines: what and how far; how good, or why it is not going on."""
     now = one.summary
-    state, step, total = now.get("state", "unknown"), now.get("step") or 0, now.get("total")
+    state, total = now.get("state", "unknown"), now.get("total")
+    step = now.get("step") or one.log.latest  # where there is no status, the log knows
     first = Text.assemble((printable(one.name), "bold"), "  ", (state, STATES.get(state, "yellow")))
     first.append(f"  step {step:,}" + (f" of {total:,}" if total else ""))
     if total:
@@ -44,19 +47,28 @@ def header(one: Followed, width: int) -> Text:
         first.append(f" {clock(now['eta_s'])} to go")
     first.append(f"  {printable(now.get('device') or '')}", "dim")
     first.truncate(width, overflow="ellipsis")
-    second = standing(one)
-    second.truncate(width, overflow="ellipsis")
-    return Text("\n").join([first, second])
+    lines = [first, *([trouble(one)] if now.get("trouble") or now.get("reason") else []), standing(one)]
+    for line in lines[1:]:
+        line.truncate(width, overflow="ellipsis")
+    return Text("\n").join(lines)
+
+
+def trouble(one: Followed) -> Text:
+    """What is wrong with it, and how a run that is dead goes on."""
+    now = one.summary
+    words = printable(now.get("trouble") or now["reason"]).replace("\n", " ")
+    if now.get("state") in ("dead", "failed"):
+        words += f"; m1clip train --resume --name {printable(one.name)} goes on"
+    return Text(words, "yellow" if now.get("state") == "stopped" else "red")
 
 
 def standing(one: Followed) -> Text:
     now, log = one.summary, one.log
-    if now.get("trouble") or now.get("reason"):
-        words = printable(str(now.get("trouble") or now["reason"])).replace("\n", " ")
-        return Text(words, "red" if now.get("state") != "stopped" else "yellow")
+    if log.unread > 0.01 and log.size - log.offset > 1e6:
+        return Text(f"reading its log: {percent(1 - log.unread)}", "dim")
     parts = []
-    if (loss := log.recent("loss", 10)) is not None:
-        parts.append(f"loss {loss:.3f} (chance {said(curves.chance(log, 'loss'), 'loss')})")
+    if (loss := log.recent("loss", AS_OF["loss"])) is not None:
+        parts.append(f"loss {said(loss, 'loss')} (chance {said(curves.chance(log, 'loss'), 'loss')})")
     if (last := log.last("eval")) and last.get("mean_r1") is not None:
         parts.append(f"held-out R@1 {percent(last['mean_r1'])} (chance {percent(last.get('chance_r1'))})")
     if now.get("state") != "running":
@@ -94,18 +106,19 @@ def curve(runs: Sequence[Followed], key: str, width: int, height: int, smooth: i
     """One curve of all runs, each value the mean of `smooth` steps; 0 is a hundredth of all."""
     lines, levels = [], dict[float, None]()
     for one, style in zip(runs, STYLES, strict=False):
-        x, y = curves.points(one.log, key)
-        y = curves.smoothed(y, smooth or len(y) // 100) if curves.CURVES[key].kind == "step" else y
+        x, y = curves.points(one.log, key, window=smooth)
         lines.append(Line(x, np.log10(np.where(y > 0, y, np.nan)) if curves.CURVES[key].log else y, style))
         if (level := curves.chance(one.log, key)) is not None:
             levels[level] = None
     kind, log = curves.CURVES[key].kind, runs[0].log
-    now = log.recent(key, max(10, smooth)) if kind == "step" else number((log.last(kind) or {}).get(key))
+    now = (
+        log.recent(key, AS_OF.get(key, RECENT)) if kind == "step" else number((log.last(kind) or {}).get(key))
+    )
     title = f"{curves.CURVES[key].title.partition(',')[0]} {said(now, key)}"
     title += f"  (chance {', '.join(said(level, key) for level in levels)})" if levels else ""
     say = curves.said(key)
     if curves.CURVES[key].log:
-        return plot(title, lines, width, height, lambda value: say(10**value))
+        return plot(title, lines, width, height, lambda value, digits: say(10**value, digits))
     return plot(title, lines, width, height, say, list(levels))
 
 
@@ -125,8 +138,8 @@ def speed(one: Followed, width: int, height: int) -> Text:
 def phases(one: Followed, width: int) -> list[Text]:
     means = {name: one.log.recent(f"{name}_ms", RECENT) for name in PHASES}
     whole = one.log.recent("step_ms", RECENT)
-    speed = one.log.recent("pairs_per_s", RECENT)
-    lines = [Text(f"a step {said(whole, 'step_ms')}, {said(speed, 'pairs_per_s')} pairs/s", "bold")]
+    head = f"a step {said(whole, 'step_ms')}, {said(one.log.rate(RECENT), 'pairs_per_s')} pairs/s"
+    lines = [Text.assemble((head, "bold"), (f" (last {min(RECENT, len(one.log))})", "dim"))]
     total = sum(value for value in means.values() if value is not None)
     for name, style in PHASES.items():
         value = means[name]

@@ -164,7 +164,7 @@ def serve_runs(made: FastAPI, runs: Runs) -> None:
         end: float = math.inf,
     ) -> Response:
         keys, found = [each for each in key if each in curves.CURVES], {}
-        for name in run[:20]:
+        for name in run:
             with runs.reading(name) as one:
                 found[name] = {each: series(one, each, over, smooth, most, (start, end)) for each in keys}
         return as_json(found)
@@ -217,7 +217,9 @@ def described(one: Followed) -> dict[str, Any]:
         "machine": one.machine,
         "data": {key: value for key, value in one.data.items() if not isinstance(value, list)},
         "phases_ms": phases,
-        "now": {key: one.log.recent(key, 10) for key in ("loss", "accuracy", "temperature", "pairs_per_s")},
+        "now": {key: one.log.recent(key, count) for key, count in views.AS_OF.items()},
+        "pairs_per_s": one.log.rate(views.RECENT),
+        "recent": min(views.RECENT, len(one.log)),
         "chance": {key: curves.chance(one.log, key) for key in ("loss", "accuracy", "mean_r1")},
         "watch": one.log.last("watch"),
         "eval": one.log.last("eval"),
@@ -242,9 +244,7 @@ def series(
     one: Followed, key: str, over: str, smooth: int, most: int, window: tuple[float, float]
 ) -> dict[str, Any]:
     """A curve as the screen can show it: smoothed over all steps, cut to the window, thinned."""
-    x, y = curves.points(one.log, key, "minutes" if over == "minutes" else "step")
-    if curves.CURVES[key].kind == "step":
-        y = curves.smoothed(y, smooth or len(y) // 100)
+    x, y = curves.points(one.log, key, "minutes" if over == "minutes" else "step", smooth)
     inside = np.flatnonzero((x >= window[0]) & (x <= window[1]))
     if 0 < len(inside) < len(x):  # and one beyond each edge, so that lines leave the picture
         cut = slice(max(0, inside[0] - 1), inside[-1] + 2)
@@ -270,7 +270,7 @@ def as_csv(columns: dict[str, Column]) -> Iterator[str]:
         page = io.StringIO()
         rows = zip(*(column[start : start + 5000].tolist() for column in columns.values()), strict=True)
         csv.writer(page).writerows(
-            ["" if value != value else f"{value:.10g}" for value in row] for row in rows
+            ["" if value != value else repr(value).removesuffix(".0") for value in row] for row in rows
         )
         yield page.getvalue()
 

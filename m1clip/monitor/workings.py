@@ -25,7 +25,7 @@ def step_time(page: Page, one: Followed, folder: Path) -> None:
     timed = max(int(np.isfinite(one.log.column(f"{name}_ms")).sum()) for name in PHASES)
     total = sum(found[0] for found in parts.values() if found) or math.nan
     rows = [
-        [name, *(f"{value:,.4g}" for value in found), percent(found[0] / total)]
+        [name, *(f"{value:,.3g}" for value in found), percent(found[0] / total)]
         if found
         else [name, "–", "–", "–", "–"]
         for name, found in parts.items()

@@ -162,18 +162,19 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
             stats, *embeddings = memory.careful_step(learner, here, meter.mark, watch.divided)
             progress.step += 1
             meter.add(progress.step, lr, stats, batch, learner.chunk)
-            epoch = batches.ended_epoch(progress.step)  # None within one
+            epoch, ending = batches.ended_epoch(progress.step), progress.step == setup.total
             looking, saving, stopping = progress.step % config.watch_every == 0, keeper.due(epoch), stop.asked
-            if looking or saving or epoch or stopping or progress.step % config.log_every == 0:
+            if looking or saving or epoch or stopping or ending or progress.step % config.log_every == 0:
                 watch.steps(meter.read())
             if looking:
                 watch.inside(here, *embeddings)
-            if epoch:
+            if epoch or ending:
                 with meter.paused():
-                    due = epoch % config.eval_every == 0 or epoch == config.epochs
+                    due = ending or (epoch and epoch % config.eval_every == 0)
                     scores = evaluate(learner, held_out, watch) if due else None
                 if scores:
                     keeper.judge(scores)
+            if epoch:
                 watch.epoch(epoch, meter.epoch(), scores)
                 watch.bad_rows(batches.pairs.met())
             if saving or keeper.has_new_best:

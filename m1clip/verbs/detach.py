@@ -48,13 +48,14 @@ def detach(words: list[str], run: folders.Run) -> int:
     state = "is being trained in the background" if child.poll() is None else "is trained already"
     print(f"{run.path} {state}, process {child.pid}")
     for what, line in {
-        "watch": f"tail -f {shlex.quote(str(log))}",
+        "watch": tables.command("monitor", run.path),
+        "output": f"tail -f {shlex.quote(str(log))}",
         "list": tables.command(
             "runs", *([] if run.path.parent == Path("runs") else ["--runs", run.path.parent])
         ),
         "stop": tables.command("stop", run.path),
     }.items():
-        print(f"{what + ':':7}{line}")
+        print(f"{what + ':':8}{line}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,10 @@ import tyro
 from m1clip import run as folders
 from m1clip.monitor import LOCAL
 from m1clip.verbs import flags, tables
+
+# Curves and bars where only ASCII is spoken.
+PLAIN = dict.fromkeys(range(0x2801, 0x2900), "*") | dict.fromkeys(range(0x2580, 0x2590), "#")
+PLAIN |= {ord(sign): plain for sign, plain in {"–": "-", "→": ">", "…": "~", "°": " "}.items()}
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,9 @@ def parse(prog: str, words: list[str]) -> Args:
         raise ValueError("--once prints text, --web serves a page: choose one")
     if args.token is not None and not re.fullmatch(r"[!-~]+", args.token):
         raise ValueError("--token is a word of letters, digits and signs without spaces; `auto` makes one")
-    if not args.web and (args.open or args.token or args.host != "127.0.0.1"):
-        raise ValueError("--host, --token and --open go with --web")
+    asked = (args.host, args.port, args.token, args.open)
+    if not args.web and asked != (Args.host, Args.port, Args.token, Args.open):
+        raise ValueError("--host, --port, --token and --open go with --web")
     if args.host not in LOCAL and not args.token:
         raise ValueError(
             f"--host {args.host} lets others see your runs and pictures: give a --token they must know "
@@ -76,7 +82,11 @@ def main(args: Args) -> int:
         raise ValueError("the monitor needs a terminal; --once prints a snapshot, --web serves a page")
     from m1clip.monitor.tui import Monitor
 
-    Monitor(run.path.parent, run).run()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the terminal is gone, and with it whoever looked
+    app = Monitor(run.path.parent, run)
+    app.run()
+    if app.failed is not None:
+        raise app.failed
     return 0
 
 
@@ -96,7 +106,12 @@ def once(run: folders.Run, as_json: bool) -> int:
         return 0
     console = Console(highlight=False)
     width = console.width if console.is_terminal else 100
-    console.print(snapshot([one], width), soft_wrap=True)
+    with console.capture() as made:
+        console.print(snapshot([one], width), soft_wrap=True)
+    text = made.get()
+    if not (sys.stdout.encoding or "").lower().startswith("utf"):
+        text = text.translate(PLAIN)
+    print(text, end="")
     if one.summary["state"] in ("dead", "failed"):
         print(f"\n{tables.command('train', '--resume', '--name', run.path)} goes on")
     return 0

@@ -27,15 +27,16 @@ async function ask(path) {
 
 // ---- what is chosen ----
 
-function remember() {
+function remember(push = false) {
   const query = new URLSearchParams({run: chosen.run ?? "", tab: chosen.tab, smooth: chosen.smooth, over: chosen.over});
   chosen.others.forEach((name) => query.append("with", name));
-  history.replaceState(null, "", "#" + query);
+  if ("#" + query === location.hash) return;
+  history[push ? "pushState" : "replaceState"](null, "", "#" + query);
 }
 
 function recall() {
   const query = new URLSearchParams(location.hash.slice(1));
-  chosen.run = query.get("run") || null;
+  chosen.run = query.get("run") || chosen.run;
   chosen.others = query.getAll("with");
   if (TABS.includes(query.get("tab"))) chosen.tab = query.get("tab");
   for (const key of ["smooth", "over"]) {
@@ -61,7 +62,7 @@ function overlay(name, on) {
 }
 
 function changed() {
-  remember();
+  remember(true);
   table();
   listen();  // whose first news make it refresh
 }
@@ -103,11 +104,12 @@ function header(about) {
   $("far").textContent = `step ${number(row.step)}` + (row.total ? ` of ${number(row.total)}` : "") +
     (row.eta_s != null ? `, ${clock(row.eta_s)} to go` : "") + (row.device ? `, on ${row.device}` : "");
   $("why").textContent = row.trouble || row.reason || "";
+  document.body.classList.remove("empty");
   const recall = about.eval?.mean_r1;
   const facts = {
     loss: [words(now.loss), words(chance.loss)], accuracy: [percent(now.accuracy), percent(chance.accuracy)],
     "held-out R@1": [percent(recall), percent(chance.mean_r1)], temperature: [words(now.temperature)],
-    "pairs a second": [words(now.pairs_per_s)],
+    "pairs a second": [words(about.pairs_per_s)],
   };
   $("now").replaceChildren(...Object.entries(facts).map(([name, [value, guess]]) => el("div", {}, el("dt", {}, name),
     el("dd", {}, value, guess ? el("span", {class: "soft"}, ` (chance ${guess})`) : ""))));
@@ -157,7 +159,7 @@ function zoomed(range) {
 function speed(about) {
   const total = Object.values(about.phases_ms).reduce((sum, ms) => sum + (ms ?? 0), 0);
   const part = (ms) => ms == null ? "–" : `${words(ms)} ms  ${(100 * ms / total).toFixed(0)} %`;
-  $("phases").replaceChildren(...bars(about.phases_ms, total, part), el("p", {class: "soft"}, "Mean of the last 50 steps."));
+  $("phases").replaceChildren(...bars(about.phases_ms, total, part), el("p", {class: "soft"}, `Means of the last ${about.recent} steps.`));
   const seen = about.watch ?? {}, parts = Object.fromEntries(Object.entries(seen.memory_gb ?? {}).filter(([, size]) => size > 0));
   $("memory").replaceChildren(...bars(parts, Math.max(...Object.values(parts), 1e-9), gb), el("p", {class: "soft"},
     `process ${gb(seen.rss_gb)}, peak ${gb(seen.peak_rss_gb)}, free ${gb(seen.available_gb)}, swap ${gb(seen.swap_used_gb)}`));
@@ -271,14 +273,14 @@ function listen() {
   source.onerror = () => trouble("The monitor does not answer; is it still running? Trying again …");
 }
 
-function show(tab) {
+function show(tab, push = true) {
   chosen.tab = tab;
   for (const name of TABS) {
     $(name).hidden = name !== tab;
     $("tab-" + name).setAttribute("aria-selected", String(name === tab));
     $("tab-" + name).tabIndex = name === tab ? 0 : -1;
   }
-  remember();
+  remember(push);
   refresh();
 }
 
@@ -322,8 +324,10 @@ async function begin() {
   chosen.others = chosen.others.filter((name) => known.has(name));
   if (!known.has(chosen.run)) chosen.run = all.start ?? runs[0]?.run ?? null;
   table();
-  show(chosen.tab);
+  if (!chosen.run) $("name").textContent = "no run yet; m1clip train makes one";
+  show(chosen.tab, false);
   listen();
+  addEventListener("popstate", () => { recall(); table(); show(chosen.tab, false); listen(); });  // back, or another address
 }
 
 begin().catch((error) => trouble(error.message));

@@ -32,7 +32,8 @@ export const percent = (part) => part == null ? "–" : `${(100 * part).toPrecis
 export const words = (value) => value == null ? "–" : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
 export const gb = (value) => value == null ? "–" : value >= 0.1 || value === 0 ? `${value.toFixed(2)} GB` : `${(1000 * value).toFixed(1)} MB`;
 
-export function clock(seconds) {
+export function clock(exact) {
+  const seconds = Math.round(exact);
   if (seconds >= 172800) return `${(seconds / 86400).toFixed(1)} days`;
   if (seconds >= 3600) return `${Math.floor(seconds / 3600)} h ${Math.floor(seconds % 3600 / 60)} min`;
   return seconds >= 60 ? `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s` : `${Math.round(seconds)} s`;
@@ -91,7 +92,8 @@ export async function chart(box, about, lines, chosen, zoomed) {
   if (chosen.range) layout.xaxis.range = chosen.range;
   if (about.kind !== "step") layout.xaxis.rangemode = "tozero";
   layout.yaxis.type = about.log ? "log" : "linear";
-  if (about.log) layout.yaxis.dtick = "D2";
+  if (about.log) Object.assign(layout.yaxis, {tickvals: decades(made.flatMap((line) => line.y)), tickformat: "~g"});
+  if (chosen.over === "step") layout.xaxis.hoverformat = ",.0f";
   layout.yaxis.ticksuffix = about.unit ? ` ${about.unit}` : "";
   box.setAttribute("role", "img");
   box.setAttribute("aria-label", `${about.title}: ${lines.map((line) => `${line.name} ${words(scale * (line.y.filter((v) => v !== null).at(-1) ?? NaN))}`).join(", ")}`);
@@ -103,6 +105,14 @@ export async function chart(box, about, lines, chosen, zoomed) {
     });
     box.on("plotly_doubleclick", () => zoomed(null));
   }
+}
+
+/** 1, 2 and 5 of each power of ten between the least and the greatest; of many powers, 1 alone. */
+function decades(values) {
+  const logs = values.filter((value) => value > 0).map(Math.log10);
+  const low = Math.floor(Math.min(...logs)), high = Math.ceil(Math.max(...logs));
+  const firsts = high - low > 3 ? [1] : [1, 2, 5];
+  return Array.from({length: high - low + 1}, (_, at) => firsts.map((first) => first * 10 ** (low + at))).flat();
 }
 
 /** Gradient norms by block over steps. */
