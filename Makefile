@@ -19,14 +19,15 @@ install = uv=$(or $(UV),$(BIN)/uv); if $$uv --version >/dev/null 2>&1; \
 train: .venv/installed
 	$(BIN)/m1clip train $(ARGS)
 
+# Two processes: many tests wait for others that they start. A file's tests stay together.
 test: .venv/installed-dev
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 check: .venv/installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 devices: .venv/installed
 	$(BIN)/python benchmarks/devices.py $(ARGS)

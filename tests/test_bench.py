@@ -53,14 +53,20 @@ def test_a_timed_step_is_the_step(tiny_run):
     """Against a stopwatch around the same call, and the phases add up to the whole."""
     config = replace(tiny_run, batch=16)
     batch = timing.some_batch(config, 16, 12)
-    found = timing.contest(config, [Plan()], batch, seconds=0.3)[0].record()
     learner = some_learner(config)
-    times = []
-    for _ in range(15):
-        began = time.perf_counter()
-        train_step(learner, batch)
-        times.append(1e3 * (time.perf_counter() - began))
-    assert found["step_ms"] == pytest.approx(sorted(times)[7], rel=0.6)  # other processes may share the cores
+
+    def by_the_clock() -> float:
+        times = []
+        for _ in range(9):
+            began = time.perf_counter()
+            train_step(learner, batch)
+            times.append(1e3 * (time.perf_counter() - began))
+        return sorted(times)[4]
+
+    before = by_the_clock()
+    found = timing.contest(config, [Plan()], batch, seconds=0.3)[0].record()
+    both = (before, by_the_clock())
+    assert 0.4 * min(both) < found["step_ms"] < 2.5 * max(both)  # other processes share the cores
     assert sum(found["phases_ms"].values()) == pytest.approx(found["step_ms"], rel=0.3)
     assert set(found["phases_ms"]) == {"copy", "forward", "backward", "optimiser"}
     assert found["low_ms"] <= found["step_ms"] <= found["high_ms"]
