@@ -195,6 +195,17 @@ def test_speed_is_all_pairs_by_all_time(tmp_path):
     assert log.rate(50) == pytest.approx(64 / 1.0)
 
 
+def test_a_long_log_can_be_read_in_parts(night):
+    log, whole, looks = Log(night / "metrics.jsonl"), Log(night / "metrics.jsonl"), 0
+    whole.refresh()
+    while log.refresh(100_000):
+        looks += 1
+    assert looks > 5
+    assert log.column("loss").tolist()[-100:] == whole.column("loss").tolist()[-100:]
+    assert len(log) == len(whole)
+    assert log.unread < 0.001
+
+
 def test_an_endless_line_is_read_once_and_in_no_time(tmp_path):
     path = tmp_path / "metrics.jsonl"
     append(path, '{"kind": "step", "step": 1, "loss": 1.0}\n' + "x" * 30_000_000)

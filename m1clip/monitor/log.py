@@ -22,7 +22,6 @@ BLOCK = 1 << 16  # what is parsed at once stays in the processor's cache: twice 
 KINDS = ("watch", "eval", "epoch")
 NAN = float("nan")
 LARGEST = 1e200
-LONGEST = 1 << 20
 NO_NUMBERS = ("kind", "rows")
 LISTS = ("cpu_percent",)
 TREES = ("grad_norms", "weight_norms", "memory_gb", "negatives")
@@ -42,7 +41,7 @@ class Log:
 
     def _forget(self) -> None:
         self.offset, self.lines, self.file = 0, 0, (0, 0)
-        self.size = 0
+        self.size, self.ended = 0, -1  # as it was at the last look, and when it was last read to its end
         self.end = b""  # what was read last, by which the file is known again
         self.latest, self.repeated = 0, 0
         self.columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
@@ -58,8 +57,8 @@ class Log:
                 if (found.st_dev, found.st_ino) != self.file or not self._goes_on(file):
                     self._forget()
                     self.file = (found.st_dev, found.st_ino)
-                if found.st_size == self.size and self.offset + LONGEST < self.size:
-                    return False  # half of an endless line, which is not read again before it grows
+                if found.st_size == self.ended:
+                    return False
                 self.size = found.st_size
                 file.seek(self.offset)
                 return self._read(file, most)
@@ -75,6 +74,7 @@ class Log:
 
     def _read(self, file: IO[bytes], most: float) -> bool:
         before, rest = self.offset, list[bytes]()
+        block = b"?"
         while self.offset - before < most and (block := file.read(BLOCK)):
             head, newline, tail = block.rpartition(b"\n")
             rest.append(head if newline else tail)
@@ -84,6 +84,8 @@ class Log:
                 self.end = (whole + newline)[-256:]
                 self._take(whole.split(b"\n"))
                 rest = [tail]
+        if not block:
+            self.ended = file.tell()
         return self.offset > before
 
     def _take(self, lines: list[bytes]) -> None:
