@@ -105,11 +105,14 @@ class Monitor(App[None]):
             more |= one.log.offset - before >= share
         with suppress(NoMatches):  # it is being closed
             self.list_runs()
-            self.query_one("#header").refresh()  # says how long ago
+            self.query_one("#header").refresh(layout=changed)  # says how long ago, and may have a line more
             if changed:
                 self.redraw()
         if more:
             self.set_timer(0.01, self.look)
+
+    def on_resize(self) -> None:
+        self.redraw()
 
     @property
     def followed(self) -> list[Followed]:

@@ -1,6 +1,7 @@
 """What a terminal shows of a run, as text of a given size. Knows no keys and no clocks."""
 
 import math
+import shlex
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
@@ -33,7 +34,7 @@ HIDDEN = ("kind", "step", "time", "event", "line", "rows")
 
 
 def header(one: Followed, width: int) -> Text:
-    """Two lines: what and how far; how good, or why it is not going on."""
+    """What and how far; why it is not going on, if so; how good."""
     now = one.summary
     state, total = now.get("state", "unknown"), now.get("total")
     step = now.get("step") or one.log.latest  # where there is no status, the log knows
@@ -58,7 +59,7 @@ def trouble(one: Followed) -> Text:
     now = one.summary
     words = printable(now.get("trouble") or now["reason"]).replace("\n", " ")
     if now.get("state") in ("dead", "failed"):
-        words += f"; m1clip train --resume --name {printable(one.name)} goes on"
+        words += f"; m1clip train --resume --name {printable(shlex.quote(str(one.run.path)))} goes on"
     return Text(words, "yellow" if now.get("state") == "stopped" else "red")
 
 
