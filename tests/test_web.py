@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 
 from longlog import START, put, write_eval, write_run, write_step
 from m1clip.monitor import web
+from m1clip.run import locked
 
 CHROMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 MAC = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
@@ -221,6 +222,10 @@ def test_a_live_curve_grows_a_run_is_picked_another_laid_over_it_and_searched(fo
             write_step(file, step, 400, 0.0)
         put(file, "event", 320, event="diagnosis", about="swapping", text="the machine is swapping")
     visit.until(lambda: visit.last_step() == 320)
+
+    with locked(folder / "new"):  # as training holds it, until it is killed
+        visit.until(lambda: page.text_content("#state") == "running")
+    visit.until(lambda: page.text_content("#state") == "dead")
 
     page.check("input[aria-label='compare old']")
     visit.until(lambda: visit.last_step("old") == 400)

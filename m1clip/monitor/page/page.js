@@ -267,7 +267,13 @@ function listen() {
   const query = new URLSearchParams();
   shown().forEach((name) => query.append("run", name));
   source = new EventSource("api/live?" + query);
-  source.addEventListener("runs", (event) => { runs = JSON.parse(event.data); if (!chosen.run && runs.length) pick(runs[0].run); else table(); });
+  source.addEventListener("runs", (event) => {
+    const state = () => runs.find((row) => row.run === chosen.run)?.state, before = state();
+    runs = JSON.parse(event.data);
+    if (!chosen.run && runs.length) { pick(runs[0].run); return; }
+    table();
+    if (state() !== before) refresh();  // a process that is killed writes nothing any more
+  });
   source.addEventListener("changed", (event) => { versions = JSON.parse(event.data); refresh(); });
   source.onopen = () => trouble("");
   source.onerror = () => trouble("The monitor does not answer; is it still running? Trying again …");
