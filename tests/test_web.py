@@ -215,7 +215,7 @@ def test_a_live_curve_grows_a_run_is_picked_another_laid_over_it_and_searched(fo
     page.wait_for_selector("#chart-loss .scatterlayer")
     visit.until(lambda: visit.last_step() == 300)
     assert page.text_content("#state") == "dead"
-    assert page.text_content("#why") == "its process 1 is gone"
+    assert page.text_content("#why").startswith("its process 1 is gone; m1clip train --resume")
 
     with open(folder / "new" / "metrics.jsonl", "a") as file:  # it goes on
         for step in range(301, 321):
@@ -256,6 +256,17 @@ def test_a_live_curve_grows_a_run_is_picked_another_laid_over_it_and_searched(fo
     visit.until(lambda: page.locator("#machine tr").count() == 1)
     page.click("#tab-gradients")
     page.wait_for_selector("#flow .heatmaplayer image")
+
+    page.check("input[aria-label='compare old']")
+    visit.until(lambda: page.locator("#legend li").count() == 2)
+    shutil.rmtree(folder / "old")  # what is laid over it goes; the run itself does not
+    visit.until(lambda: page.locator("#runs tbody tr").count() == 1)
+    with open(folder / "new" / "metrics.jsonl", "a") as file:
+        write_step(file, 321, 400, 0.0)
+    page.click("#tab-curves")
+    visit.until(lambda: visit.last_step() == 321)
+    assert page.text_content("#state") == "dead"
+    assert page.is_hidden("#trouble")
     assert visit.wrong == []
     page.close()
 
@@ -274,8 +285,11 @@ def test_dragging_across_a_curve_asks_for_that_stretch_alone(server, chromium):
     for chart in ("chart-accuracy", "chart-lr"):  # all of them
         low = page.evaluate(f"document.getElementById('{chart}').layout.xaxis.range[0]")
         assert 130 < low < 170
-    page.keyboard.press("w")
+    page.click("#runs tbody button >> text=old")
+    visit.until(lambda: visit.last_step("old") == 400)
+    page.go_back()
     visit.until(lambda: visit.last_step() == 300)
+    assert page.is_disabled("#whole")
     page.select_option("#over", "minutes")
     visit.until(lambda: visit.last_step() < 3)
     assert visit.wrong == []

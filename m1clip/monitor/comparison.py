@@ -104,7 +104,7 @@ def scores(page: Page, runs: Sequence[Followed]) -> None:
     columns = ["run", "i→t R@1", "t→i R@1", "i→t R@10", "t→i R@10", "chance R@1", "hard", "pictures"]
     page.table([*columns, "step", "line"], rows)
     counts = sorted({among - 1 for one in runs if (among := hard_of(one).get("among"))})
-    several = " or ".join(f"{count:.0f}" for count in counts) or "some"
+    several = " or ".join(f"{count:.0f} (chance {percent(1 / (count + 1))})" for count in counts) or "some"
     page.text(
         f"In brackets the 95 % interval (Wilson's). Hard: how often the truth scores above {several} of the "
         "most similar negatives at once, as the report of a single run defines them.",
@@ -160,12 +160,12 @@ def speed(page: Page, runs: Sequence[Followed]) -> None:
                 figure(None if drawn is None else drawn / 3600, ".2f"),
             ]
         )
-    until = "time to goal" if goal is None else f"to R@1 {percent(goal)}"
+    until = "to a common R@1" if goal is None else f"to R@1 {percent(goal)}"
     columns = ["run", "M parameters", "ms a step (5–95 %)", "pairs/s", "trained", until, "peak memory", "Wh"]
     page.table(columns, rows)
     page.text(
         "Medians of all step lines. The time to a score is that of training steps up to the first evaluation "
-        "that reached the best mean R@1 of the run with the lowest. A dash: not measured.",
+        "that reached the best mean R@1 of the run with the lowest, where scores compare. A dash: unknown.",
         note=True,
     )
 

@@ -37,7 +37,8 @@ def negatives(page: Page, one: Followed, folder: Path) -> None:
         f"batch of {among}: the mean of image→text and text→image, of the first {pairs:,} held-out "
         "pictures with their first captions."
     )
-    page.text(f"Lines {', '.join(str(row['line']) for row in steps)}.", note=True)
+    lines = " and ".join(str(row["line"]) for row in steps)
+    page.text(f"From line{'s' * (len(steps) > 1)} {lines}.", note=True)
 
 
 def found_words(query: Record) -> str:

@@ -144,7 +144,7 @@ class Monitor(App[None]):
             return
         for row in rows:
             for column, cell in zip(COLUMNS, self._cells(row), strict=True):
-                table.update_cell(row["run"], column, cell)
+                table.update_cell(row["run"], column, cell, update_width=True)
 
     def _cells(self, row: dict[str, Any]) -> list[Text]:
         """As text: a name may hold what a table would take for markup."""

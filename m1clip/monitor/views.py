@@ -2,6 +2,7 @@
 
 import math
 import shlex
+import textwrap
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
@@ -37,7 +38,8 @@ def header(one: Followed, width: int) -> Text:
     """What and how far; why it is not going on, if so; how good."""
     now = one.summary
     state, total = now.get("state", "unknown"), now.get("total")
-    step = now.get("step") or one.log.latest  # where there is no status, the log knows
+    step = now.get("step") or 0
+    step = step if state == "running" else max(step, one.log.latest)  # the status may be older than the log
     first = Text.assemble((printable(one.name), "bold"), "  ", (state, STATES.get(state, "yellow")))
     first.append(f"  step {step:,}" + (f" of {total:,}" if total else ""))
     if total:
@@ -48,19 +50,21 @@ def header(one: Followed, width: int) -> Text:
         first.append(f" {clock(now['eta_s'])} to go")
     first.append(f"  {printable(now.get('device') or '')}", "dim")
     first.truncate(width, overflow="ellipsis")
-    lines = [first, *([trouble(one)] if now.get("trouble") or now.get("reason") else []), standing(one)]
-    for line in lines[1:]:
-        line.truncate(width, overflow="ellipsis")
-    return Text("\n").join(lines)
+    last = standing(one)
+    last.truncate(width, overflow="ellipsis")
+    return Text("\n").join([first, *trouble(one, width), last])
 
 
-def trouble(one: Followed) -> Text:
-    """What is wrong with it, and how a run that is dead goes on."""
+def trouble(one: Followed, width: int) -> list[Text]:
+    """What is wrong with it, and how a run that is dead goes on; in full, for it may have to be typed."""
     now = one.summary
+    if not (now.get("trouble") or now.get("reason")):
+        return []
     words = printable(now.get("trouble") or now["reason"]).replace("\n", " ")
     if now.get("state") in ("dead", "failed"):
         words += f"; m1clip train --resume --name {printable(shlex.quote(str(one.run.path)))} goes on"
-    return Text(words, "yellow" if now.get("state") == "stopped" else "red")
+    style = "yellow" if now.get("state") == "stopped" else "red"
+    return [Text(line, style) for line in textwrap.wrap(words, width, break_on_hyphens=False)]
 
 
 def standing(one: Followed) -> Text:

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import secrets
+import shlex
 import socket
 import threading
 import time
@@ -213,6 +214,8 @@ def described(one: Followed) -> dict[str, Any]:
     ]
     return {
         "summary": one.summary,
+        "path": shlex.quote(str(one.run.path)),
+        "latest": one.log.latest,
         "config": one.config,
         "machine": one.machine,
         "data": {key: value for key, value in one.data.items() if not isinstance(value, list)},

@@ -23,19 +23,23 @@ def step_time(page: Page, one: Followed, folder: Path) -> None:
         return
     parts = {name: spread(one.log.column(f"{name}_ms")) for name in PHASES}
     timed = max(int(np.isfinite(one.log.column(f"{name}_ms")).sum()) for name in PHASES)
-    total = sum(found[0] for found in parts.values() if found) or math.nan
+    spent = {name: float(np.nansum(one.log.column(f"{name}_ms"))) for name in PHASES}
+    total = sum(spent.values()) or math.nan
     rows = [
-        [name, *(f"{value:,.3g}" for value in found), percent(found[0] / total)]
+        [name, *(f"{value:,.3g}" for value in found), percent(spent[name] / total)]
         if found
         else [name, "–", "–", "–", "–"]
         for name, found in parts.items()
     ]
     rows.append(["step", *(f"{value:,.4g}" for value in whole), ""])
-    page.table(["phase", "median ms", "5th percentile", "95th percentile", "of all phases"], rows)
+    page.table(["phase", "median ms", "5th percentile", "95th percentile", "of all time"], rows)
     page.picture(figures.timing(one, folder / "time.png"), "milliseconds a step, and its phases")
     page.text(pace(one))
-    note = f"From {len(one.log):,} step lines, of which {timed:,} have their phases timed."
-    page.text(note, note=True)
+    page.text(
+        f"From {len(one.log):,} step lines, of which {timed:,} have their phases timed. Medians of parts "
+        "need not add up to that of the whole.",
+        note=True,
+    )
 
 
 def pace(one: Followed) -> str:

@@ -5,6 +5,7 @@ What a person sees goes through `Screen`; what lasts goes through `Run`.
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -249,6 +250,9 @@ def arrange(run: Run, placed: Placed, learner: Learner, last: Batch, screen: Scr
         "cpu_threads": placed.plan.threads or devices.THREADS,
         "m1clip": __version__,
     }
+    if placed.why == place.AS_BEFORE:  # the reason is the first one's
+        with suppress(OSError, ValueError, KeyError):
+            machine["why"] = run.read("machine.json")["why"]
     run.write("machine.json", machine)
     return placed
 

@@ -95,10 +95,13 @@ def wishes_of(config: TrainConfig) -> Wishes:
     )
 
 
+AS_BEFORE = "as it was before"
+
+
 def keep(before: Plan, config: TrainConfig) -> Placed:
     """A resumed run goes on as it did, unless flags say otherwise or the machine has changed."""
     asked = {key: value for key, value in vars(wishes_of(config)).items() if value is not None}
-    told = "as it was before"
+    told = AS_BEFORE
     if "device" not in asked:
         try:
             devices.parts_of(before.device)

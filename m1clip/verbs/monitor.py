@@ -101,6 +101,7 @@ def once(run: folders.Run, as_json: bool) -> int:
     if as_json:
         step = {name: one.log.recent(name, 1) for name in one.log.columns}
         last = {kind: one.log.last(kind) for kind in ("watch", "eval", "epoch")}
+        step["step"] = one.log.latest
         found = {**one.summary, "last_step": step, **last, "events": one.log.events[-20:]}
         print(json.dumps(folders.finite(found)))
         return 0

@@ -46,7 +46,11 @@ function recall() {
   }
 }
 
-const shown = () => [chosen.run, ...chosen.others.filter((name) => name !== chosen.run)].filter(Boolean);
+/** The run and those laid over it, as far as these are still there. */
+function shown() {
+  const there = new Set(runs.map((row) => row.run));
+  return [chosen.run, ...chosen.others.filter((name) => name !== chosen.run && there.has(name))].filter(Boolean);
+}
 
 function pick(name) {
   chosen.run = name;
@@ -101,9 +105,11 @@ function header(about) {
   $("state").textContent = row.state;
   $("state").className = "badge " + row.state;
   $("done").value = row.total ? row.step / row.total : 0;
-  $("far").textContent = `step ${number(row.step)}` + (row.total ? ` of ${number(row.total)}` : "") +
+  const step = row.state === "running" ? row.step : Math.max(row.step, about.latest);
+  $("far").textContent = `step ${number(step)}` + (row.total ? ` of ${number(row.total)}` : "") +
     (row.eta_s != null ? `, ${clock(row.eta_s)} to go` : "") + (row.device ? `, on ${row.device}` : "");
   $("why").textContent = row.trouble || row.reason || "";
+  if (["dead", "failed"].includes(row.state)) $("why").textContent += `; m1clip train --resume --name ${about.path} goes on`;
   document.body.classList.remove("empty");
   const recall = about.eval?.mean_r1;
   const facts = {
@@ -250,7 +256,11 @@ async function refresh() {
     trouble("");
   } catch (error) {
     trouble(error.message);
-    if (error.message.startsWith("there is no run")) { $("state").textContent = "gone"; $("state").className = "badge gone"; }
+    if (!runs.some((row) => row.run === chosen.run)) {
+      $("name").textContent = chosen.run;
+      $("state").textContent = "gone";
+      $("state").className = "badge gone";
+    }
   } finally {
     busy = false;
     if (again) { again = false; refresh(); }
@@ -333,7 +343,13 @@ async function begin() {
   if (!chosen.run) $("name").textContent = "no run yet; m1clip train makes one";
   show(chosen.tab, false);
   listen();
-  addEventListener("popstate", () => { recall(); table(); show(chosen.tab, false); listen(); });  // back, or another address
+  addEventListener("popstate", () => {  // back, or another address
+    recall();
+    chosen.range = null;
+    table();
+    show(chosen.tab, false);
+    listen();
+  });
 }
 
 begin().catch((error) => trouble(error.message));
