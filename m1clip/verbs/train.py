@@ -143,9 +143,8 @@ def tell(args: Args, run: runs.Run, result: "Result") -> int:
             print(f"step {result.best_step} scored higher by {args.training.best_by}: it is kept as {best}")
         more = ", and which words it reads" if args.training.data.startswith("synthetic") else ""
         print(f"next:  {tables.command('eval', run.path)}    the same figures{more}")
-        print(
-            f"       {tables.command('report', run.path)}  what was trained, how, and what it finds, with curves"
-        )
+        about = "what was trained, how, and what it finds, with curves"
+        print(f"       {tables.command('report', run.path)}  {about}")
     else:
         again = tables.command("train", "--resume", "--name", run.path)
         print(f"stopped and saved at step {result.step}; {again} continues")
