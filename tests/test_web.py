@@ -275,13 +275,20 @@ def test_dragging_across_a_curve_asks_for_that_stretch_alone(server, chromium):
     visit = Visit(chromium, server)
     page = visit.page
     page.wait_for_selector("#chart-loss .scatterlayer")
-    box = page.locator("#chart-loss .nsewdrag").bounding_box()
-    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 20)
-    page.mouse.down()
-    page.mouse.move(box["x"] + 0.75 * box["width"], box["y"] + 22, steps=5)
-    page.mouse.up()
-    visit.until(lambda: page.is_enabled("#whole"))
-    visit.until(lambda: visit.last_step() < 250)
+
+    def drag():
+        box = page.locator("#chart-loss .nsewdrag").bounding_box()
+        page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 20)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 0.75 * box["width"], box["y"] + 22, steps=5)
+        page.mouse.up()
+        visit.until(lambda: page.is_enabled("#whole"))
+        visit.until(lambda: visit.last_step() < 250)
+
+    drag()
+    page.keyboard.press("w")
+    visit.until(lambda: visit.last_step() == 300)
+    drag()
     for chart in ("chart-accuracy", "chart-lr"):  # all of them
         low = page.evaluate(f"document.getElementById('{chart}').layout.xaxis.range[0]")
         assert 130 < low < 170

@@ -54,7 +54,7 @@ def caution(runs: Sequence[Followed]) -> str:
     if unscored:
         words.append(f"Not evaluated: {', '.join(unscored)}.")
     elif comparable(runs):
-        words.append("They learned from the same rows and were scored on as many held-out pictures of them.")
+        words.append("They learned from the same rows and were scored on as many held-out pictures.")
     else:
         words.append(
             "They differ in their data or in how many pictures were held out: recalls do not compare."

@@ -136,7 +136,6 @@ def said(key: str) -> Callable[..., str]:
     if unit == "%":
         return lambda value, digits=3: f"{100 * value:.{digits}g} %"
     behind = f" {unit}" if unit else ""
-    plain = range(1000, 10_000_000)
     return lambda value, digits=3: (
-        f"{value:,.0f}{behind}" if plain[0] <= abs(value) <= plain[-1] else f"{value:.{digits}g}{behind}"
+        f"{value:,.0f}{behind}" if 1e3 <= abs(value) < 1e7 else f"{value:.{digits}g}{behind}"
     )

@@ -35,9 +35,7 @@ def write(one: Followed, folder: Path) -> Path:
     page = Page(f"{one.name}: training report")
     page.text(standing(one))
     facts(page, one)
-    for section in (result, learning, epochs, step_time, memory, temperature, gradients, negatives):
-        section(page, one, folder)
-    for section in (examples, energy, happened, repeat):
+    for section in SECTIONS:
         section(page, one, folder)
     return page.write(folder, "report")
 
@@ -283,3 +281,9 @@ def parameters(one: Followed) -> int | None:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
     return None
+
+
+SECTIONS = (
+    *(result, learning, epochs, step_time, memory, temperature, gradients),
+    *(negatives, examples, energy, happened, repeat),
+)

@@ -14,6 +14,7 @@ from m1clip.config import printable
 from m1clip.monitor import curves
 from m1clip.monitor.braille import Line, bar, beside, block, plot
 from m1clip.monitor.log import Followed, number
+from m1clip.monitor.values import figure
 from m1clip.words import ago, clock, percent
 
 # Colours by name are the terminal's own: they are readable on its background, dark or light.
@@ -232,7 +233,7 @@ def gradients(one: Followed, width: int) -> Text:
     lines = [Text(title, "bold"), *([beside(sides, wide)] if wide < width else sides), *rest, Text()]
     lines += [Text("the space of the last batch looked at", "bold")]
     for words, keys in HEALTH.items():
-        lines.append(Text(f"{words}: " + " / ".join(short(last.get(key)) for key in keys)))
+        lines.append(Text(f"{words}: " + " / ".join(figure(last.get(key), ".3g") for key in keys)))
     return Text("\n").join(lines)
 
 
@@ -245,13 +246,9 @@ def norm_rows(norms: dict[str, float], weights: dict[str, float], wide: int) -> 
         part = (logs.get(name, low) - low) / (high - low)
         ratio = value / weights[name] if weights.get(name) else math.nan
         line = Text(f"{name.replace('_projection', '.proj')[:15]:15} ")
-        line.append(bar(part, max(4, wide - 34)), "blue").append(f" {short(value, '.2g'):>7}")
-        made.append(line.append(f" {short(ratio, '.0e'):>7}"))
+        line.append(bar(part, max(4, wide - 34)), "blue").append(f" {figure(value, '.2g'):>7}")
+        made.append(line.append(f" {figure(ratio, '.0e'):>7}"))
     return made
-
-
-def short(value: Any, how: str = ".3g") -> str:
-    return format(number(value), how) if math.isfinite(number(value)) else "–"
 
 
 def events(one: Followed, width: int, most: int | None = None) -> Text:
