@@ -61,7 +61,7 @@ def measure(args: argparse.Namespace, seed: int, mask: bool) -> tuple[float, int
     setup = replace(setup, data=replace(setup.data, train=train, held_out=held_out))
     run = runs.create(args.out, f"{args.words}-{mask}-{seed}", "nano", fresh=False)
     with run.owned():
-        loop.train(config, setup, run, screen)
+        loop.train(setup, run, screen)
     model = load(run.path)
     words = sorted({caption for row in range(len(held_out)) for caption in held_out.captions(row)})
     image_NE = embed_pictures(model, held_out)

@@ -17,6 +17,7 @@ VERBS = {
     "monitor": "watch a run live: curves, speed, gradients, events; --web for the browser",
     "report": "a run, or several side by side, as a document with figures",
     "eval": "held-out retrieval of a run or a saved model, and which words it reads",
+    "convert": "a model for transformers or open_clip, or one of theirs as ours",
     "info": "the presets: parameters by part, FLOPs per pair, memory of a batch",
     "bench": "compare this machine's devices on real training steps; tables, pictures, a page",
     "bench scaling": "time and memory of every size up to a billion parameters, measured or planned",

@@ -11,7 +11,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from m1clip.shapes import ModelConfig, TextConfig, VisionConfig, require
+
 T = TypeVar("T")
+Recipe = Literal["auto", "scratch", "locked", "lora", "full"]
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
@@ -24,92 +27,6 @@ def nearest(word: str, names: Iterable[str]) -> str:
 def printable(text: str) -> str:
     """Text from a file, that cannot play tricks with the terminal."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
-
-
-def require(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise ValueError(sentence)
-
-
-@dataclass(frozen=True)
-class VisionConfig:
-    image_size: int = 224
-    """Pixels a side of the square picture the tower sees."""
-    patch: int = 16
-    """Pixels a side of one patch; a patch is one token."""
-    width: int = 768
-    """Features per token."""
-    depth: int = 12
-    """Transformer blocks."""
-    heads: int = 12
-    """Attention heads; width / heads is the size of one."""
-    pool: Literal["class", "mean"] = "class"
-    """What stands for the picture: a class token, or the mean of its patches."""
-    stem: Literal["patch", "conv"] = "patch"
-    """How pixels become tokens: one matrix per patch (CLIP), or a stack of small convolutions."""
-    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
-    """Mean of each colour, subtracted from the pixels (OpenAI CLIP's by default)."""
-    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
-    """Spread of each colour, the pixels are divided by it."""
-
-    def __post_init__(self) -> None:
-        _check_tower("vision", self)
-        require(
-            0 < self.patch <= self.image_size and self.image_size % self.patch == 0,
-            f"image_size {self.image_size} is not a multiple of patch {self.patch}",
-        )
-        require(
-            self.stem == "patch" or (self.patch.bit_count() == 1 and self.patch > 1),
-            f"a conv stem halves the picture, so patch must be 2, 4, 8, 16 …, not {self.patch}",
-        )
-        require(min(self.std) > 0, f"std must be positive, not {self.std}")
-
-    @property
-    def tokens(self) -> int:
-        return int((self.image_size // self.patch) ** 2 + (self.pool == "class"))
-
-
-@dataclass(frozen=True)
-class TextConfig:
-    vocab: int = 49408
-    """Rows of the token table; a tokenizer may use fewer."""
-    length: int = 77
-    """Longest caption in tokens, start and end included; longer ones are cut."""
-    width: int = 512
-    """Features per token."""
-    depth: int = 12
-    """Transformer blocks."""
-    heads: int = 8
-    """Attention heads."""
-
-    def __post_init__(self) -> None:
-        _check_tower("text", self)
-        require(self.vocab >= 4, f"vocab must be at least 4 (pad, start, end, one symbol), not {self.vocab}")
-        require(self.length >= 3, f"length must be at least 3 (start, one symbol, end), not {self.length}")
-
-
-def _check_tower(name: str, tower: VisionConfig | TextConfig) -> None:
-    for key in ("width", "depth", "heads"):
-        require(getattr(tower, key) > 0, f"{name} {key} must be positive, not {getattr(tower, key)}")
-    require(
-        tower.width % tower.heads == 0,
-        f"{name} width {tower.width} does not divide into {tower.heads} heads",
-    )
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    vision: VisionConfig = VisionConfig()
-    text: TextConfig = TextConfig()
-    embed: int = 512
-    """Size of the space where pictures and captions meet."""
-    activation: Literal["gelu", "quick_gelu"] = "gelu"
-    """quick_gelu is what OpenAI's own weights were trained with."""
-    loss: Literal["softmax", "sigmoid"] = "softmax"
-    """softmax is CLIP's loss, sigmoid is SigLIP's (adds a learned bias)."""
-
-    def __post_init__(self) -> None:
-        require(self.embed > 0, f"embed must be positive, not {self.embed}")
 
 
 @dataclass(frozen=True)
@@ -151,7 +68,73 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig(DataConfig):
+class StartConfig:
+    """What a run begins with, and which part of it learns."""
+
+    recipe: Recipe = "auto"
+    """scratch; locked (heads on features that are encoded once); lora; full; auto chooses, and says why."""
+    init: str = ""
+    """A CLIP to begin with: a run or model of ours, a checkpoint of OpenCLIP, OpenAI or transformers
+    (.safetensors, .pt or a folder), or a hub name."""
+    vision: str = ""
+    """A pretrained picture tower: timm:NAME (needs m1clip[timm])."""
+    vision_weights: str = ""
+    """A file with the weights of --vision; by default they are fetched from the hub. none begins without."""
+    text: str = ""
+    """A pretrained text tower: hf:FOLDER or hf:NAME, BERT or its kin (needs m1clip[hf])."""
+    budget: str = ""
+    """The time you have, such as 90s, 10m or 2h: --recipe auto chooses by it."""
+    lock: Literal["auto", "both", "vision", "text"] = "auto"
+    """locked: the towers that stand still; auto is every one that comes with weights."""
+    views: int = 3
+    """locked: ways each picture is seen, the first as it is, the others by --crop, --flip and --colour."""
+    unfreeze: int = 0
+    """full: only the last so many layers of each tower learn; locked: they do in a second run after it."""
+    rank: int = 16
+    """lora: size of the adapters."""
+    adapt: Literal["attention", "all"] = "all"
+    """lora: what gets adapters, attention alone or the MLPs too."""
+    apart: bool = False
+    """lora: keep the adapters apart from the weights they started from; otherwise they are merged."""
+    tower_rate: float = 1.0
+    """Learning rate of the towers against that of the heads."""
+    wise_ft: float = 1.0
+    """How far the kept model goes from the start (0) to what was learned (1); between, it forgets less."""
+
+    def __post_init__(self) -> None:
+        require(self.views >= 1, f"views must be at least 1, not {self.views}")
+        require(self.unfreeze >= 0, f"unfreeze must be 0 or more, not {self.unfreeze}")
+        require(self.rank >= 1, f"rank must be at least 1, not {self.rank}")
+        require(0 <= self.wise_ft <= 1, f"wise_ft must be 0 to 1, not {self.wise_ft}")
+        require(0 < self.tower_rate <= 1, f"tower_rate must be above 0, at most 1, not {self.tower_rate}")
+        require(
+            not (self.init and (self.vision or self.text)),
+            "--init brings both towers; --vision and --text go without it",
+        )
+        require(not self.vision_weights or bool(self.vision), "--vision-weights needs --vision timm:NAME")
+        _ = self.budget_s
+
+    @property
+    def budget_s(self) -> float | None:
+        """Seconds; None where any time will do."""
+        if not self.budget:
+            return None
+        number, unit = self.budget[:-1], self.budget[-1:]
+        try:
+            seconds = float(number) * {"s": 1, "m": 60, "h": 3600}[unit]
+        except (ValueError, KeyError):
+            seconds = 0.0
+        require(0 < seconds < float("inf"), f"budget must be such as 90s, 10m or 2h, not {self.budget!r}")
+        return seconds
+
+    @property
+    def has_start(self) -> bool:
+        """Whether something learned is at hand."""
+        return bool(self.init or self.vision or self.text)
+
+
+@dataclass(frozen=True)
+class TrainConfig(DataConfig, StartConfig):
     model: ModelConfig = ModelConfig()
     preset: str = "nano"
     """Where the defaults of the other flags come from; `m1clip info` lists them."""
@@ -233,7 +216,8 @@ class TrainConfig(DataConfig):
     """Mirror the metrics to a tracker too (needs m1clip[tensorboard], [wandb] or [trackio])."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        DataConfig.__post_init__(self)
+        StartConfig.__post_init__(self)
         for key in ("epochs", "log_every", "eval_every", "watch_every", "keep"):
             value = getattr(self, key)
             require(value >= 1, f"{key} must be at least 1, not {value}")
@@ -254,7 +238,10 @@ class TrainConfig(DataConfig):
         )
         require(0 < self.layer_decay <= 1, f"layer_decay must be above 0, at most 1, not {self.layer_decay}")
         require(0.05 <= self.crop <= 1, f"crop must be 0.05 to 1, not {self.crop}")
-        _check_start(self.start_size, self.model.vision)
+        if isinstance(self.model.vision, VisionConfig):
+            _check_start(self.start_size, self.model.vision)
+        else:
+            require(not self.start_size, "start_size is for our own vision tower; others see one size")
         require(self.weight_decay >= 0, f"weight_decay must be 0 or more, not {self.weight_decay}")
         require(0 <= self.threads <= 1024, f"threads must be 0 to 1024, not {self.threads}")
 
@@ -324,6 +311,14 @@ def preset(name: str) -> TrainConfig:
     return PRESETS[name]
 
 
+def recipe_defaults(config: TrainConfig, recipe: Recipe) -> TrainConfig:
+    """The same with the defaults that suit a recipe; docs/finetuning.md has what they were chosen by."""
+    made = replace(config, **RECIPES.get(recipe, {}), recipe=recipe)
+    if not config.vision and not config.text:
+        return made
+    return replace(made, model=replace(made.model, embed=512, head="mlp"))
+
+
 Shape = tuple[int, int, int, int, int]
 
 
@@ -334,6 +329,7 @@ def _clip(vision: Shape, text: Shape, embed: int, **changes: Any) -> ModelConfig
 
 def _light(model: ModelConfig) -> ModelConfig:
     """Convolutions first, and no class token; docs/log.md has what the first is worth."""
+    assert isinstance(model.vision, VisionConfig)
     return replace(model, vision=replace(model.vision, stem="conv", pool="mean"))
 
 
@@ -388,4 +384,11 @@ PRESETS: dict[str, TrainConfig] = {
         ),
         _preset("1b", _clip((224, 14, 1280, 32, 16), (*_OPENAI, 1024, 24, 16), 1024), batch=4, lr=3e-4),
     ]
+}
+
+_TUNED: dict[str, Any] = {"optimizer": "adamw", "warmup": 0.1, "crop": 0.5, "flip": True, "save_epochs": 0}
+RECIPES: dict[str, dict[str, Any]] = {
+    "locked": {**_TUNED, "batch": 1024, "lr": 2e-3, "epochs": 60, "dropout": 0.5, "eval_every": 10},
+    "lora": {**_TUNED, "batch": 64, "lr": 5e-4, "epochs": 4, "weight_decay": 0.0},
+    "full": {**_TUNED, "batch": 64, "lr": 2e-4, "epochs": 4, "layer_decay": 0.8, "patience": 2},
 }

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from m1clip import devices
-from m1clip.config import ModelConfig, TextConfig, TrainConfig, VisionConfig
+from m1clip.config import TrainConfig
+from m1clip.shapes import ModelConfig, TextConfig, VisionConfig
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from m1clip.data import augment
-from m1clip.data.batches import Augment, Batches, draws, growing, twins
+from m1clip.data.batches import Augment, Batches, draws, growing, looks_of, twins
 from m1clip.data.sides import Part, Side, Stored
 from m1clip.data.synthetic import Synthetic
 from m1clip.data.workers import decode_rows
@@ -162,12 +162,15 @@ def test_mixed_rows_find_their_pictures_and_words():
 
 
 def test_twins_are_equal_captions_or_equal_pictures_of_different_rows():
+    def named(tokens_BL, pixels):
+        return twins([ids.tobytes() for ids in tokens_BL.numpy()], looks_of(pixels))
+
     tokens_BL = torch.tensor([[1, 5, 2], [1, 6, 2], [1, 5, 2], [1, 7, 2]])
     pixels = np.arange(4, dtype=np.uint8)[:, None, None, None].repeat(3, axis=3)
-    assert twins(tokens_BL[1:], pixels[1:]) is None
-    assert twins(tokens_BL, pixels).nonzero().tolist() == [[0, 2], [2, 0]]
+    assert named(tokens_BL[1:], pixels[1:]) is None
+    assert named(tokens_BL, pixels).nonzero().tolist() == [[0, 2], [2, 0]]
     pixels[3] = pixels[1]
-    assert twins(tokens_BL, pixels).nonzero().tolist() == [[0, 2], [1, 3], [2, 0], [3, 1]]
+    assert named(tokens_BL, pixels).nonzero().tolist() == [[0, 2], [1, 3], [2, 0], [3, 1]]
 
 
 def test_a_batch_marks_its_twins_unless_told_not_to(batches):

@@ -9,9 +9,10 @@ import torch
 from PIL import Image
 
 import m1clip
-from m1clip.config import PRESETS, ModelConfig
+from m1clip.config import PRESETS
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
+from m1clip.shapes import ModelConfig
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from m1clip.config import PRESETS, ModelConfig, TextConfig, VisionConfig
+from m1clip.config import PRESETS
 from m1clip.model.clip import CLIP
 from m1clip.model.cost import cost
+from m1clip.shapes import ModelConfig, TextConfig, VisionConfig
 
 
 def test_flops_equal_the_arithmetic_of_a_transformer():

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "m1clip"
-FLOOR = {"config", "run", "devices", "sensors", "pictures", "words"}
+FLOOR = {"shapes", "config", "run", "devices", "sensors", "pictures", "words"}
 TOOLS = {"measurements", "estimates", "advisor", "pages", "plots"}
 # What a room or file may import of ours, beside itself. "" is the package: its version, its lazy names.
 MAY_IMPORT = {
     **{floor: set[str]() for floor in FLOOR},
+    "config": {"shapes"},
     "": {"model"},
     "losses": FLOOR,
     "measurements": FLOOR,
@@ -96,6 +97,7 @@ def test_only_devices_names_a_backend_and_only_cli_imports_by_string(path):
 WITHOUT_TORCH = (
     "m1clip",
     "m1clip.cli",
+    "m1clip.shapes",
     "m1clip.config",
     "m1clip.run",
     "m1clip.sensors",
@@ -113,6 +115,7 @@ WITHOUT_TORCH = (
     "m1clip.data.convert",
     "m1clip.verbs.train",
     "m1clip.verbs.eval",
+    "m1clip.verbs.convert",
     "m1clip.verbs.info",
     "m1clip.verbs.runs",
     "m1clip.verbs.stop",

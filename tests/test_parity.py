@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from m1clip import losses
-from m1clip.config import ModelConfig, TextConfig, VisionConfig
 from m1clip.model.clip import CLIP
+from m1clip.shapes import ModelConfig, TextConfig, VisionConfig
 
 TOLERANCE = 1e-5
 

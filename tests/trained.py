@@ -41,7 +41,7 @@ def trained(
     run = old or runs.create(path.parent, path.name, "x", False)
     with run.owned():
         screen = screen or Quiet(stop_at)
-        return loop.train(config, loop.check(config, path.parent, old, screen), run, screen)
+        return loop.train(loop.check(config, path.parent, old, screen), run, screen)
 
 
 def some_batch(size: int, seed: int = 1, twin_BB: torch.Tensor | None = None) -> Batch:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from m1clip.advisor import Advice
-from m1clip.config import ModelConfig
 from m1clip.estimates import Work
+from m1clip.shapes import ModelConfig, VisionConfig
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ def predicted_speedup(model_params: int) -> float:
 
 def judge(model: ModelConfig, work: Work, tokens: int, measured: Advice, here: list[str]) -> Verdict:
     """The rule's answer to a question that was also answered by measuring."""
+    assert isinstance(model.vision, VisionConfig)
     towers = ((model.vision.tokens, model.vision.width), (tokens, model.text.width))
     largest = max(length * 4 * width for length, width in towers) * work.batch
     gpu, why = should_use_mps(work.parameters, work.batch, largest)

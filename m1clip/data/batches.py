@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,8 +16,11 @@ from torch import Tensor
 
 from m1clip import devices
 from m1clip.data import augment
+from m1clip.data.features import Features
+from m1clip.data.index import Rows
 from m1clip.data.sides import Side
 from m1clip.pictures import Pixels
+from m1clip.shapes import VisionConfig
 
 
 class Tokenize(Protocol):
@@ -28,6 +31,8 @@ class Tokenize(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
+    """Where a tower is locked, its side is what the tower made of it before: (B, D), in floating point."""
+
     bytes_BSSC: Tensor
     tokens_BL: Tensor
     key_B: Tensor
@@ -77,6 +82,8 @@ class Batches:
     sides: Sequence[int] = ()
     """Pixels a side, in equal shares of the `total` steps; none is the model's own."""
     total: int = 0
+    features: Features = Features()
+    """Of the sides whose towers are locked."""
 
     def __post_init__(self) -> None:
         if self.size > self.pairs.per_epoch:
@@ -98,32 +105,40 @@ class Batches:
     def at(self, step: int) -> Batch:
         epoch, k = divmod(step, self.per_epoch)
         turns = self.pairs.order(self.seed, epoch)[k * self.size : (k + 1) * self.size]
-        rows, pixels = self.pairs.take(turns % len(self.pairs))
-        captions = [self.pairs.captions(int(row)) for row in rows]
-        which = draws(self.seed, epoch, turns, stream=0)
-        chosen = [ways[int(u * len(ways))] for ways, u in zip(captions, which, strict=True)]
-        tokens_BL = self.tokenize(chosen)
-        twin_BB = twins(tokens_BL, pixels) if self.mask_twins else None
+        rows, image, looks = self._pictures(step, epoch, turns)
+        text, words = self._captions(epoch, turns, rows)
+        twin_BB = twins(words, looks) if self.mask_twins else None
         key_B = torch.from_numpy((draws(self.seed, epoch, turns, stream=3) * 2.0**32).astype(np.int64))
-        return Batch(self._augmented(pixels, step, epoch, turns), tokens_BL, key_B, twin_BB, rows)
+        return Batch(image, text, key_B, twin_BB, rows)
 
-    def _augmented(self, pixels: Pixels, step: int, epoch: int, turns: NDArray[np.int64]) -> Tensor:
-        side, how = self.side, self.augment
-        if self.sides:
-            side = self.sides[min(step, self.total - 1) * len(self.sides) // self.total]
+    def _pictures(self, step: int, epoch: int, turns: Rows) -> tuple[Rows, Tensor, Sequence[Any]]:
+        """The rows that could be had, their pictures, and a name for each that is equal for equal ones."""
+        rows, known = turns % len(self.pairs), self.features
+        if not known.views:
+            rows, pixels = self.pairs.take(rows)
+            side = self.side
+            if self.sides:
+                side = self.sides[min(step, self.total - 1) * len(self.sides) // self.total]
+            return rows, seen(pixels, self.augment, side, self.seed, epoch, turns), looks_of(pixels)
+        assert known.look_N is not None
+        assert known.instead_N is not None
+        rows = known.instead_N[rows]
+        made = known.of_pictures(rows, draws(self.seed, epoch, turns, stream=12))
+        return rows, torch.from_numpy(made), known.look_N[rows].tolist()
 
-        def drawn(*streams: int) -> NDArray[np.float64]:
-            return np.stack([draws(self.seed, epoch, turns, stream) for stream in streams])
-
-        if how.crop < 1:
-            bytes_BSSC = augment.cropped(pixels, drawn(4, 5, 6, 7), how.crop, side)
-        else:
-            bytes_BSSC = augment.resized(torch.from_numpy(pixels), side)
-        if how.flip:
-            bytes_BSSC = augment.flipped(bytes_BSSC, drawn(8)[0])
-        if how.colour:
-            bytes_BSSC = augment.coloured(bytes_BSSC, drawn(9, 10, 11), how.colour)
-        return bytes_BSSC
+    def _captions(self, epoch: int, turns: Rows, rows: Rows) -> tuple[Tensor, Sequence[Any]]:
+        """One caption of each row, and a name for each that is equal for equal ones."""
+        draw_B, known = draws(self.seed, epoch, turns, stream=0), self.features
+        if known.texts is None:
+            ways = [self.pairs.captions(int(row)) for row in rows]
+            chosen = [some[int(u * len(some))] for some, u in zip(ways, draw_B, strict=True)]
+            tokens_BL = self.tokenize(chosen)
+            return tokens_BL, [ids.tobytes() for ids in tokens_BL.numpy()]
+        assert known.start_N is not None
+        assert known.caption_M is not None
+        first, many = known.start_N[rows], known.start_N[rows + 1] - known.start_N[rows]
+        numbers = first + (draw_B * many).astype(np.int64)
+        return torch.from_numpy(known.of_captions(numbers)), known.caption_M[numbers].tolist()
 
     def stream(self, start: int, stop: int) -> Iterator[Batch]:
         """Batches start … stop - 1; the next is made by a thread while this one is used."""
@@ -136,14 +151,34 @@ class Batches:
                 yield batch
 
 
-def twins(tokens_BL: Tensor, pixels: Pixels) -> Tensor | None:
-    """Which couples of different rows have equal captions or equal pictures."""
-    same: list[Tensor] = []
+def seen(pixels: Pixels, how: Augment, side: int, seed: int, epoch: int, turns: Rows) -> Tensor:
+    """The pictures as training sees them in an epoch."""
+
+    def drawn(*streams: int) -> NDArray[np.float64]:
+        return np.stack([draws(seed, epoch, turns, stream) for stream in streams])
+
+    if how.crop < 1:
+        bytes_BSSC = augment.cropped(pixels, drawn(4, 5, 6, 7), how.crop, side)
+    else:
+        bytes_BSSC = augment.resized(torch.from_numpy(pixels), side)
+    if how.flip:
+        bytes_BSSC = augment.flipped(bytes_BSSC, drawn(8)[0])
+    if how.colour:
+        bytes_BSSC = augment.coloured(bytes_BSSC, drawn(9, 10, 11), how.colour)
+    return bytes_BSSC
+
+
+def looks_of(pixels: Pixels) -> list[bytes]:
+    """A name for each picture, equal for equal ones."""
     step = max(1, pixels.shape[1] // 16)
     looks = [one.tobytes() for one in pixels[:, ::step, ::step]]  # equal pictures have equal samples
-    if len(set(looks)) < len(looks):
-        looks = [fingerprint(one) for one in pixels]
-    for names in ([ids.tobytes() for ids in tokens_BL.numpy()], looks):
+    return looks if len(set(looks)) == len(looks) else [fingerprint(one) for one in pixels]
+
+
+def twins(*names_of: Sequence[Any]) -> Tensor | None:
+    """Which couples of different rows have equal names of one kind: equal captions, or equal pictures."""
+    same: list[Tensor] = []
+    for names in names_of:
         if len(set(names)) < len(names):
             number = {name: i for i, name in enumerate(names)}
             group_B = torch.tensor([number[name] for name in names])
@@ -157,9 +192,9 @@ def fingerprint(picture: Pixels) -> bytes:
     return blake2b(picture.tobytes(), digest_size=8).digest()
 
 
-def growing(start: int, full: int, patch: int) -> tuple[int, ...]:
+def growing(start: int, vision: VisionConfig) -> tuple[int, ...]:
     """The sides of pictures that grow by a patch at a time; none where they do not."""
-    return (*range(start, full, patch), full) if start else ()
+    return (*range(start, vision.image_size, vision.patch), vision.image_size) if start else ()
 
 
 def draws(seed: int, epoch: int, rows: NDArray[np.int64], stream: int) -> NDArray[np.float64]:

@@ -13,7 +13,12 @@ from tempfile import mkdtemp
 from m1clip.run import cache_folder
 from m1clip.sensors import readable
 
-OURS = ("pixels-", "index-", "content-")  # what is made from data that is elsewhere, and can be made again
+OURS = (
+    "pixels-",
+    "index-",
+    "content-",
+    "features-",
+)  # what is made from data that is elsewhere, and can be made again
 RESERVE = 1e9  # bytes of the disk that are never taken, or a twentieth of a small one
 
 

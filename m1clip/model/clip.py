@@ -5,7 +5,8 @@ Shapes: B items, L tokens, E embedding, C colours, S pixels a side.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,15 +15,20 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from m1clip import config as configs
-from m1clip.config import ModelConfig
-from m1clip.model.tokenizer import Tokenizer
+from m1clip.model import adapters
+from m1clip.model.archive import write_tensors
+from m1clip.model.field import HFText, TimmVision
+from m1clip.model.fit import require_fit
+from m1clip.model.heads import Head
+from m1clip.model.tokenizer import Marked, Tokenizer
 from m1clip.model.towers import Text, Vision, initialise
 from m1clip.pictures import square
 from m1clip.run import replacing_folder
+from m1clip.shapes import HFConfig, ModelConfig, TimmConfig
 
 MAX_SCALE = math.log(100)
 START = {"softmax": (math.log(1 / 0.07), None), "sigmoid": (math.log(10), -10.0)}
@@ -38,20 +44,24 @@ class CLIP(nn.Module):
                 f"the tokenizer has {len(tokenizer)} tokens, the model's table {config.text.vocab}"
             )
         self.config, self.tokenizer = config, tokenizer
-        self.vision = Vision(config.vision, config.activation)
-        self.text = Text(config.text, config.activation, END_ID if tokenizer is None else tokenizer.end_id)
-        self.vision_projection = nn.Linear(config.vision.width, config.embed, bias=False)
-        self.text_projection = nn.Linear(config.text.width, config.embed, bias=False)
+        self.vision = vision_tower(config)
+        self.text = text_tower(config, tokenizer)
+        self.vision_projection = projection(config, config.vision.width, salt=2001)
+        self.text_projection = projection(config, config.text.width, salt=2003)
         scale, bias = START[config.loss]
         self.logit_scale = nn.Parameter(torch.tensor(scale))
         self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(bias))
         self.initialise()
 
     def initialise(self) -> None:
-        initialise(self.vision)
-        initialise(self.text)
-        nn.init.normal_(self.vision_projection.weight, std=self.config.vision.width**-0.5)
-        nn.init.normal_(self.text_projection.weight, std=self.config.text.width**-0.5)
+        for tower in (self.vision, self.text):
+            if isinstance(tower, Vision | Text):
+                initialise(tower)
+        for head in (self.vision_projection, self.text_projection):
+            if isinstance(head, Head):
+                head.initialise()
+            else:
+                nn.init.normal_(head.weight, std=head.in_features**-0.5)
 
     def forward(self, pixels_BCSS: Tensor, tokens_BL: Tensor) -> Tensor:
         return self.logits(self.embed_pixels(pixels_BCSS), self.embed_tokens(tokens_BL))
@@ -66,7 +76,7 @@ class CLIP(nn.Module):
     @property
     def places(self) -> tuple[torch.device, torch.device]:
         """Where pictures are embedded, and where captions are."""
-        return self.logit_scale.device, self.text_projection.weight.device
+        return self.logit_scale.device, next(self.text_projection.parameters()).device
 
     def logits(self, image_BE: Tensor, text_BE: Tensor) -> Tensor:
         """Every picture (rows) with every caption (columns): what the losses take."""
@@ -78,14 +88,21 @@ class CLIP(nn.Module):
         self.vision.drop_tokens = drop_tokens
         for tower in (self.vision, self.text):
             tower.dropout, tower.recompute = dropout, recompute
+        for head in (self.vision_projection, self.text_projection):
+            if isinstance(head, Head):
+                head.dropout = dropout
 
     def embed_pixels(self, pixels_BCSS: Tensor, key_B: Tensor | None = None) -> Tensor:
         """Unit vectors of normalised pixels."""
-        return F.normalize(self.vision_projection(self.vision(pixels_BCSS, key_B)), dim=-1)
+        return met(self.vision_projection, self.vision(pixels_BCSS, key_B), key_B)
 
     def embed_tokens(self, tokens_BL: Tensor, key_B: Tensor | None = None) -> Tensor:
         """Unit vectors of token ids."""
-        return F.normalize(self.text_projection(self.text(tokens_BL, key_B)), dim=-1)
+        return met(self.text_projection, self.text(tokens_BL, key_B), key_B)
+
+    def embed_features(self, side: str, x_BD: Tensor, key_B: Tensor | None = None) -> Tensor:
+        """Unit vectors of what the tower of a side, vision or text, made of a batch before."""
+        return met(self.vision_projection if side == "vision" else self.text_projection, x_BD, key_B)
 
     @torch.no_grad()
     def encode_image(self, images: Image.Image | Sequence[Image.Image]) -> Tensor:
@@ -116,18 +133,45 @@ class CLIP(nn.Module):
         """Keep the temperature above 0.01, as CLIP does: beyond it, training becomes unstable."""
         self.logit_scale.data.clamp_(max=MAX_SCALE)
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Make or replace the folder, all at once: config.json, model.safetensors, tokenizer.json."""
-        with replacing_folder(Path(folder)) as aside:
-            self.write(aside)
+    def save(self, folder: str | os.PathLike[str], apart: bool = False) -> None:
+        """Make or replace the folder, all at once: config.json, model.safetensors, tokenizer.json.
 
-    def write(self, folder: Path) -> None:
+        Adapters are merged into the weights, or with `apart` kept in a file of their own.
+        """
+        with replacing_folder(Path(folder)) as aside:
+            self.write(aside, apart)
+
+    def write(self, folder: Path, apart: bool = False) -> None:
         if self.tokenizer is None:
             raise ValueError("a model is saved with its tokenizer; this one has none")
         (folder / "config.json").write_text(configs.to_json(self.config))
-        weights = {name: weight.cpu().contiguous() for name, weight in self.state_dict().items()}
+        held = adapters.write_apart(self, folder) if apart else adapters.ordinary_weights(self)
+        weights = {name: weight.cpu().contiguous() for name, weight in held.items()}
         write_tensors(folder / "model.safetensors", weights)
         self.tokenizer.save(folder / "tokenizer.json")
+
+
+def vision_tower(config: ModelConfig) -> Vision | TimmVision:
+    if isinstance(config.vision, TimmConfig):
+        return TimmVision(config.vision)
+    return Vision(config.vision, config.activation)
+
+
+def text_tower(config: ModelConfig, tokenizer: Tokenizer | None) -> Text | HFText:
+    if isinstance(config.text, HFConfig):
+        return HFText(config.text)
+    return Text(config.text, config.activation, END_ID if tokenizer is None else tokenizer.end_id)
+
+
+def projection(config: ModelConfig, width: int, salt: int) -> Head | nn.Linear:
+    if config.head == "matrix":
+        return nn.Linear(width, config.embed, bias=False)
+    return Head(width, config.embed, config.inside if config.head == "mlp" else 0, salt)
+
+
+def met(head: Head | nn.Linear, x_BD: Tensor, key_B: Tensor | None) -> Tensor:
+    """Features in the shared space, as unit vectors."""
+    return F.normalize(head(x_BD, key_B) if isinstance(head, Head) else head(x_BD), dim=-1)
 
 
 @lru_cache
@@ -145,35 +189,27 @@ def load(folder: str | os.PathLike[str]) -> CLIP:
         if not (path / name).is_file():
             raise FileNotFoundError(f"no {name} in {path}; a model is a folder of {', '.join(FILES)}")
     config = configs.from_json(ModelConfig, path / "config.json")
-    tokenizer = Tokenizer.load(path / "tokenizer.json")
-    with torch.device("meta"):
+    tokenizer = read_tokenizer(config, path / "tokenizer.json")
+    with torch.device("meta") if config.is_ours else nullcontext():  # theirs hold more than weights
         model = CLIP(config, tokenizer)
-    model.load_state_dict(read_weights(path / "model.safetensors", model), assign=True)
+    weights = read_weights(path / "model.safetensors", model.state_dict())
+    if (path / adapters.FILES[0]).is_file():
+        adapters.merge(path, weights)
+    model.load_state_dict(weights, assign=True)
     return model.eval()
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:  # its name for a full disk, among others
-        raise OSError(f"cannot write {path}: {error}") from None
+def read_tokenizer(config: ModelConfig, path: Path) -> Tokenizer:
+    if isinstance(config.text, HFConfig):
+        return Marked.load_for(path, int(config.text.hf.get("pad_token_id") or 0))
+    return Tokenizer.load(path)
 
 
-def read_weights(path: Path, model: CLIP) -> dict[str, Tensor]:
+def read_weights(path: Path, want: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The file's tensors, once every name and shape is known to be the model's."""
     try:
         found = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
-    want = model.state_dict()
-    wrong = [f"{name} is missing" for name in want.keys() - found.keys()]
-    wrong += [f"{name} is not of this model" for name in found.keys() - want.keys()]
-    wrong += [
-        f"{name} is {tuple(found[name].shape)}, config.json says {tuple(want[name].shape)}"
-        for name in want.keys() & found.keys()
-        if found[name].shape != want[name].shape
-    ]
-    if wrong:
-        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-        raise ValueError(f"{path} does not fit: {'; '.join(sorted(wrong)[:3])}{more}")
+    require_fit(path, found, want)
     return found

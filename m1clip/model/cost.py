@@ -9,8 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from m1clip import losses
-from m1clip.config import ModelConfig
 from m1clip.model.clip import CLIP
+from m1clip.shapes import ModelConfig
 
 FLOAT32 = 4
 

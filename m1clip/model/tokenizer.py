@@ -5,14 +5,17 @@ All three are one `tokenizer.json` of the `tokenizers` library; start and end ar
 
 import gzip
 import html
+import json
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from string import ascii_lowercase
+from typing import Any
 
+import numpy as np
 import tokenizers
 import torch
-from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 
 PAD, START, END, UNKNOWN = "<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|unknown|>"
@@ -23,6 +26,8 @@ CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 
 
 class Tokenizer:
+    pad_id = 0
+
     def __init__(self, core: tokenizers.Tokenizer):
         self.core = core
         start, end = core.token_to_id(START), core.token_to_id(END)
@@ -57,7 +62,7 @@ class Tokenizer:
             show_progress=False,
         )
         core.train_from_iterator(map(clean, islice(captions, most)), trainer)
-        return cls(_without_marks(core))
+        return cls.from_state(json.loads(core.to_str()))
 
     @classmethod
     def clip(cls, path: Path) -> "Tokenizer":
@@ -84,6 +89,30 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"{path} is not a tokenizer of ours: {error}") from None
 
+    @classmethod
+    def borrowed(cls, path: Path) -> "Tokenizer":
+        """A CLIP's tokenizer.json from elsewhere, without the marks that it would add by itself."""
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            vocab, added = state["model"]["vocab"], state.get("added_tokens") or []
+            vocab |= {one["content"]: one["id"] for one in added if one["content"] in (START, END)}
+            return cls.from_state({**state, "post_processor": None, "padding": None, "truncation": None})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no tokenizer of a CLIP: {error}") from None
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Tokenizer":
+        """Where a caption that spells out "<|endoftext|>" cannot end itself."""
+        return cls(tokenizers.Tokenizer.from_str(json.dumps({**state, "added_tokens": []})))
+
+    def with_marks(self) -> dict[str, Any]:
+        """Its tokenizer.json for other libraries, which expect it to add start and end by itself."""
+        core = tokenizers.Tokenizer.from_str(self.core.to_str())
+        ids = [(START, self.start_id), (END, self.end_id)]
+        core.post_processor = processors.TemplateProcessing(single=f"{START} $A {END}", special_tokens=ids)
+        state: dict[str, Any] = json.loads(core.to_str())
+        return state
+
     def save(self, path: Path) -> None:
         self.core.save(str(path))
 
@@ -92,25 +121,54 @@ class Tokenizer:
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each text, start and end included, before any cut."""
-        return [len(one.ids) + 2 for one in self.core.encode_batch_fast([clean(t) for t in texts])]
+        return [len(one) for one in self.ids(texts)]
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Of each text, start and end included."""
+        found = self.core.encode_batch_fast([clean(text) for text in texts])
+        return [[self.start_id, *one.ids, self.end_id] for one in found]
+
+    def shortened(self, ids: list[int], length: int) -> list[int]:
+        """Cut to what the model reads, the end kept."""
+        return ids if len(ids) <= length else [*ids[: length - 1], self.end_id]
 
     def __call__(self, texts: Sequence[str], length: int, rows: Sequence[str] | None = None) -> Tensor:
         """Ids (B, L): L is the smallest bucket that holds the longest text; too long is cut, end kept.
 
         `rows` names where each text came from, for the message when one is empty.
         """
-        ids = [
-            encoding.ids[: length - 2] for encoding in self.core.encode_batch_fast([clean(t) for t in texts])
-        ]
-        for i, one in enumerate(ids):
-            if not one and not texts[i].strip():
-                raise ValueError(f"empty caption in {rows[i] if rows else f'text {i}'}: {texts[i]!r}")
-        longest = max(map(len, ids)) + 2
+        for i, text in enumerate(texts):
+            if not text.strip():
+                raise ValueError(f"empty caption in {rows[i] if rows else f'text {i}'}: {text!r}")
+        ids = [self.shortened(one, length) for one in self.ids(texts)]
+        longest = max(map(len, ids))
         width = next((bucket for bucket in BUCKETS if longest <= bucket < length), length)
-        tokens_BL = torch.zeros(len(ids), width, dtype=torch.long)
-        for row_L, one in zip(tokens_BL, ids, strict=True):
-            row_L[: len(one) + 2] = torch.tensor([self.start_id, *one, self.end_id])
-        return tokens_BL
+        padded = np.full((len(ids), width), self.pad_id, np.int64)
+        for row_L, one in zip(padded, ids, strict=True):
+            row_L[: len(one)] = one
+        return torch.from_numpy(padded)
+
+
+class Marked(Tokenizer):
+    """One that adds its own marks and cleans by its own rules, as those of BERT and its kin do."""
+
+    def __init__(self, core: tokenizers.Tokenizer, pad_id: int):
+        core.no_padding()
+        core.no_truncation()
+        self.core, self.pad_id = core, pad_id
+
+    @classmethod
+    def load_for(cls, path: Path, pad_id: int) -> "Marked":
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)), pad_id)
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{path} is not a tokenizer: {error}") from None
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        return [one.ids for one in self.core.encode_batch_fast(list(texts))]
+
+    def shortened(self, ids: list[int], length: int) -> list[int]:
+        return ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]
 
 
 def make(kind: str, captions: Iterable[str], vocab: int) -> Tokenizer:
@@ -137,15 +195,6 @@ def clean(text: str) -> str:
 
         text = html.unescape(html.unescape(ftfy.fix_text(text)))
     return " ".join(text.split()).lower()  # Python's rules: Rust's differ on a final sigma
-
-
-def _without_marks(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same vocabulary where a caption that spells out "<|endoftext|>" cannot end itself."""
-    import json
-
-    state = json.loads(core.to_str())
-    state["added_tokens"] = []
-    return tokenizers.Tokenizer.from_str(json.dumps(state))
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:

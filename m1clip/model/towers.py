@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from m1clip import devices
-from m1clip.config import TextConfig, VisionConfig
 from m1clip.model.noise import dropout, some_of
+from m1clip.shapes import TextConfig, VisionConfig
 
 
 class QuickGELU(nn.Module):
@@ -41,11 +41,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, width: int, activation: str):
+    def __init__(self, width: int, inside: int, activation: str):
         super().__init__()
-        self.wide = nn.Linear(width, 4 * width)
+        self.wide = nn.Linear(width, inside)
         self.activation = ACTIVATIONS[activation]()
-        self.narrow = nn.Linear(4 * width, width)
+        self.narrow = nn.Linear(inside, width)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         y_BLD: Tensor = self.narrow(self.activation(self.wide(x_BLD)))
@@ -55,12 +55,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm: the residual stream itself is never normalised, so deep towers train."""
 
-    def __init__(self, width: int, heads: int, causal: bool, activation: str, salt: int):
+    def __init__(self, width: int, heads: int, inside: int, causal: bool, activation: str, salt: int):
         super().__init__()
         self.ln_1 = nn.LayerNorm(width)
         self.attn = Attention(width, heads, causal)
         self.ln_2 = nn.LayerNorm(width)
-        self.mlp = MLP(width, activation)
+        self.mlp = MLP(width, inside, activation)
         self.salt = salt
 
     def forward(self, x_BLD: Tensor, part: float, key_B: Tensor | None) -> Tensor:
@@ -73,10 +73,17 @@ class Tower(nn.Module):
 
     def __init__(self, config: VisionConfig | TextConfig, causal: bool, activation: str, salt: int):
         super().__init__()
-        shape = (config.width, config.heads, causal, activation)
+        shape = (config.width, config.heads, config.mlp or 4 * config.width, causal, activation)
         self.blocks = nn.ModuleList(Block(*shape, salt=salt + 2 * i) for i in range(config.depth))
         self.ln_post = nn.LayerNorm(config.width)
         self.dropout, self.recompute = 0.0, False
+
+    def below_top(self, name: str) -> int:
+        """How many layers stand between a weight and the output: 0 for what comes after the last of them."""
+        first, _, rest = name.partition(".")
+        if first == "ln_post":
+            return 0
+        return len(self.blocks) - (int(rest.split(".")[0]) if first == "blocks" else -1)
 
     def through(self, x_BLD: Tensor, key_B: Tensor | None) -> Tensor:
         for block in self.blocks:

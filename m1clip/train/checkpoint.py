@@ -21,7 +21,9 @@ from safetensors.torch import load_file
 
 from m1clip import config as configs
 from m1clip.config import TrainConfig
-from m1clip.model.clip import read_weights, write_tensors
+from m1clip.model.adapters import ordinary_weights
+from m1clip.model.archive import write_tensors
+from m1clip.model.clip import read_weights
 from m1clip.run import Run, replacing_folder
 from m1clip.train.learner import Learner
 
@@ -52,7 +54,7 @@ def save(run: Run, learner: Learner, progress: Progress, keep: int) -> Path:
     if not all(weight.isfinite().all() for weight in learner.weights.values()):
         raise FloatingPointError(f"the weights are not finite at step {progress.step}; {last_good(run)}")
     tensors = learner.tensors()
-    need = sum(t.nbytes for t in (*tensors.values(), *learner.weights.values()))
+    need = sum(t.nbytes for t in (*tensors.values(), *learner.model.parameters()))
     if shutil.disk_usage(run.path).free < need:  # sooner known than by filling the rest of the disk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run.path))
     path = path_of(run, progress.step)
@@ -130,7 +132,7 @@ def load(path: Path, learner: Learner) -> Progress:
     """Put a whole checkpoint's tensors in place; where the run stood."""
     progress = position(path)
     try:
-        weights = read_weights(path / "model.safetensors", learner.model)
+        weights = read_weights(path / "model.safetensors", ordinary_weights(learner.model))
         learner.load(weights, load_file(path / "training.safetensors"))
     except (ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"cannot go on from {path}: {error}") from error

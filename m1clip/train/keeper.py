@@ -5,10 +5,12 @@ import time
 from collections.abc import Callable
 
 from m1clip.evals.retrieval import Retrieval
+from m1clip.model.clip import load
 from m1clip.run import Run
 from m1clip.train import checkpoint
 from m1clip.train.checkpoint import Progress
 from m1clip.train.learner import Learner
+from m1clip.train.recipes import between
 
 RETRY_S = 15.0
 PATIENCE_S = {"stopping": 10.0, "finishing": 1800.0}
@@ -93,7 +95,9 @@ class Keeper:
             return
         self._restore_best()
         with self.learner.averaged() as model:
-            if error := self._insist(lambda: model.save(self.run.model), patience_s):
+            if self.config.wise_ft < 1:
+                model = between(model, load(self.run.path / "start"), self.config.wise_ft)
+            if error := self._insist(lambda: model.save(self.run.model, self.config.apart), patience_s):
                 raise error
 
     def _restore_best(self) -> None:

@@ -15,6 +15,7 @@ from m1clip import devices
 from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch
 from m1clip.devices import Plan
+from m1clip.model.adapters import is_adapted
 from m1clip.model.clip import CLIP
 from m1clip.train.optim import make_optimizers
 
@@ -30,7 +31,8 @@ class Learner:
         self.model, self.config = model.place(*self.plan.places), config
         self.chunk = config.batch
         self.optimizers = make_optimizers(model, config)
-        self.weights = dict(model.named_parameters())
+        self.weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
+        self.adapted = is_adapted(model)
         self.mean = {name: w.detach().clone() for name, w in self.weights.items()} if config.ema else None
         self.updates = torch.zeros((), device=self.device)  # on the device, as skipping is decided there
         half = self.plan.precision == "fp16"
@@ -139,8 +141,10 @@ class Learner:
             for optimizer in self.optimizers
             for key, value in optimizer.state.get(weight, {}).items()
         }
-        if self.mean is not None:
+        if self.mean is not None or self.adapted:  # the model of a checkpoint is averaged, or merged
             kept |= {f"{name}/weight": weight.detach() for name, weight in self.weights.items()}
+        if self.mean is not None and self.adapted:
+            kept |= {f"{name}/mean": mean for name, mean in self.mean.items()}
         kept = {key: value.cpu().contiguous() for key, value in kept.items()}
         scale = {"loss_scale": self.loss_scale.cpu()} if self.plan.precision == "fp16" else {}
         return {"random_state": torch.get_rng_state(), "updates": self.updates.cpu(), **scale, **kept}
@@ -154,7 +158,8 @@ class Learner:
         for key, value in tensors.items():
             name, _, what = key.rpartition("/")
             state[name][what] = value
-        self.model.load_state_dict(weights)
+        if not self.adapted:  # its weights stand still, as they are
+            self.model.load_state_dict(weights)
         if self.mean is not None:
             self.mean = {name: weight.detach().clone() for name, weight in self.weights.items()}
         owner = {id(w): o for o in self.optimizers for group in o.param_groups for w in group["params"]}
@@ -162,6 +167,9 @@ class Learner:
             moving = state[name].pop("weight", None)
             if moving is not None:
                 weight.data.copy_(moving)
+            mean = state[name].pop("mean", None)
+            if self.mean is not None and mean is not None:
+                self.mean[name].copy_(mean)
             optimizer = owner[id(weight)]
             optimizer.state[weight] = {key: value.to(weight.device) for key, value in state[name].items()}
         self.updates = updates.to(self.device)

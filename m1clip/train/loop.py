@@ -12,31 +12,36 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from m1clip import __version__, devices, sensors
 from m1clip.config import TrainConfig, to_json
 from m1clip.data.augment import margin
 from m1clip.data.batches import Augment, Batch, Batches, growing
+from m1clip.data.features import Features
 from m1clip.data.sides import Side, Sides, open_sides
 from m1clip.devices import Plan
 from m1clip.evals.difficulty import by_difficulty
-from m1clip.evals.embed import embed_pairs
+from m1clip.evals.embed import embed_captions, embed_pictures
 from m1clip.evals.examples import examples
 from m1clip.evals.health import health
 from m1clip.evals.retrieval import Retrieval, retrieval
-from m1clip.model.clip import CLIP
+from m1clip.model.clip import CLIP, load, read_tokenizer
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.model.tokenizer import make as make_tokenizer
 from m1clip.model.tokenizer import require as require_tokenizer
 from m1clip.run import Run, write_whole
 from m1clip.sensors import readable
-from m1clip.train import checkpoint, memory, place, track
+from m1clip.shapes import VisionConfig
+from m1clip.train import checkpoint, encode, memory, origin, place, recipes, track
 from m1clip.train.checkpoint import Progress
 from m1clip.train.keeper import Keeper
 from m1clip.train.learner import Learner
 from m1clip.train.meter import Meter
 from m1clip.train.optim import rate
+from m1clip.train.origin import Origin
 from m1clip.train.place import Placed
 from m1clip.train.screen import Screen
 from m1clip.train.stop import Stop
@@ -50,6 +55,11 @@ MOST_READ = 200_000
 class Setup:
     """What a configuration comes to on this machine."""
 
+    config: TrainConfig
+    """The same, with the model's shape as what it begins with has it."""
+    origin: Origin
+    why: str
+    """Of the recipe."""
     data: Sides
     tokenizer: Tokenizer
     total: int
@@ -60,6 +70,10 @@ class Setup:
     """Newer checkpoints that cannot be used, and what is wrong with each."""
     before: Plan | None
     """How the run was trained until now."""
+
+    @property
+    def locked(self) -> tuple[str, ...]:
+        return recipes.locked_sides(self.config, self.origin)
 
 
 @dataclass(frozen=True)
@@ -77,10 +91,16 @@ class Result:
         return {**done, "best_step": self.best_step, **scores}
 
 
-def check(config: TrainConfig, runs: Path, resumed: Run | None, screen: Screen) -> Setup:
-    """Everything that can be refused, before the run is written: the data is read, its pictures prepared."""
+def check(config: TrainConfig, runs: Path, resumed: Run | None, screen: Screen, why: str = "") -> Setup:
+    """Everything that can be refused, before the run is written: the data is read, its pictures prepared.
+
+    `why` is the reason for the recipe, where it was chosen.
+    """
     place.wishes_of(config)  # a device that is not there is refused first
     track.require(config.track)
+    config = replace(config, recipe="scratch") if config.recipe == "auto" else config
+    config, found = origin.find(config, resumed)
+    recipes.require_sense(config, found)
     if not resumed:  # which has its own
         require_tokenizer(config.tokenizer)
     require_room(config, runs, resumed)
@@ -88,6 +108,7 @@ def check(config: TrainConfig, runs: Path, resumed: Run | None, screen: Screen) 
     was = began_with(resumed) if resumed else {}
     data = open_sides(config, size, margin(size, config.crop), screen.working, was.get("live", ()))
     pairs = data.train.per_epoch
+    config = settled(config, found, pairs)
     if config.batch > pairs:
         raise ValueError(f"batch {config.batch} is larger than the {pairs} training pairs")
     total = config.steps or config.epochs * (pairs // config.batch)
@@ -102,9 +123,17 @@ def check(config: TrainConfig, runs: Path, resumed: Run | None, screen: Screen) 
         asked = f"--steps {config.steps} are" if config.steps else asked
         raise ValueError(f"{start.parent} is at step {done}; {asked} only {total}")
     before = planned(resumed) if start and resumed else None
-    words = Tokenizer.load(start / "tokenizer.json") if start else None
+    words = read_tokenizer(config.model, start / "tokenizer.json") if start else found.tokenizer
     words = words or make_tokenizer(config.tokenizer, captions(data.train), config.model.text.vocab)
-    return Setup(data, words, total, start, damaged, before)
+    return Setup(config, found, why, data, words, total, start, damaged, before)
+
+
+def settled(config: TrainConfig, found: Origin, pairs: int) -> TrainConfig:
+    """What was left open, so that a resumed run finds it decided; a small set is one batch."""
+    sides = recipes.locked_sides(config, found)
+    lock: Any = config.lock if not sides else "both" if len(sides) == 2 else sides[0]
+    batch = config.batch if config.recipe == "scratch" else min(config.batch, pairs)
+    return replace(config, lock=lock, batch=max(2, batch))
 
 
 def planned(run: Run) -> Plan | None:
@@ -135,14 +164,22 @@ def require_room(config: TrainConfig, runs: Path, resumed: Run | None) -> None:
         )
 
 
-def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result:
+def train(setup: Setup, run: Run, screen: Screen) -> Result:
     """Start the run, or go on from its last whole checkpoint if it has one."""
+    config = setup.config
     torch.manual_seed(config.seed)
-    model = CLIP(config.model, setup.tokenizer)
-    batches, held_out = prepare(config, setup), setup.data.held_out
+    model = origin.begin(config, setup.origin, setup.tokenizer)
+    recipes.prepare(model, config, setup.locked)
+    held_out = Scored(setup.data.held_out)
+    batches = prepare(config, setup)
+    if setup.locked:
+        batches, held_out = encode_once(config, setup, model, batches, screen)
     last = batches.at(setup.total - 1)  # its pictures are the largest
     placed = place.settle(config, model, last, setup.total, setup.before, screen)
     devices.prepare(placed.plan)
+    if setup.origin and not setup.start:
+        recipes.meet(model, setup.origin, batches)
+        model.save(run.path / "start")
     learner = Learner(model, config, replace(placed.plan, compile=False))
     progress = checkpoint.load(setup.start, learner) if setup.start else Progress()
     introduce(run, config, setup, progress, screen)
@@ -151,7 +188,8 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
     meter.recall(row for row in run.records("step") if row["step"] > batches.epoch_start(progress.step))
     divided = divide(learner, progress, last, watch)
     placed = arrange(run, placed, learner, last, screen)
-    screen.start(facts(run, setup, placed, learner, progress, divided), meter.chance, 1 / len(held_out))
+    told = facts(run, setup, placed, learner, progress, divided)
+    screen.start(told, meter.chance, 1 / len(setup.data.held_out))
 
     tracker = track.mirrored(run, config, progress.step, screen.warn)
     with Stop(screen.say) as stop, tracker, screen.training(progress.step, setup.total):
@@ -172,7 +210,7 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
             if epoch or ending:
                 with meter.paused():
                     due = ending or (epoch and epoch % config.eval_every == 0)
-                    scores = evaluate(learner, held_out, watch) if due else None
+                    scores = held_out.evaluate(learner, watch) if due else None
                 if scores:
                     keeper.judge(scores)
             if epoch:
@@ -188,8 +226,10 @@ def train(config: TrainConfig, setup: Setup, run: Run, screen: Screen) -> Result
     if keeper.out_of_patience:
         watch.gave_up()
 
-    if finished and (scores is None or keeper.restored):
-        scores = evaluate(learner, held_out)
+    if finished and config.wise_ft < 1:
+        scores = halfway(run, held_out, learner, progress.step)
+    elif finished and (scores is None or keeper.restored):
+        scores = held_out.evaluate(learner)
     watch.status("finished" if finished else "stopped")
     return Result(finished, progress.step, progress.seconds, scores, progress.best_step)
 
@@ -208,6 +248,8 @@ def introduce(run: Run, config: TrainConfig, setup: Setup, progress: Progress, s
         screen.warn(f"{skipped}; m1clip data check names them")
     counts = {"skipped_rows": len(skipped), "of_rows": skipped.rows}
     run.log("event", progress.step, event="resume" if progress.step else "start", **counts)
+    if setup.why:
+        run.log("event", progress.step, event="recipe", recipe=config.recipe, reason=setup.why)
     best = {"best_by": config.best_by, "best_score": progress.best_score}
     run.status("running", progress.step, total=setup.total, **best)
 
@@ -222,7 +264,7 @@ def prepare(config: TrainConfig, setup: Setup) -> Batches:
         vision.image_size,
         Augment(config.crop, config.flip, config.colour),
         mask_twins=not config.count_twins,
-        sides=growing(config.start_size, vision.image_size, vision.patch),
+        sides=growing(config.start_size, vision) if isinstance(vision, VisionConfig) else (),
         total=setup.total,
     )
 
@@ -263,17 +305,60 @@ def captions(pairs: Side) -> Iterator[str]:
     return (caption for row in rows for caption in islice(pairs.captions(row), 20))
 
 
-def evaluate(learner: Learner, pairs: Side, watch: Watch | None = None) -> Retrieval:
-    """Held-out retrieval of the weights that would be kept."""
-    with learner.averaged() as model:
-        image_NE, text_ME, owner_M = embed_pairs(model, pairs, 4 * learner.chunk)  # no graph is kept
-    scores = retrieval(image_NE, text_ME, owner_M)
-    if watch:
-        first_N = torch.searchsorted(owner_M, torch.arange(len(image_NE)))  # each picture's first caption
-        first_NE, words = text_ME[first_N], [pairs.captions(row)[0] for row in range(len(pairs))]
-        negatives = by_difficulty(image_NE, first_NE, words)
-        watch.scores(scores, {**health(image_NE, first_NE), "negatives": negatives})
-        watch.examples(examples(text_ME, image_NE, owner_M, pairs))
+@dataclass(frozen=True)
+class Scored:
+    """The held-out side: its pairs, and their features where towers are locked."""
+
+    pairs: Side
+    features: Features = Features()
+
+    def evaluate(self, learner: Learner, watch: Watch | None = None) -> Retrieval:
+        """Held-out retrieval of the weights that would be kept."""
+        with learner.averaged() as model:
+            image_NE, text_ME, owner_M = self.embedded(model, 4 * learner.chunk)  # no graph is kept
+        scores = retrieval(image_NE, text_ME, owner_M)
+        if watch:
+            first_N = torch.searchsorted(owner_M, torch.arange(len(image_NE)))  # each picture's first caption
+            first_NE, words = (
+                text_ME[first_N],
+                [self.pairs.captions(row)[0] for row in range(len(self.pairs))],
+            )
+            negatives = by_difficulty(image_NE, first_NE, words)
+            watch.scores(scores, {**health(image_NE, first_NE), "negatives": negatives})
+            watch.examples(examples(text_ME, image_NE, owner_M, self.pairs))
+        return scores
+
+    def embedded(self, model: CLIP, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Pictures, captions, and whose each caption is; from their features where there are any."""
+        known, captions = self.features, [self.pairs.captions(row) for row in range(len(self.pairs))]
+        owner_M = torch.tensor([row for row, some in enumerate(captions) for _ in some])
+        if known.views:
+            image_NE = encode.embed_features(model, "vision", known.views[0])
+        else:
+            image_NE = embed_pictures(model, self.pairs, most)
+        if known.texts is not None:
+            text_ME = encode.embed_features(model, "text", known.of_captions(np.arange(len(owner_M))))
+        else:
+            text_ME = embed_captions(model, [caption for some in captions for caption in some], most)
+        return image_NE, text_ME, owner_M
+
+
+def encode_once(
+    config: TrainConfig, setup: Setup, model: CLIP, batches: Batches, screen: Screen
+) -> tuple[Batches, Scored]:
+    """Both sides through the locked towers, which are then done with."""
+    place.for_encoding(config, model, batches, screen)
+    bars, data = screen.working, setup.data
+    learned = encode.encoded(model, data.train, config, setup.locked, config.views, bars)
+    held_out = encode.encoded(model, data.held_out, config, setup.locked, 1, bars)
+    return replace(batches, features=learned), Scored(data.held_out, held_out)
+
+
+def halfway(run: Run, held_out: Scored, learner: Learner, step: int) -> Retrieval:
+    """The scores of the model that was kept, between the start and what was learned."""
+    kept = load(run.model).place(*learner.model.places)
+    scores = retrieval(*held_out.embedded(kept, 4 * learner.chunk))
+    run.log("event", step, event="wise-ft", part=learner.config.wise_ft, **scores.record())
     return scores
 
 
@@ -281,15 +366,24 @@ def facts(
     run: Run, setup: Setup, placed: Placed, learner: Learner, progress: Progress, divided: str
 ) -> dict[str, str]:
     """What a person wants to know before it starts."""
-    millions = sum(weight.numel() for weight in learner.weights.values()) / 1e6
     vision, config, data = learner.model.config.vision, learner.config, setup.data
+    millions, learning = (
+        sum(weight.numel() for weight in some) / 1e6
+        for some in (learner.model.parameters(), learner.weights.values())
+    )
+    part = f", {learning:.2f} M of them learn" if learning < millions else ""
     at = f"step {progress.step:,} of " if progress.step else ""
     chunks = "" if learner.chunk >= config.batch else f", {learner.chunk:,} at once"
     return {
         "run": f"{run.path}, {at}{setup.total:,} steps",
         "device": f"{placed.plan}: {placed.why}; {placed.plan.threads or devices.THREADS} CPU threads",
         **({"checked": placed.parity} if placed.parity else {}),
-        "model": f"{millions:.2f} M parameters, pictures of {vision.image_size} px",
+        **(
+            {"recipe": f"{config.recipe}: {setup.why}" if setup.why else config.recipe}
+            if setup.origin
+            else {}
+        ),
+        "model": f"{millions:.2f} M parameters{part}; pictures of {vision.image_size} px",
         "data": f"{config.data}: {len(data.train):,} pictures to learn from, {len(data.held_out):,} held out",
         **data.facts,
         "captions": reading(setup.tokenizer, data.train, config.model.text.length),

@@ -73,7 +73,8 @@ class Meter:
 
     def add(self, step: int, lr: float, stats: Tensor, batch: Batch, chunk: int) -> None:
         """Keep a step's figures where they are: reading a GPU's would make it wait."""
-        rows, side = batch.rows.tolist(), batch.bytes_BSSC.shape[1]
+        rows, pictures = batch.rows.tolist(), batch.bytes_BSSC
+        side = pictures.shape[1] if pictures.ndim == 4 else 0  # none is seen where the tower is locked
         timing = (self.exact, self.stamps, self.between_s, time.time())
         self.unread.append(Unread(step, lr, stats, rows, side, chunk, *timing))
         self.ended_at = time.perf_counter()

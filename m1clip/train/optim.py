@@ -16,9 +16,12 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
     embeddings = {id(w) for m in model.modules() if isinstance(m, nn.Embedding) for w in m.parameters()}
     groups: dict[tuple[bool, bool, float], list[nn.Parameter]] = defaultdict(list)
     for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            continue
         matrix = weight.ndim >= 2 and id(weight) not in embeddings and not name.endswith("position")
         turned = config.optimizer == "muon" and matrix and ".blocks." in name
         scale = config.layer_decay ** below_the_top(name, model)
+        scale *= config.tower_rate if name.startswith(("vision.", "text.")) else 1.0
         groups[turned, matrix, scale].append(weight)
     rest, turned_groups = (
         [
@@ -38,11 +41,10 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
 
 def below_the_top(name: str, model: nn.Module) -> int:
     """How many layers stand between a weight and its tower's output: 0 for what comes after the blocks."""
-    tower, *rest = name.split(".")
-    if tower not in ("vision", "text") or rest[0] == "ln_post":
+    tower, _, rest = name.partition(".")
+    if tower not in ("vision", "text"):
         return 0
-    depth = len(model.get_submodule(f"{tower}.blocks"))  # type: ignore[arg-type]
-    return depth - int(rest[1]) if rest[0] == "blocks" else depth + 1
+    return int(model.get_submodule(tower).below_top(rest))  # type: ignore[operator]
 
 
 class Muon(torch.optim.Muon):

@@ -22,7 +22,7 @@ from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.pictures import square
 from m1clip.train.learner import Learner
-from m1clip.train.step import train_step
+from m1clip.train.step import of_captions, of_pictures, train_step
 
 # How far apart two tensors may be, as a part of the length of the CPU's: forward and loss, gradients.
 # Rounding alone makes about 1e-6 in fp32; TF32, which CUDA uses in convolutions, 1e-3.
@@ -82,9 +82,9 @@ def everything(model: CLIP, few: Batch, many: Batch, plan: Plan, config: TrainCo
     here = many.to(vision, text)
     with torch.no_grad():  # shapes as in a run: some faults show only beyond a few rows
         with devices.autocast(vision, plan.precision):
-            image_BE = model.embed_pixels(model.normalise(here.bytes_BSSC))
+            image_BE = of_pictures(model, here.bytes_BSSC)
         with devices.autocast(text, plan.precision):
-            text_BE = model.embed_tokens(here.tokens_BL)
+            text_BE = of_captions(model, here.tokens_BL)
     seen[f"what {len(many)} pictures are embedded as", "of"] = image_BE.float().cpu()
     seen[f"what {len(many)} captions are embedded as", "of"] = text_BE.float().cpu()
     return seen
@@ -130,9 +130,9 @@ def run(model: CLIP, batch: Batch, plan: Plan) -> Seen:
     with watched(model) as seen:
         vision, text = plan.places
         with devices.autocast(vision, plan.precision):
-            image_BE = model.embed_pixels(model.normalise(here.bytes_BSSC)).float()
+            image_BE = of_pictures(model, here.bytes_BSSC).float()
         with devices.autocast(text, plan.precision):
-            text_BE = model.embed_tokens(here.tokens_BL).float()
+            text_BE = of_captions(model, here.tokens_BL).float()
         loss = losses.LOSSES[model.config.loss](model.logits(image_BE, text_BE.to(vision)))
         seen["the loss", "of"] = loss.detach().cpu()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ from typing import Any
 from m1clip import advisor, devices, measurements, sensors
 from m1clip.advisor import Wishes
 from m1clip.config import TrainConfig
-from m1clip.data.batches import Batch
+from m1clip.data.batches import Batch, Batches
 from m1clip.devices import Plan
 from m1clip.estimates import Work, identity
 from m1clip.measurements import Measurements
@@ -22,6 +22,7 @@ from m1clip.train.screen import Screen
 from m1clip.train.step import embed_captions, embed_pictures
 from m1clip.train.timing import Timing
 
+TRIED = 8  # pairs by which a device is compared with the CPU before it encodes
 MOMENT_S = 1.0
 """Given to each plan where nothing was measured before."""
 
@@ -40,8 +41,20 @@ def settle(
     config: TrainConfig, model: CLIP, batch: Batch, steps: int, before: Plan | None, screen: Screen
 ) -> Placed:
     """The plan of a run. The model ends where it says."""
+    if batch.bytes_BSSC.ndim == 2 and batch.tokens_BL.is_floating_point() and before is None:
+        before = Plan(str(model.places[0]), threads=config.threads)
+        return Placed(before, "the heads learn where their features were encoded")
     placed = keep(before, config) if before else decide(config, batch, steps, screen)
     return placed if config.trust_device else trusted(placed, model, batch, screen, config)
+
+
+def for_encoding(config: TrainConfig, model: CLIP, batches: Batches, screen: Screen) -> None:
+    """Put the model where its locked towers will encode."""
+    asked = devices.choose("auto")[0].type if config.device == "auto" else config.device
+    placed = Placed(Plan(asked), "")
+    if not config.trust_device:
+        placed = trusted(placed, model, batches.at(0).split(TRIED)[0], screen, config)
+    model.place(*placed.plan.places)
 
 
 def trusted(

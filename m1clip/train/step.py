@@ -11,6 +11,7 @@ from torch import Tensor
 
 from m1clip import devices, losses
 from m1clip.data.batches import Batch
+from m1clip.model.clip import CLIP
 from m1clip.train.learner import Learner
 
 # What a step reports, in this order, as one tensor that stays on the device until somebody reads it.
@@ -74,13 +75,24 @@ def take_back(learner: Learner, embed: Embed, chunks: list[Batch], made_BE: Tens
 
 
 def embed_pictures(learner: Learner, batch: Batch) -> Tensor:
-    model, device = learner.model, batch.bytes_BSSC.device
+    device = batch.bytes_BSSC.device
     with devices.autocast(device, learner.plan.precision):
-        key_B = devices.copy(batch.key_B, device)
-        return model.embed_pixels(model.normalise(batch.bytes_BSSC), key_B).float()
+        return of_pictures(learner.model, batch.bytes_BSSC, devices.copy(batch.key_B, device)).float()
 
 
 def embed_captions(learner: Learner, batch: Batch) -> Tensor:
     device = batch.tokens_BL.device
     with devices.autocast(device, learner.plan.precision):
-        return learner.model.embed_tokens(batch.tokens_BL, devices.copy(batch.key_B, device)).float()
+        return of_captions(learner.model, batch.tokens_BL, devices.copy(batch.key_B, device)).float()
+
+
+def of_pictures(model: CLIP, x: Tensor, key_B: Tensor | None = None) -> Tensor:
+    """Unit vectors of bytes (B, S, S, C), or of the features (B, D) that a locked tower made of them."""
+    if x.ndim == 2:
+        return model.embed_features("vision", x, key_B)
+    return model.embed_pixels(model.normalise(x), key_B)
+
+
+def of_captions(model: CLIP, x: Tensor, key_B: Tensor | None = None) -> Tensor:
+    """Unit vectors of token ids (B, L), or of features (B, D)."""
+    return model.embed_features("text", x, key_B) if x.is_floating_point() else model.embed_tokens(x, key_B)

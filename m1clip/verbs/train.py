@@ -3,24 +3,26 @@
 import itertools
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from m1clip import run as runs
-from m1clip.config import PRESETS, TrainConfig, from_json, preset
+from m1clip.config import PRESETS, RECIPES, DataConfig, TrainConfig, from_json, preset, recipe_defaults
 from m1clip.verbs import flags, tables
 from m1clip.words import clock
 
 if TYPE_CHECKING:  # it brings torch
     from m1clip.train.loop import Result
+    from m1clip.train.screen import Screen
 
 # What the order of the data, the weights and the optimiser's memory depend on.
 FIXED = (
     *("model", "data", "held_out", "image_column", "caption_column", "prompt", "allow", "seed", "batch"),
-    *("crop", "flip", "colour", "tokenizer", "optimizer", "ema", "best_by"),
+    *("crop", "flip", "colour", "tokenizer", "optimizer", "ema", "best_by", "recipe", "init", "vision"),
+    *("vision_weights", "text", "lock", "views", "rank", "adapt"),
 )
 COMPATIBLE = {("--fresh", "--config"), ("--fresh", "--preset")}
 
@@ -35,6 +37,8 @@ class Args:
     m1clip train --background                       the terminal may close; m1clip stop ends it
     m1clip train --batch 1024 --chunk 32            a large batch in little memory
     m1clip train --config runs/mine/config.json     the same run again
+    m1clip train --data photos.csv --init ViT-B-32.pt                      a known CLIP learns your pictures
+    m1clip train --data photos.csv --vision timm:NAME --text hf:NAME       two encoders learn to meet
     """
 
     training: Annotated[TrainConfig, tyro.conf.arg(name="")]
@@ -79,7 +83,12 @@ def defaults(words: list[str]) -> TrainConfig:
         return from_json(TrainConfig, run.path / "config.json")
     if path := value_of("--config", words):
         return from_json(TrainConfig, Path(path))
-    return preset(value_of("--preset", words) or "nano")
+    base = preset(value_of("--preset", words) or "nano")
+    named = {key: value_of(f"--{key}", words) or "" for key in ("init", "vision", "text")}
+    recipe: Any = value_of("--recipe", words) or "auto"
+    if not any(named.values()) or recipe not in RECIPES:
+        return base
+    return recipe_defaults(replace(base, vision=named["vision"], text=named["text"]), recipe)
 
 
 def given(flag: str, words: list[str]) -> bool:
@@ -98,11 +107,10 @@ def value_of(flag: str, words: list[str]) -> str | None:
 
 
 def main(args: Args) -> int:
-    config = args.training
     old = runs.open_run(args.runs, args.name) if args.resume else None
     if old is None:
         path = runs.new_path(
-            args.runs, args.name, config.preset, args.fresh
+            args.runs, args.name, args.training.preset, args.fresh
         )  # refused at once, if it will be
     if args.background:
         return in_background(args, old.path if old else path)
@@ -112,13 +120,45 @@ def main(args: Args) -> int:
         with tables.loading():
             from m1clip.train import loop  # only now: torch takes seconds to import
             from m1clip.train.screen import Screen
-        screen = Screen()
-        setup = loop.check(config, args.runs, old, screen)
-        run = old or runs.create(args.runs, args.name, config.preset, args.fresh)
+        screen, why = Screen(), ""
+        if old is None and args.training.recipe == "auto":
+            args, why = decided(args, screen)
+        setup = loop.check(args.training, args.runs, old, screen, why)
+        run = old or runs.create(args.runs, args.name, args.training.preset, args.fresh)
         if old is None:
             held.enter_context(run.owned())
-        result = loop.train(config, setup, run, screen)
-    return tell(args, run, result)
+        result = loop.train(setup, run, screen)
+    code = tell(args, run, result)
+    if result.finished and setup.config.recipe == "locked" and setup.config.unfreeze:
+        return main(second(args, setup.config, run))
+    return code
+
+
+def decided(args: Args, screen: "Screen") -> tuple[Args, str]:
+    """The same command with its recipe named, and so with that recipe's defaults."""
+    from m1clip.train import recipes
+
+    if not args.training.has_start:
+        return replace(args, training=replace(args.training, recipe="scratch")), ""
+    recipe, why = recipes.choose(args.training, screen)
+    if given("--config", list(args.words)):
+        return replace(args, training=replace(args.training, recipe=recipe)), why
+    return parse("m1clip train", [*args.words, "--recipe", recipe]), why
+
+
+def second(args: Args, config: TrainConfig, run: runs.Run) -> Args:
+    """After the heads: a run of its own, in which the last layers of the towers learn with them."""
+    data = {field.name: getattr(config, field.name) for field in fields(DataConfig)}
+    kept = {
+        key: getattr(config, key)
+        for key in ("device", "precision", "compile", "threads", "track", "unfreeze")
+    }
+    tuned = recipe_defaults(replace(preset(config.preset), **data, **kept), "full")
+    made = replace(tuned, init=str(run.model), tower_rate=0.1, layer_decay=1.0)
+    name = f"{run.path.name}-unfrozen"
+    begun = runs.is_run(run.path.parent / name)
+    print(f"\nnow the last {config.unfreeze} layers of each tower learn too, in {run.path.parent / name}\n")
+    return Args(made, name=name, runs=run.path.parent, resume=begun, json=args.json)
 
 
 def in_background(args: Args, path: Path) -> int:

@@ -1,0 +1,50 @@
+"""From a tower's features to the space where both meet. CLIP's own is one matrix; these learn from few pairs.
+
+Shapes: B items, D features, E embedding, N samples.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from m1clip.model.noise import dropout_of_rows
+
+
+class Head(nn.Module):
+    """Standardised features through a matrix; with `inside`, a small network beside it, zero at first."""
+
+    mean: Tensor
+    spread: Tensor
+
+    def __init__(self, width: int, embed: int, inside: int, salt: int):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("spread", torch.ones(width))
+        self.linear = nn.Linear(width, embed)
+        self.wide = nn.Linear(width, inside) if inside else None
+        self.narrow = nn.Linear(inside, embed) if inside else None
+        self.salt, self.dropout = salt, 0.0
+
+    def forward(self, x_BD: Tensor, key_B: Tensor | None = None) -> Tensor:
+        x_BD = dropout_of_rows((x_BD - self.mean) / self.spread, self.dropout, key_B, self.salt)
+        y_BE: Tensor = self.linear(x_BD)
+        if self.wide is not None and self.narrow is not None:
+            hidden_BH = dropout_of_rows(F.gelu(self.wide(x_BD)), self.dropout, key_B, self.salt + 1)
+            y_BE = y_BE + self.narrow(hidden_BH)
+        return y_BE
+
+    def initialise(self) -> None:
+        nn.init.normal_(self.linear.weight, std=self.linear.in_features**-0.5)
+        nn.init.zeros_(self.linear.bias)
+        if self.wide is not None and self.narrow is not None:
+            nn.init.normal_(self.wide.weight, std=self.wide.in_features**-0.5)
+            nn.init.zeros_(self.wide.bias)
+            nn.init.zeros_(self.narrow.weight)
+            nn.init.zeros_(self.narrow.bias)
+
+    @torch.no_grad()
+    def standardise(self, x_ND: Tensor) -> None:
+        """Take the features' mean and spread for 0 and 1."""
+        spread_D, mean_D = torch.std_mean(x_ND.float(), dim=0)
+        self.mean.copy_(mean_D)
+        self.spread.copy_(spread_D.clamp(min=1e-3 * float(spread_D.mean())))
