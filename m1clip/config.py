@@ -82,6 +82,8 @@ class StartConfig:
     """A file with the weights of --vision; by default they are fetched from the hub. none begins without."""
     text: str = ""
     """A pretrained text tower: hf:FOLDER or hf:NAME, BERT or its kin (needs m1clip[hf])."""
+    features: Literal["all", "last"] = "all"
+    """What the heads get of --vision and --text: the means of all their layers, or the last alone."""
     budget: str = ""
     """The time you have, such as 90s, 10m or 2h: --recipe auto chooses by it."""
     lock: Literal["auto", "both", "vision", "text"] = "auto"
@@ -286,12 +288,20 @@ def _value(kind: Any, value: Any, where: str) -> Any:
     if get_origin(kind) in (Union, UnionType):  # of plain types, and of words that stand for a choice
         if value is None and type(None) in get_args(kind):
             return None
+        kinds = [one for one in get_args(kind) if is_dataclass(one)]
+        if kinds:  # of several, the one that has these keys
+            keys = set(value) if isinstance(value, dict) else set()
+            fits = [one for one in kinds if keys <= get_type_hints(one).keys()]
+            return _value((fits or kinds)[0], value, where)
         words = [word for one in get_args(kind) if get_origin(one) is Literal for word in get_args(one)]
         plain = next(one for one in get_args(kind) if get_origin(one) is not Literal)
         if words and type(value) is not plain:
             require(value in words, f"{where} must be {', '.join(words)} or {plain.__name__}, not {value!r}")
             return value
         return _value(plain, value, where)
+    if get_origin(kind) is dict:
+        require(isinstance(value, dict), f"{where} must be an object, not {value!r}")
+        return value
     if get_origin(kind) is tuple:
         want = get_args(kind)
         if want[-1] is ...:  # any number of them
@@ -316,7 +326,7 @@ def recipe_defaults(config: TrainConfig, recipe: Recipe) -> TrainConfig:
     made = replace(config, **RECIPES.get(recipe, {}), recipe=recipe)
     if not config.vision and not config.text:
         return made
-    return replace(made, model=replace(made.model, embed=512, head="mlp"))
+    return replace(made, model=replace(made.model, embed=256, head="mlp"))
 
 
 Shape = tuple[int, int, int, int, int]
@@ -388,7 +398,7 @@ PRESETS: dict[str, TrainConfig] = {
 
 _TUNED: dict[str, Any] = {"optimizer": "adamw", "warmup": 0.1, "crop": 0.5, "flip": True, "save_epochs": 0}
 RECIPES: dict[str, dict[str, Any]] = {
-    "locked": {**_TUNED, "batch": 1024, "lr": 2e-3, "epochs": 60, "dropout": 0.5, "eval_every": 10},
-    "lora": {**_TUNED, "batch": 64, "lr": 5e-4, "epochs": 4, "weight_decay": 0.0},
-    "full": {**_TUNED, "batch": 64, "lr": 2e-4, "epochs": 4, "layer_decay": 0.8, "patience": 2},
+    "locked": {**_TUNED, "batch": 1024, "lr": 3e-3, "epochs": 40, "dropout": 0.5, "eval_every": 20},
+    "lora": {**_TUNED, "batch": 64, "lr": 1e-3, "epochs": 3, "weight_decay": 0.0},
+    "full": {**_TUNED, "batch": 64, "lr": 3e-4, "epochs": 3, "layer_decay": 0.8, "patience": 2},
 }

@@ -98,6 +98,8 @@ class TimmConfig:
     """Features of a picture."""
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    stages: tuple[str, ...] = ()
+    """Its parts whose mean outputs are features too, beside what it gives at the end."""
 
     def __post_init__(self) -> None:
         for key in ("image_size", "width"):
@@ -116,8 +118,9 @@ class HFConfig:
     """Longest caption in tokens, marks included; longer ones are cut."""
     width: int
     """Features of a caption."""
-    pool: Literal["mean", "first"] = "mean"
-    """What stands for the caption: the mean of its tokens, or the first of them."""
+    pool: Literal["mean", "first", "all"] = "mean"
+    """What stands for the caption: the mean of its tokens; the first of them; or the means of every layer,
+    with the first and the largest of the last."""
 
     def __post_init__(self) -> None:
         require("model_type" in self.hf, "the encoder's own configuration has no model_type")
@@ -136,7 +139,7 @@ class ModelConfig:
     """softmax is CLIP's loss, sigmoid is SigLIP's (adds a learned bias)."""
     head: Literal["matrix", "linear", "mlp"] = "matrix"
     """How features become embeddings: CLIP's matrix; standardised, with a bias; or with a small MLP too."""
-    inside: int = 1024
+    inside: int = 512
     """Features inside the small MLP."""
 
     def __post_init__(self) -> None:

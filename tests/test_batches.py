@@ -11,6 +11,7 @@ from m1clip.data.sides import Part, Side, Stored
 from m1clip.data.synthetic import Synthetic
 from m1clip.data.workers import decode_rows
 from m1clip.model.tokenizer import Tokenizer
+from m1clip.shapes import VisionConfig
 
 ALL = Augment(crop=0.5, flip=True, colour=0.3)
 
@@ -207,8 +208,9 @@ def test_a_batch_in_parts_is_the_batch(batches):
 
 
 def test_pictures_grow_in_equal_shares_of_the_run(batches):
-    assert growing(32, 64, 16) == (32, 48, 64)
-    assert growing(0, 64, 16) == ()
+    vision = VisionConfig(64, 16, 32, 1, 1)
+    assert growing(32, vision) == (32, 48, 64)
+    assert growing(0, vision) == ()
     growing_up = replace(batches, sides=(16, 32), total=10)
     assert [growing_up.at(step).bytes_BSSC.shape[1] for step in range(10)] == [16] * 5 + [32] * 5
     assert torch.equal(growing_up.at(7).bytes_BSSC, batches.at(7).bytes_BSSC)

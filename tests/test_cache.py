@@ -18,7 +18,7 @@ from m1clip.data.workers import decode_rows
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "PART", 8)
+    monkeypatch.setattr("m1clip.data.store.PART", 8)
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def test_a_store_that_is_not_whole_is_completed(damage):
 
 BUILD = """
 import sys, time
-from m1clip.data import cache
+from m1clip.data import cache, store
 from m1clip.data.synthetic import Synthetic
-cache.PART = 8
+store.PART = 8
 
 class Slow(Synthetic):
     def image(self, index, least=0):
@@ -104,7 +104,7 @@ def test_a_build_that_is_killed_goes_on_where_it_was():
     child.send_signal(signal.SIGKILL)
     child.wait()
     store = Store(Synthetic(200), 16)
-    assert 5 <= len(store._entries()) < 25
+    assert 5 <= len(store.entries()) < 25
     kept = store.bytes.stat().st_size
     heard = []
     store = stored(Synthetic(200), 16, 1, 1, heard.append)

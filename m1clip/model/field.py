@@ -6,7 +6,8 @@ function of its batch, however that is divided or resumed.
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import pairwise
@@ -22,6 +23,7 @@ from m1clip.model.fit import require_fit
 from m1clip.model.tokenizer import Marked
 from m1clip.shapes import HFConfig, TimmConfig
 
+STAGES = 5  # of a picture tower whose means are features
 LONGEST = 128
 """Tokens of a caption that are read at most; the encoder itself may read fewer."""
 
@@ -43,14 +45,14 @@ class Borrowed(nn.Module):
         return self
 
     def below_top(self, name: str) -> int:
-        """How many layers stand between a weight and the output: 0 for what comes after the last of them."""
+        """How many layers stand between a weight and the output, its own included."""
         return self._below[name]
 
     @cached_property
     def _below(self) -> dict[str, int]:
         layer = {name: self.layer_of(name.removeprefix("net.")) for name, _ in self.named_parameters()}
         top = max(layer.values(), default=0)
-        return {name: top - number for name, number in layer.items()}
+        return {name: 1 + top - number for name, number in layer.items()}
 
     def layer_of(self, name: str) -> int:
         raise NotImplementedError
@@ -66,8 +68,7 @@ class TimmVision(Borrowed):
         self.train()
 
     def forward(self, pixels_BCSS: Tensor, key_B: Tensor | None = None) -> Tensor:
-        y_BD: Tensor = self.net(devices.picture_layout(pixels_BCSS))
-        return y_BD
+        return picture_features(self.net, self.config.stages, pixels_BCSS)
 
     @cached_property
     def _groups(self) -> dict[str, int]:
@@ -92,11 +93,19 @@ class HFText(Borrowed):
 
     def forward(self, tokens_BL: Tensor, key_B: Tensor | None = None) -> Tensor:
         seen_BL = tokens_BL != self.pad_id
-        x_BLD: Tensor = self.net(input_ids=tokens_BL, attention_mask=seen_BL.long()).last_hidden_state
+        every = self.config.pool == "all"
+        made = self.net(input_ids=tokens_BL, attention_mask=seen_BL.long(), output_hidden_states=every)
+        x_BLD: Tensor = made.last_hidden_state
         if self.config.pool == "first":
             return x_BLD[:, 0]
-        weight_BL1 = seen_BL[:, :, None].to(x_BLD.dtype)
-        return (x_BLD * weight_BL1).sum(1) / weight_BL1.sum(1)
+        seen_BL1 = seen_BL[:, :, None]
+        count_B1 = seen_BL1.sum(1).to(x_BLD.dtype)
+        layers = made.hidden_states if every else (x_BLD,)
+        means = [(layer_BLD * seen_BL1).sum(1) / count_B1 for layer_BLD in layers]
+        if not every:
+            return means[0]
+        largest_BD = x_BLD.masked_fill(~seen_BL1, -torch.inf).amax(1)
+        return torch.cat([*means, x_BLD[:, 0], largest_BD], dim=1)
 
     @cached_property
     def _list(self) -> str:
@@ -109,6 +118,38 @@ class HFText(Borrowed):
         if inside and not before:
             return 1 + int(rest.split(".")[0])
         return 0  # tables of tokens and positions
+
+
+def picture_features(net: Any, stages: Sequence[str], pixels_BCSS: Tensor) -> Tensor:
+    """What the net gives at its end and, beside it, the mean output of some of its stages."""
+    seen: list[Tensor] = []
+
+    def see(part: nn.Module, inputs: Any, output: Tensor) -> None:
+        seen.append(mean_of(output, getattr(net, "output_fmt", "NCHW")))
+
+    hooks = [net.get_submodule(name).register_forward_hook(see) for name in stages]
+    try:
+        last_BD: Tensor = net(devices.picture_layout(pixels_BCSS))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.cat([last_BD, *seen], dim=1) if seen else last_BD
+
+
+def mean_of(x: Tensor, form: str) -> Tensor:
+    """Over places: of maps with channels first or last, or of tokens."""
+    if x.ndim == 3:
+        return x.mean(1)
+    return x.mean((1, 2) if form == "NHWC" else (2, 3))
+
+
+def stages_of(net: Any) -> tuple[str, ...]:
+    """Names of the last stages or blocks, in order; none where the net is not built of such."""
+    for name in ("blocks", "stages", "layers"):
+        parts = getattr(net, name, None)
+        if isinstance(parts, nn.Sequential | nn.ModuleList) and len(parts) > 1:
+            return tuple(f"{name}.{child}" for child, _ in parts.named_children())[-STAGES:]
+    return tuple(name for name in ("layer1", "layer2", "layer3", "layer4") if hasattr(net, name))
 
 
 def timm_net(name: str, **options: Any) -> Any:
@@ -138,8 +179,11 @@ def hf_net(config: Mapping[str, Any]) -> Any:
         raise ValueError(f"transformers cannot make a {config.get('model_type')} encoder: {error}") from None
 
 
-def open_vision(spec: str, weights: str) -> TimmVision:
-    """What `--vision timm:NAME` means, with its pretrained weights: from a file, or from the hub."""
+def open_vision(spec: str, weights: str, every: bool) -> TimmVision:
+    """What `--vision timm:NAME` means, with its pretrained weights: from a file, or from the hub.
+
+    With `every`, its stages are features too.
+    """
     kind, _, name = spec.partition(":")
     if kind != "timm" or not name:
         raise ValueError(f"--vision takes timm:NAME, such as timm:vit_small_patch16_224, not {spec!r}")
@@ -149,9 +193,10 @@ def open_vision(spec: str, weights: str) -> TimmVision:
 
     how = resolve_model_data_config(net)
     size = int(how["input_size"][-1])
+    stages = stages_of(net) if every else ()
     with torch.no_grad():
-        width = net.eval()(torch.zeros(1, 3, size, size)).shape[-1]
-    tower = TimmVision(TimmConfig(name, size, width, tuple(how["mean"]), tuple(how["std"])))
+        width = picture_features(net.eval(), stages, torch.zeros(1, 3, size, size)).shape[-1]
+    tower = TimmVision(TimmConfig(name, size, width, tuple(how["mean"]), tuple(how["std"]), stages))
     if weights == "none":
         return tower
     if not weights:
@@ -203,8 +248,11 @@ def renamed(found: Mapping[str, Tensor], net: Any) -> dict[str, Tensor]:
     return made
 
 
-def open_text(spec: str) -> tuple[HFText, Marked]:
-    """What `--text hf:NAME-or-folder` means: the encoder with its weights, and its tokenizer."""
+def open_text(spec: str, every: bool) -> tuple[HFText, Marked]:
+    """What `--text hf:NAME-or-folder` means: the encoder with its weights, and its tokenizer.
+
+    With `every`, all its layers are features.
+    """
     kind, _, name = spec.partition(":")
     if kind != "hf" or not name:
         raise ValueError(
@@ -222,6 +270,7 @@ def open_text(spec: str) -> tuple[HFText, Marked]:
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder} has no tokenizer.json, which captions are read by")
     config = text_config(folder, own)
+    config = with_layers(config) if every else config
     tower = HFText(config)
     want = tower.net.state_dict()
     found = gathered(folder, ["model.safetensors", "pytorch_model.bin"])
@@ -261,6 +310,13 @@ def text_config(folder: Path, own: dict[str, Any]) -> HFConfig:
             raise ValueError(f"{pooling} asks for {', '.join(chosen)}; the mean or the first token is taken")
         pool = known[chosen[0]]  # type: ignore[assignment]
     return HFConfig(kept, int(own["vocab_size"]), min(LONGEST, places, longest or LONGEST), width, pool)
+
+
+def with_layers(config: HFConfig) -> HFConfig:
+    layers = config.hf.get("num_hidden_layers") or config.hf.get("n_layers")
+    if not isinstance(layers, int):
+        raise ValueError("the encoder does not say how many layers it has; --features last goes without")
+    return replace(config, pool="all", width=(layers + 3) * config.width)
 
 
 def folded(net: Any) -> Any:

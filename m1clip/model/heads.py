@@ -7,11 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from m1clip.model.noise import dropout_of_rows
+from m1clip.model.noise import row_masks
 
 
 class Head(nn.Module):
-    """Standardised features through a matrix; with `inside`, a small network beside it, zero at first."""
+    """Standardised features through a matrix; with `inside`, then a small network that adds to the result.
+
+    The network is zero at first, and works in the small space behind the matrix: it costs little.
+    """
 
     mean: Tensor
     spread: Tensor
@@ -21,15 +24,19 @@ class Head(nn.Module):
         self.register_buffer("mean", torch.zeros(width))
         self.register_buffer("spread", torch.ones(width))
         self.linear = nn.Linear(width, embed)
-        self.wide = nn.Linear(width, inside) if inside else None
+        self.wide = nn.Linear(embed, inside) if inside else None
         self.narrow = nn.Linear(inside, embed) if inside else None
         self.salt, self.dropout = salt, 0.0
 
     def forward(self, x_BD: Tensor, key_B: Tensor | None = None) -> Tensor:
-        x_BD = dropout_of_rows((x_BD - self.mean) / self.spread, self.dropout, key_B, self.salt)
-        y_BE: Tensor = self.linear(x_BD)
+        factor = 1 / self.spread
+        if self.dropout and key_B is not None:
+            factor = factor * row_masks(x_BD.shape[1], self.dropout, key_B, self.salt)
+        y_BE: Tensor = self.linear((x_BD - self.mean) * factor)
         if self.wide is not None and self.narrow is not None:
-            hidden_BH = dropout_of_rows(F.gelu(self.wide(x_BD)), self.dropout, key_B, self.salt + 1)
+            hidden_BH = F.gelu(self.wide(y_BE))
+            if self.dropout and key_B is not None:
+                hidden_BH = hidden_BH * row_masks(hidden_BH.shape[1], self.dropout, key_B, self.salt + 1)
             y_BE = y_BE + self.narrow(hidden_BH)
         return y_BE
 

@@ -78,7 +78,8 @@ class Layout:
             rule = next(rule for rule in self.rules if _pattern(rule.ours).fullmatch(name))
             names = self.theirs_of(name)
             whole = tensor.T if rule.turned else tensor
-            for theirs, part in zip(names, whole.chunk(len(names)), strict=True):
+            parts = whole.chunk(len(names)) if len(names) > 1 else [whole]
+            for theirs, part in zip(names, parts, strict=True):
                 yield theirs, part.clone().contiguous()
 
 

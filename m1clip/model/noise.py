@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 WORD = 0xFFFFFFFF
-TABLE = 8191  # rows of masks; a prime, so that keys fall on all of them
+TABLE = 1021  # masks; a prime, so that keys fall on all of them
 
 
 def uniform(key_B: Tensor, salt: int, shape: tuple[int, ...]) -> Tensor:
@@ -36,19 +36,19 @@ def dropout(x: Tensor, part: float, key_B: Tensor | None, salt: int) -> Tensor:
 
 
 @lru_cache(8)
-def _table(width: int, salt: int, device: torch.device) -> Tensor:
-    rows = torch.randint(
-        0, 256, (TABLE, width), generator=torch.Generator().manual_seed(salt), dtype=torch.uint8
-    )
-    return rows.to(device)
+def _masks(width: int, part: float, salt: int, device: torch.device) -> Tensor:
+    drawn = torch.rand(TABLE, width, generator=torch.Generator().manual_seed(salt))
+    return ((drawn >= part) / (1 - part)).to(device)
 
 
-def dropout_of_rows(x_BD: Tensor, part: float, key_B: Tensor | None, salt: int) -> Tensor:
-    """The same for one vector a row, from a table of masks: a hash for each number costs more than a head."""
-    if not part or key_B is None:
-        return x_BD
-    kept_BD = _table(x_BD.shape[1], salt, x_BD.device)[key_B % TABLE] >= round(256 * part)
-    return x_BD * kept_BD / (1 - round(256 * part) / 256)
+def row_masks(width: int, part: float, key_B: Tensor, salt: int) -> Tensor:
+    """(B, width) of 0 and 1 / (1 - part), for one vector a row: each row's key picks a mask from a table.
+
+    A hash for every number, as `dropout` has it, would cost more than the matrix that follows. Which mask is
+    a matter of the salt too: a picture and its caption must not know each other by their masks.
+    """
+    which_B = _mixed((key_B + salt * 0x9E3779B9) & WORD) % TABLE
+    return _masks(width, part, salt, key_B.device)[which_B]
 
 
 def some_of(x_BLD: Tensor, part: float, key_B: Tensor | None, salt: int) -> Tensor:

@@ -109,6 +109,8 @@ class Tokenizer:
         """Its tokenizer.json for other libraries, which expect it to add start and end by itself."""
         core = tokenizers.Tokenizer.from_str(self.core.to_str())
         ids = [(START, self.start_id), (END, self.end_id)]
+        tidy = [normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]  # as `clean` does
+        core.normalizer = normalizers.Sequence([*tidy, core.normalizer])
         core.post_processor = processors.TemplateProcessing(single=f"{START} $A {END}", special_tokens=ids)
         state: dict[str, Any] = json.loads(core.to_str())
         return state

@@ -46,8 +46,9 @@ def find(config: TrainConfig, resumed: Run | None) -> tuple[TrainConfig, Origin]
         if wish.head != "matrix" and known.config.head == "matrix":
             known = with_head(known, wish.head, wish.inside)
         return replace(config, model=known.config), Origin(known, tokenizer=known.tokenizer)
-    vision = open_vision(config.vision, config.vision_weights) if config.vision else None
-    text, words = open_text(config.text) if config.text else (None, None)
+    every = config.features == "all"
+    vision = open_vision(config.vision, config.vision_weights, every) if config.vision else None
+    text, words = open_text(config.text, every) if config.text else (None, None)
     shape: dict[str, Any] = {} if vision is None else {"vision": vision.config}
     shape |= {} if text is None else {"text": text.config}
     return replace(config, model=replace(config.model, **shape)), Origin(None, vision, text, words)

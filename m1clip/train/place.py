@@ -50,6 +50,7 @@ def settle(
 
 def for_encoding(config: TrainConfig, model: CLIP, batches: Batches, screen: Screen) -> None:
     """Put the model where its locked towers will encode."""
+    devices.keep_memory()
     asked = devices.choose("auto")[0].type if config.device == "auto" else config.device
     placed = Placed(Plan(asked), "")
     if not config.trust_device:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # it brings torch
 FIXED = (
     *("model", "data", "held_out", "image_column", "caption_column", "prompt", "allow", "seed", "batch"),
     *("crop", "flip", "colour", "tokenizer", "optimizer", "ema", "best_by", "recipe", "init", "vision"),
-    *("vision_weights", "text", "lock", "views", "rank", "adapt"),
+    *("vision_weights", "text", "features", "lock", "views", "rank", "adapt"),
 )
 COMPATIBLE = {("--fresh", "--config"), ("--fresh", "--preset")}
 
