@@ -87,9 +87,9 @@ class StartConfig:
     budget: str = ""
     """The time you have, such as 90s, 10m or 2h: --recipe auto chooses by it."""
     lock: Literal["auto", "both", "vision", "text"] = "auto"
-    """locked: the towers that stand still; auto is every one that comes with weights."""
+    """The towers that stand still; auto is every one that comes with weights if locked, and else none."""
     views: int = 3
-    """locked: ways each picture is seen, the first as it is, the others by --crop, --flip and --colour."""
+    """Ways each picture is seen where its tower stands still: as it is, and by --crop, --flip, --colour."""
     unfreeze: int = 0
     """full: only the last so many layers of each tower learn; locked: they do in a second run after it."""
     rank: int = 16
@@ -398,7 +398,11 @@ PRESETS: dict[str, TrainConfig] = {
 
 _TUNED: dict[str, Any] = {"optimizer": "adamw", "warmup": 0.1, "crop": 0.5, "flip": True, "save_epochs": 0}
 RECIPES: dict[str, dict[str, Any]] = {
-    "locked": {**_TUNED, "batch": 1024, "lr": 3e-3, "epochs": 40, "dropout": 0.5, "eval_every": 20},
+    "locked": {
+        **_TUNED,
+        **{"batch": 1024, "lr": 3e-3, "epochs": 36, "dropout": 0.5, "label_smoothing": 0.1, "ema": 0.98},
+        **{"weight_decay": 1.0, "eval_every": 12},
+    },
     "lora": {**_TUNED, "batch": 64, "lr": 1e-3, "epochs": 3, "weight_decay": 0.0},
     "full": {**_TUNED, "batch": 64, "lr": 3e-4, "epochs": 3, "layer_decay": 0.8, "patience": 2},
 }

@@ -139,7 +139,7 @@ class ModelConfig:
     """softmax is CLIP's loss, sigmoid is SigLIP's (adds a learned bias)."""
     head: Literal["matrix", "linear", "mlp"] = "matrix"
     """How features become embeddings: CLIP's matrix; standardised, with a bias; or with a small MLP too."""
-    inside: int = 512
+    inside: int = 256
     """Features inside the small MLP."""
 
     def __post_init__(self) -> None:

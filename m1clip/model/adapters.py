@@ -1,7 +1,7 @@
 """LoRA by peft: small matrices beside frozen ones (Hu et al. 2021); and the ordinary weights they come to."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ NAME = "default"
 FILES = ("adapter.safetensors", "adapter.json")
 
 
-def adapt(model: nn.Module, rank: int, what: str) -> None:
-    """Put adapters beside the matrices of both towers; those alone and the heads learn from here on."""
+def adapt(model: nn.Module, sides: Iterable[str], rank: int, what: str) -> None:
+    """Put adapters beside the matrices of these towers; those alone and the heads learn from here on."""
     require_extra("peft", "lora", "--recipe lora")
     from peft import LoraConfig, inject_adapter_in_model
 
-    for side in ("vision", "text"):
+    for side in sides:
         tower = model.get_submodule(side)
         tower.requires_grad_(False)
         targets = list(targets_of(tower, what))

@@ -29,10 +29,13 @@ class Head(nn.Module):
         self.salt, self.dropout = salt, 0.0
 
     def forward(self, x_BD: Tensor, key_B: Tensor | None = None) -> Tensor:
-        factor = 1 / self.spread
+        x_BD = x_BD - self.mean
         if self.dropout and key_B is not None:
-            factor = factor * row_masks(x_BD.shape[1], self.dropout, key_B, self.salt)
-        y_BE: Tensor = self.linear((x_BD - self.mean) * factor)
+            factor_BD = row_masks(x_BD.shape[1], self.dropout, key_B, self.salt)
+            x_BD = (
+                x_BD * factor_BD if x_BD.requires_grad else x_BD.mul_(factor_BD)
+            )  # large, and soon done with
+        y_BE: Tensor = F.linear(x_BD, self.linear.weight / self.spread, self.linear.bias)
         if self.wide is not None and self.narrow is not None:
             hidden_BH = F.gelu(self.wide(y_BE))
             if self.dropout and key_B is not None:

@@ -48,6 +48,15 @@ class Learner:
         """Where the loss is, and the pictures."""
         return self.model.logit_scale.device
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Parameters of the model, adapters included, and how many of them learn."""
+        every, moving = (
+            sum(weight.numel() for weight in some)
+            for some in (self.model.parameters(), self.weights.values())
+        )
+        return every, moving
+
     def use(self, plan: Plan) -> None:
         """Go on with another precision, compiled or not, with other threads; on the same devices."""
         assert plan.device == self.plan.device

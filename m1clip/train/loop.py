@@ -182,7 +182,7 @@ def train(setup: Setup, run: Run, screen: Screen) -> Result:
         model.save(run.path / "start")
     learner = Learner(model, config, replace(placed.plan, compile=False))
     progress = checkpoint.load(setup.start, learner) if setup.start else Progress()
-    introduce(run, config, setup, progress, screen)
+    introduce(run, learner, setup, progress, screen)
     meter, keeper = Meter(config, learner.device), Keeper(run, learner, progress, screen.warn)
     watch, scores = Watch(run, screen, learner, progress, batches), None
     meter.recall(row for row in run.records("step") if row["step"] > batches.epoch_start(progress.step))
@@ -234,8 +234,9 @@ def train(setup: Setup, run: Run, screen: Screen) -> Result:
     return Result(finished, progress.step, progress.seconds, scores, progress.best_step)
 
 
-def introduce(run: Run, config: TrainConfig, setup: Setup, progress: Progress, screen: Screen) -> None:
+def introduce(run: Run, learner: Learner, setup: Setup, progress: Progress, screen: Screen) -> None:
     """What the run is. Written once the checkpoint, if any, is known to fit."""
+    config, size = setup.config, learner.size
     write_whole(run.path / "config.json", to_json(config))  # first: from here on the run can be resumed
     run.write("data.json", setup.data.record())
     run.rewind(progress.step)
@@ -246,7 +247,12 @@ def introduce(run: Run, config: TrainConfig, setup: Setup, progress: Progress, s
     skipped = setup.data.skipped
     if skipped:
         screen.warn(f"{skipped}; m1clip data check names them")
-    counts = {"skipped_rows": len(skipped), "of_rows": skipped.rows}
+    counts = {
+        "skipped_rows": len(skipped),
+        "of_rows": skipped.rows,
+        "parameters": size[0],
+        "learning": size[1],
+    }
     run.log("event", progress.step, event="resume" if progress.step else "start", **counts)
     if setup.why:
         run.log("event", progress.step, event="recipe", recipe=config.recipe, reason=setup.why)
@@ -367,10 +373,7 @@ def facts(
 ) -> dict[str, str]:
     """What a person wants to know before it starts."""
     vision, config, data = learner.model.config.vision, learner.config, setup.data
-    millions, learning = (
-        sum(weight.numel() for weight in some) / 1e6
-        for some in (learner.model.parameters(), learner.weights.values())
-    )
+    millions, learning = (number / 1e6 for number in learner.size)
     part = f", {learning:.2f} M of them learn" if learning < millions else ""
     at = f"step {progress.step:,} of " if progress.step else ""
     chunks = "" if learner.chunk >= config.batch else f", {learner.chunk:,} at once"

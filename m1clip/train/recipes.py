@@ -108,8 +108,8 @@ def measured(config: TrainConfig, found: Origin) -> Estimate:
 
 
 def locked_sides(config: TrainConfig, found: Origin) -> tuple[str, ...]:
-    """The towers whose features are encoded once."""
-    if config.recipe != "locked":
+    """The towers that stand still, whose features are encoded once."""
+    if config.recipe == "scratch" or (config.recipe != "locked" and config.lock == "auto"):
         return ()
     return {"both": ("vision", "text"), "vision": ("vision",), "text": ("text",), "auto": found.learned}[
         config.lock
@@ -118,13 +118,14 @@ def locked_sides(config: TrainConfig, found: Origin) -> tuple[str, ...]:
 
 def prepare(model: CLIP, config: TrainConfig, locked: tuple[str, ...]) -> None:
     """Let learn what the recipe lets learn. The rest keeps still, and its gradients are never computed."""
+    free = [name for name in ("vision", "text") if name not in locked]
     for name in locked:
         model.get_submodule(name).requires_grad_(False)
     if config.recipe == "lora":
         torch.manual_seed(config.seed)
-        adapt(model, config.rank, config.adapt)
+        adapt(model, free, config.rank, config.adapt)
     if config.recipe == "full" and config.unfreeze:
-        for name in ("vision", "text"):
+        for name in free:
             tower = model.get_submodule(name)
             for key, weight in tower.named_parameters():
                 weight.requires_grad_(int(tower.below_top(key)) <= config.unfreeze)  # type: ignore[operator]
