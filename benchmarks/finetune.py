@@ -40,8 +40,8 @@ def rows(encoders: list[str], locked: str) -> dict[str, list[str]]:
     tuned = ["--init", locked, "--batch", "64", "--patience", "0", "--steps", "30"]
     full = [*tuned, "--recipe", "full", "--lr", "1e-4"]
     return {
-        "scratch": ["--preset", "tiny", "--epochs", "4", "--crop", "0.5", "--flip"],
         "locked": [*encoders, "--recipe", "locked"],
+        "scratch": ["--preset", "nano", "--epochs", "10", "--crop", "0.5", "--flip"],
         "locked, linear": [*encoders, "--recipe", "locked", "--model.head", "linear"],
         "locked, then last layers": [*full, "--unfreeze", "1", "--layer-decay", "1"],
         "lora": [*tuned, "--recipe", "lora", "--lr", "3e-4"],

@@ -90,6 +90,8 @@ class StartConfig:
     """The towers that stand still; auto is every one that comes with weights if locked, and else none."""
     views: int = 3
     """Ways each picture is seen where its tower stands still: as it is, and by --crop, --flip, --colour."""
+    head_dropout: float = 0.0
+    """Part of a tower's features that its head does not see in training (not with CLIP's own matrix)."""
     unfreeze: int = 0
     """full: only the last so many layers of each tower learn; locked: they do in a second run after it."""
     rank: int = 16
@@ -229,7 +231,16 @@ class TrainConfig(DataConfig, StartConfig):
         for key in ("steps", "save_steps", "save_epochs", "patience", "max_skips"):
             value = getattr(self, key)
             require(value >= 0, f"{key} must be 0 or more, not {value}")
-        for key in ("warmup", "colour", "beta2", "ema", "dropout", "drop_tokens", "label_smoothing"):
+        for key in (
+            "warmup",
+            "colour",
+            "beta2",
+            "ema",
+            "dropout",
+            "drop_tokens",
+            "label_smoothing",
+            "head_dropout",
+        ):
             value = getattr(self, key)
             require(0 <= value < 1, f"{key} must be at least 0 and below 1, not {value}")
         require(
@@ -326,6 +337,9 @@ def recipe_defaults(config: TrainConfig, recipe: Recipe) -> TrainConfig:
     made = replace(config, **RECIPES.get(recipe, {}), recipe=recipe)
     if not config.vision and not config.text:
         return made
+    if not (config.vision and config.text):  # one tower is new, and learns as slowly as new ones do
+        slow: dict[str, Any] = {"batch": 256, "lr": 1e-3, "epochs": 10, "weight_decay": 0.1, "eval_every": 1}
+        made = replace(made, **slow)
     return replace(made, model=replace(made.model, embed=256, head="mlp"))
 
 
@@ -400,8 +414,8 @@ _TUNED: dict[str, Any] = {"optimizer": "adamw", "warmup": 0.1, "crop": 0.5, "fli
 RECIPES: dict[str, dict[str, Any]] = {
     "locked": {
         **_TUNED,
-        **{"batch": 1024, "lr": 3e-3, "epochs": 36, "dropout": 0.5, "label_smoothing": 0.1, "ema": 0.98},
-        **{"weight_decay": 1.0, "eval_every": 12},
+        **{"batch": 1024, "lr": 3e-3, "epochs": 36, "weight_decay": 1.0, "eval_every": 12},
+        **{"head_dropout": 0.5, "label_smoothing": 0.1, "ema": 0.98},
     },
     "lora": {**_TUNED, "batch": 64, "lr": 1e-3, "epochs": 3, "weight_decay": 0.0},
     "full": {**_TUNED, "batch": 64, "lr": 3e-4, "epochs": 3, "layer_decay": 0.8, "patience": 2},

@@ -51,7 +51,7 @@ def borrowed(tiny_run, tmp_path) -> TrainConfig:
     config = replace(tiny_run, vision="timm:test_vit", vision_weights=str(weights), text=f"hf:{text}")
     model = replace(config.model, embed=24, head="mlp", inside=16)
     return replace(
-        config, model=model, lr=1e-2, crop=0.6, save_steps=1, log_every=1, recipe="locked", dropout=0.3
+        config, model=model, lr=1e-2, crop=0.6, save_steps=1, log_every=1, recipe="locked", head_dropout=0.3
     )
 
 

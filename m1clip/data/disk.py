@@ -40,7 +40,7 @@ def free_bytes(folder: Path) -> int:
     return int(usage.free - min(RESERVE, usage.total / 20))
 
 
-def make_room(need: int, most: float, keep: Path) -> bool:
+def make_room(need: int, most: float, keep: Path, what: str = "decoded pictures") -> bool:
     """Whether `need` more bytes fit into a cache of `most`; older things that nobody uses are removed for it.
 
     A disk without room is an error, because what fits into the cache was promised.
@@ -59,8 +59,9 @@ def make_room(need: int, most: float, keep: Path) -> bool:
             taken -= sizes[one]
     if need > free_bytes(folder):
         raise OSError(
-            f"{folder} has room for {readable(max(0, free_bytes(folder)))}, the decoded pictures need "
-            f"{readable(need)}; set M1CLIP_CACHE to a folder elsewhere, or --cache-gb 0 to decode live"
+            f"{folder} has room for {readable(max(0, free_bytes(folder)))}, the {what} need "
+            f"{readable(need)}; set M1CLIP_CACHE to a folder elsewhere"
+            + (", or --cache-gb 0 to decode live" if what == "decoded pictures" else "")
         )
     return True
 

@@ -2,8 +2,10 @@
 can run."""
 
 import json
+import math
 import pickle
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin")
+# All that a damaged archive was seen to raise.
+TROUBLE: tuple[type[Exception], ...] = (
+    *(RuntimeError, EOFError, OSError, LookupError, ValueError, TypeError, AttributeError, AssertionError),
+    *(StopIteration, zlib.error, zipfile.BadZipFile, pickle.UnpicklingError),
+)
 WRAPPED = ("state_dict", "model_state_dict", "model", "state_dict_ema")
 DTYPES = {
     "FloatStorage": torch.float32,
@@ -48,10 +55,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
 
 
-def from_hub(name: str) -> Path:
-    """A model of the Hugging Face hub, fetched once; weights as safetensors where there are any."""
-    bare = name.removeprefix("hf-hub:").removeprefix("hf:")
-    if bare.count("/") != 1 or bare.startswith((".", "/", "~")) or bare.endswith(ENDINGS):
+def from_hub(name: str, bare: bool = False) -> Path:
+    """A model of the Hugging Face hub, fetched once; weights as safetensors where there are any.
+
+    With `bare`, its name may be without an owner, as bert-base-uncased.
+    """
+    known_as = name.removeprefix("hf-hub:").removeprefix("hf:")
+    slashes = known_as.count("/")
+    if slashes > 1 or (slashes < 1 and not bare) or known_as[:1] in "./~" or known_as.endswith(ENDINGS):
         raise FileNotFoundError(
             f"there is no model {name!r}: a checkpoint ({', '.join(ENDINGS)}), a folder, or a hub name such "
             "as openai/clip-vit-base-patch32 was expected"
@@ -68,12 +79,12 @@ def from_hub(name: str) -> Path:
     known = ["*.json", "merges.txt", "vocab.txt"]
     try:
         try:
-            files = HfApi().list_repo_files(bare)
+            files = HfApi().list_repo_files(known_as)
             safe = any(file.endswith(".safetensors") for file in files)
             weights = ["*.safetensors"] if safe else ["pytorch_model*.bin", "open_clip_pytorch_model.bin"]
         except (OSError, HfHubHTTPError, trouble):
             weights = ["*.safetensors"]  # what is in the cache will do
-        return Path(snapshot_download(bare, allow_patterns=[*known, *weights]))
+        return Path(snapshot_download(known_as, allow_patterns=[*known, *weights]))
     except (OSError, LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, trouble) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise FileNotFoundError(
@@ -120,7 +131,7 @@ def _archive(path: Path) -> dict[str, Tensor]:
         if _is_script(path):
             return _Script(path).tensors()
         held = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except TROUBLE as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
             f"{path} cannot be read as tensors alone ({first}); it is damaged, or holds more than weights"
@@ -162,6 +173,7 @@ class _Script(pickle.Unpickler):
         self.zip = zipfile.ZipFile(path)
         listing = next(name for name in self.zip.namelist() if name.endswith("/data.pkl"))
         self.root = listing.removesuffix("data.pkl")
+        self.storages: dict[Any, Tensor] = {}
         super().__init__(self.zip.open(listing))
 
     def find_class(self, module: str, name: str) -> Any:
@@ -183,15 +195,24 @@ class _Script(pickle.Unpickler):
         _, dtype, key, _, number = pid
         if not str(key).isalnum():
             raise pickle.UnpicklingError(f"a storage called {key!r}")
-        data = bytearray(self.zip.read(f"{self.root}data/{key}"))
-        return torch.frombuffer(data, dtype=dtype, count=number) if number else torch.empty(0, dtype=dtype)
+        if key not in self.storages:
+            data = bytearray(self.zip.read(f"{self.root}data/{key}"))
+            full = (
+                torch.frombuffer(data, dtype=dtype, count=number) if number else torch.empty(0, dtype=dtype)
+            )
+            self.storages[key] = full
+        return self.storages[key]
 
     def tensors(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         with self.zip:
             parts = [("", self.load())]
+        seen = set[int]()
         while parts:
             prefix, part = parts.pop()
+            if id(part) in seen:  # a part that holds itself would never end
+                continue
+            seen.add(id(part))
             for name, value in getattr(part, "held", {}).items():
                 if isinstance(value, Tensor):
                     found[prefix + name] = value
@@ -201,4 +222,6 @@ class _Script(pickle.Unpickler):
 
 
 def _rebuilt(flat: Tensor, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
+    if math.prod(size) > flat.numel():  # a few bytes that pretend to be many
+        raise pickle.UnpicklingError(f"a tensor of {tuple(size)} in {flat.numel()} numbers")
     return flat.as_strided(tuple(size), tuple(stride), offset)

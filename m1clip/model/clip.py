@@ -83,14 +83,16 @@ class CLIP(nn.Module):
         logit_BB = self.logit_scale.exp() * image_BE @ text_BE.T
         return logit_BB if self.logit_bias is None else logit_BB + self.logit_bias
 
-    def practise(self, dropout: float, drop_tokens: float, recompute: bool) -> None:
+    def practise(
+        self, dropout: float, drop_tokens: float, recompute: bool, head_dropout: float = 0.0
+    ) -> None:
         """How training treats the towers; noise falls only where a step passes its rows' keys."""
         self.vision.drop_tokens = drop_tokens
         for tower in (self.vision, self.text):
             tower.dropout, tower.recompute = dropout, recompute
         for head in (self.vision_projection, self.text_projection):
             if isinstance(head, Head):
-                head.dropout = dropout
+                head.dropout = head_dropout
 
     def embed_pixels(self, pixels_BCSS: Tensor, key_B: Tensor | None = None) -> Tensor:
         """Unit vectors of normalised pixels."""

@@ -47,6 +47,8 @@ def towers_of(model: CLIP) -> tuple[VisionConfig, TextConfig]:
             "this model has a tower of timm or transformers, for which their CLIPs have no place; "
             "m1clip.load and its export work with it as it is"
         )
+    if model.config.head != "matrix":
+        raise ValueError(f"this model has {model.config.head} heads, where both libraries have one matrix")
     if vision.stem != "patch" or vision.pool != "class":
         raise ValueError(
             f"this model has a {vision.stem} stem and takes the {vision.pool} of its tokens, which neither "

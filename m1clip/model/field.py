@@ -74,6 +74,8 @@ class TimmVision(Borrowed):
     def _groups(self) -> dict[str, int]:
         from timm.models import group_parameters
 
+        if not hasattr(self.net, "group_matcher"):  # it does not tell its layers apart
+            return {name: 0 for name, _ in self.net.named_parameters()}
         found: dict[str, int] = group_parameters(self.net, self.net.group_matcher(coarse=False), reverse=True)
         return found
 
@@ -156,7 +158,12 @@ def timm_net(name: str, **options: Any) -> Any:
     import timm
 
     try:
-        return timm.create_model(name, num_classes=0, **{"pretrained": False, **options})
+        net = timm.create_model(name, num_classes=0, **{"pretrained": False, **options})
+        if devices.attention_kind() == "eager":  # what it hands to the fused attention is strided
+            for part in net.modules():
+                if hasattr(part, "fused_attn"):
+                    part.fused_attn = False
+        return net
     except (RuntimeError, ValueError, TypeError) as error:
         close = timm.list_models(f"*{name.split('.')[0]}*")[:3] or timm.list_models(f"*{name[:8]}*")[:3]
         more = f"; did you mean {' or '.join(close)}?" if close and name not in close else ""
@@ -166,17 +173,20 @@ def timm_net(name: str, **options: Any) -> Any:
 def hf_net(config: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModel
 
-    values = dict(config)
+    values, trouble = dict(config), ""
     try:
         made = AutoConfig.for_model(values.pop("model_type"), **values)
-        try:
-            return AutoModel.from_config(
-                made, attn_implementation=devices.attention_kind(), add_pooling_layer=False
-            )
-        except TypeError:  # a kind without a pooler
-            return AutoModel.from_config(made, attn_implementation=devices.attention_kind())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"transformers cannot make a {config.get('model_type')} encoder: {error}") from None
+        raise ValueError(f"transformers knows no {config.get('model_type')} encoder: {error}") from None
+    for attention in (devices.attention_kind(), "eager"):  # some have no other
+        for more in ({"add_pooling_layer": False}, {}):  # some have no pooler
+            try:
+                return AutoModel.from_config(
+                    made, attn_implementation=attention, trust_remote_code=False, **more
+                )
+            except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+                trouble = str(error)
+    raise ValueError(f"transformers cannot make a {config.get('model_type')} encoder: {trouble}")
 
 
 def open_vision(spec: str, weights: str, every: bool) -> TimmVision:
@@ -187,15 +197,20 @@ def open_vision(spec: str, weights: str, every: bool) -> TimmVision:
     kind, _, name = spec.partition(":")
     if kind != "timm" or not name:
         raise ValueError(f"--vision takes timm:NAME, such as timm:vit_small_patch16_224, not {spec!r}")
+    if ":" in name:
+        raise ValueError(f"--vision {spec}: name the architecture itself, so that the model can stand alone")
     require_extra("timm", "timm", f"--vision {spec}")
     net = timm_net(name)
     from timm.data import resolve_model_data_config
 
     how = resolve_model_data_config(net)
     size = int(how["input_size"][-1])
-    stages = stages_of(net) if every else ()
+    stages, blank = stages_of(net) if every else (), torch.zeros(1, 3, size, size)
     with torch.no_grad():
-        width = picture_features(net.eval(), stages, torch.zeros(1, 3, size, size)).shape[-1]
+        try:
+            width = picture_features(net.eval(), stages, blank).shape[-1]
+        except (AttributeError, RuntimeError, TypeError, IndexError):  # they give more than one map
+            stages, width = (), net(blank).shape[-1]
     tower = TimmVision(TimmConfig(name, size, width, tuple(how["mean"]), tuple(how["std"]), stages))
     if weights == "none":
         return tower
@@ -261,7 +276,7 @@ def open_text(spec: str, every: bool) -> tuple[HFText, Marked]:
         )
     require_extra("transformers", "hf", f"--text {spec}")
     folder = Path(name).expanduser()
-    folder = folder if folder.is_dir() else from_hub(name)
+    folder = folder if folder.is_dir() else from_hub(name, bare=True)
     own = read_json(folder / "config.json")
     if "model_type" not in own:
         raise ValueError(
@@ -274,9 +289,10 @@ def open_text(spec: str, every: bool) -> tuple[HFText, Marked]:
     tower = HFText(config)
     want = tower.net.state_dict()
     found = gathered(folder, ["model.safetensors", "pytorch_model.bin"])
+    found = {modern(name): value for name, value in found.items()}
     prefix = f"{tower.net.base_model_prefix}."
-    if not any(name in want for name in found):
-        found = {name.removeprefix(prefix): value for name, value in found.items()}
+    if any(name.startswith(prefix) for name in found):  # beside it are heads for other tasks
+        found = {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
     spare = r"(^|\.)(pooler|cls|lm_head|classifier|vocab_\w+|predictions?|qa_outputs|dense)\.|position_ids$"
     found = {name: value for name, value in found.items() if name in want or not re.search(spare, name)}
     require_fit(folder, found, want)
@@ -284,12 +300,18 @@ def open_text(spec: str, every: bool) -> tuple[HFText, Marked]:
     return tower, Marked.load_for(folder / "tokenizer.json", tower.pad_id)
 
 
+def modern(name: str) -> str:
+    """Early BERTs had other names for the parts of a norm."""
+    return re.sub(r"(LayerNorm|layer_norm)\.gamma$", r"\1.weight", re.sub(r"\.beta$", ".bias", name))
+
+
 def text_config(folder: Path, own: dict[str, Any]) -> HFConfig:
     """Its shape and how its tokens become one vector, from the encoder's files."""
     kept = {
         key: value
         for key, value in own.items()
-        if key not in ("architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype")
+        if key
+        not in ("architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map")
     }
     width = own.get("hidden_size") or own.get("dim")
     if not isinstance(width, int):

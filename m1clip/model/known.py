@@ -24,6 +24,17 @@ from m1clip.shapes import OPENAI_MEAN, OPENAI_STD, ModelConfig, TextConfig, Visi
 VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 # Features of one head, by the width of the tower, where it is not 64 (OpenCLIP's ViT-H, g and bigG).
 HEAD = {1280: 80, 1408: 88, 1664: 104}
+QUICK = ("openai", "quickgelu", "metaclip", "dfn")
+"""In the names of files whose weights were trained with quick-GELU."""
+OPENAI_VOCAB = 49408
+# What an OpenCLIP configuration may say; anything else would be another function of the same weights.
+SAID = {
+    "vision_cfg": {"image_size", "layers", "width", "head_width", "patch_size", "mlp_ratio", "patch_dropout"},
+    "text_cfg": {"context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "hf_tokenizer_name"}
+    | {"tokenizer_kwargs"},
+    "preprocess_cfg": {"size", "mean", "std", "interpolation", "mode", "fill_color"},
+}
+AS_EVER = {"pool_type": ("tok", "argmax"), "resize_mode": ("shortest",), "eos_id": (2,), "pad_id": (0, 1)}
 
 
 @dataclass(frozen=True)
@@ -39,8 +50,8 @@ class Hints:
     std: tuple[float, float, float] = OPENAI_STD
 
 
-def open_known(spec: str, tokenizer: str = "", quick: bool = False) -> CLIP:
-    """The model that `--init` names, or a sentence that says what is wrong with it.
+def open_known(spec: str, tokenizer: str = "", quick: bool = False) -> tuple[CLIP, str]:
+    """The model that `--init` names and what had to be guessed of it, or a sentence on what is wrong with it.
 
     `tokenizer` is a vocabulary file for weights that come without one; `quick` asks for quick-GELU where
     nothing beside them says which activation they were trained with.
@@ -49,12 +60,15 @@ def open_known(spec: str, tokenizer: str = "", quick: bool = False) -> CLIP:
     if not path.exists():
         path = from_hub(spec)
     if path.is_dir() and not is_foreign(path):
-        return load(path)
+        return load(path), ""
     weights, hints = read_folder(path) if path.is_dir() else read_file(path)
+    told = ""
     if hints.quick is None:
-        name = path.name.lower()
-        hints = replace(hints, quick=quick or "openai" in name or "quickgelu" in name)
-    return build(path, weights, hints, vocabulary_of(path, tokenizer))
+        known = quick or any(name in path.name.lower() for name in QUICK)
+        told = "" if known else "gelu, as nothing beside the weights names their activation"
+        told += " (--model.activation quick_gelu if they are OpenAI's)" if told else ""
+        hints = replace(hints, quick=known)
+    return build(path, weights, hints, vocabulary_of(path, tokenizer)), told
 
 
 def is_foreign(folder: Path) -> bool:
@@ -95,6 +109,13 @@ def open_clip_hints(held: dict[str, Any]) -> Hints:
     vision, text = model.get("vision_cfg", {}), model.get("text_cfg", {})
     if "timm_model_name" in vision or "hf_model_name" in text:
         raise ValueError("this OpenCLIP model has towers of timm or transformers; --init takes its ViTs only")
+    for part, held_there in (("vision_cfg", vision), ("text_cfg", text), ("preprocess_cfg", prepare)):
+        for key, value in held_there.items():
+            usual = key in SAID[part] or value in (None, False, 0, "", {}) or value in AS_EVER.get(key, ())
+            if not usual:
+                raise ValueError(
+                    f"this OpenCLIP model has {part} {key} = {value!r}, which --init does not know"
+                )
     width, one = vision.get("width", 768), vision.get("head_width", 64)
     return Hints(
         width // one,
@@ -132,6 +153,12 @@ def transformers_hints(folder: Path, config: dict[str, Any]) -> Hints:
 
 def build(where: Path, weights: Mapping[str, Tensor], hints: Hints, tokenizer: Tokenizer) -> CLIP:
     """A model of exactly these weights."""
+    rows = next((len(weights[name]) for name in weights if name.endswith("token_embedding.weight")), None)
+    if OPENAI_VOCAB in (rows, len(tokenizer)) and rows not in (None, len(tokenizer)):
+        raise ValueError(
+            f"{where} has a table of {rows:,} tokens, the tokenizer found for it {len(tokenizer):,}; put its "
+            "own tokenizer.json beside it, or name it with --tokenizer"
+        )
     layout = layout_of(where, weights)
     made = layout.to_ours(without_wrapper(weights))
     config = shape_of(where, layout, made, hints)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from m1clip import devices
 from m1clip.config import TrainConfig
+from m1clip.data.augment import margin
 from m1clip.data.batches import Augment, seen
 from m1clip.data.disk import explained_if_full, make_room
 from m1clip.data.features import Features, numbered
@@ -29,7 +30,8 @@ from m1clip.model.field import TimmVision, folded, picture_features
 from m1clip.run import cache_folder
 from m1clip.sensors import readable
 
-SIZES = (4, 16, 64, 256)
+FORM = 1  # to be raised where the same towers are asked for other features
+SIZES = (4, 16, 64)
 MOST = 65504.0  # that half precision can say
 Encode = Callable[[Any], Tensor]
 
@@ -50,11 +52,12 @@ def _pictures(model: CLIP, side: Side, config: TrainConfig, views: int, bars: Ba
     size, stores = model.config.vision.image_size, []
     device = model.places[0]
     tower = inference_form(model.vision).to(device)
-    weights = digest(model.vision)
+    weights, stored_side = digest(model.vision), margin(size, config.crop)
+    views = views if Augment(config.crop, config.flip, config.colour) != Augment() else 1  # or all were alike
     for view in range(views):
         how = Augment(config.crop, config.flip, config.colour) if view else Augment()
         which = (config.seed, view, how) if view else ()
-        name = named("pictures", weights, picture_rows(side), size, model.config.vision, which)
+        name = named("pictures", weights, picture_rows(side), shape_of(model, "vision"), which, stored_side)
 
         def some(rows: Rows, how: Augment = how, view: int = view) -> tuple[Tensor, Notes]:
             found, pixels = side.take(rows)
@@ -84,7 +87,7 @@ def _captions(model: CLIP, side: Side, config: TrainConfig, bars: Bars) -> dict[
     order_M = np.argsort([len(caption) for caption in flat], kind="stable")  # alike together: little padding
     words = blake2b(model.tokenizer.core.to_str().encode(), digest_size=8).hexdigest()
     said = blake2b("\0".join(flat).encode(), digest_size=16).hexdigest()
-    name = named("captions", digest(model.text), words, said, model.config.text)
+    name = named("captions", digest(model.text), words, said, shape_of(model, "text"))
 
     def some(rows: Rows) -> tuple[Tensor, Notes]:
         return model.tokenize([flat[order_M[row]] for row in rows]), {}
@@ -124,9 +127,10 @@ def _filled(
             yield made.clamp(-MOST, MOST).half().numpy().tobytes(), notes
 
     try:
-        if store.need and not make_room(store.need, config.cache_gb * 1e9, store.folder):
+        if store.need and not make_room(store.need, config.cache_gb * 1e9, store.folder, "features"):
             raise OSError(
-                f"the features need {readable(store.need)}; --cache-gb {config.cache_gb:g} is too little"
+                f"the features need {readable(store.need)} beside the decoded pictures; --cache-gb "
+                f"{config.cache_gb:g} is too little"
             )
         with bars(told, rows) as advance, explained_if_full(store.folder), torch.inference_mode():
             store.fill(make, advance)
@@ -143,7 +147,7 @@ class Fastest:
         self.encode, self.untried, self.took = encode, list(SIZES), dict[int, float]()
 
     def __call__(self, batch: Tensor) -> Tensor:
-        if self.untried and len(batch) >= SIZES[-1]:
+        if self.untried and len(batch) >= len(SIZES) * SIZES[-1]:
             return self._trying(batch)
         size = min(self.took, key=lambda one: self.took[one]) if self.took else SIZES[1]
         return torch.cat([self.encode(chunk) for chunk in torch.split(batch, size)])
@@ -208,13 +212,18 @@ def picture_rows(side: Side) -> str:
     return found.hexdigest()
 
 
+def shape_of(model: CLIP, side: str) -> str:
+    """What a tower computes beside its weights."""
+    return f"{FORM}/{getattr(model.config, side)}/{model.config.activation}"
+
+
 def named(*parts: object) -> str:
     return blake2b("|".join(map(str, parts)).encode(), digest_size=8).hexdigest()
 
 
 def looks(view: NDArray[Any]) -> Rows:
     """Equal for pictures whose features are."""
-    return numbered([bytes(row) for row in view])
+    return numbered([blake2b(row.tobytes(), digest_size=16).digest() for row in view])
 
 
 def embed_features(model: CLIP, side: str, rows: NDArray[Any], most: int = 4096) -> Tensor:

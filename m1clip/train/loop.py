@@ -179,7 +179,6 @@ def train(setup: Setup, run: Run, screen: Screen) -> Result:
     devices.prepare(placed.plan)
     if setup.origin and not setup.start:
         recipes.meet(model, setup.origin, batches)
-        model.save(run.path / "start")
     learner = Learner(model, config, replace(placed.plan, compile=False))
     progress = checkpoint.load(setup.start, learner) if setup.start else Progress()
     introduce(run, learner, setup, progress, screen)
@@ -238,12 +237,16 @@ def introduce(run: Run, learner: Learner, setup: Setup, progress: Progress, scre
     """What the run is. Written once the checkpoint, if any, is known to fit."""
     config, size = setup.config, learner.size
     write_whole(run.path / "config.json", to_json(config))  # first: from here on the run can be resumed
+    if setup.origin and not setup.start and not (run.path / "start").is_dir():
+        learner.model.save(run.path / "start")
     run.write("data.json", setup.data.record())
     run.rewind(progress.step)
     for path, what in setup.damaged.items():
         checkpoint.set_aside(path)
         run.log("event", progress.step, event="damaged checkpoint", checkpoint=path.name, reason=what)
         screen.warn(f"{path} is damaged ({what}); going on from {setup.start} instead")
+    if setup.origin.told:
+        screen.warn(f"{config.init}: {setup.origin.told}")
     skipped = setup.data.skipped
     if skipped:
         screen.warn(f"{skipped}; m1clip data check names them")

@@ -21,20 +21,26 @@ class Origin:
     text: HFText | None = None
     tokenizer: Tokenizer | None = None
     """Where it comes with the text tower."""
+    blank: bool = False
+    """The picture tower is only a shape, without weights."""
+    told: str = ""
+    """What had to be guessed about it."""
 
     @property
     def learned(self) -> tuple[str, ...]:
         """The towers that have been trained before."""
         if self.known is not None:
             return ("vision", "text")
-        return tuple(name for name in ("vision", "text") if getattr(self, name) is not None)
+        towers = {"vision": None if self.blank else self.vision, "text": self.text}
+        return tuple(name for name, tower in towers.items() if tower is not None)
 
     def __bool__(self) -> bool:
-        return bool(self.learned)
+        return bool(self.known or self.vision or self.text)
 
 
 def find(config: TrainConfig, resumed: Run | None) -> tuple[TrainConfig, Origin]:
     """What is at hand, and the configuration with the model's shape as that has it."""
+    torch.manual_seed(config.seed)  # what is new in it is a function of the seed
     if resumed and (resumed.path / "start").is_dir():  # what it began with is its own
         known = load(resumed.path / "start")
         return config, Origin(known, tokenizer=known.tokenizer)
@@ -42,16 +48,21 @@ def find(config: TrainConfig, resumed: Run | None) -> tuple[TrainConfig, Origin]
         return config, Origin()
     if config.init:
         wish = config.model
-        known = open_known(config.init, config.tokenizer, wish.activation == "quick_gelu")
+        known, told = open_known(config.init, config.tokenizer, wish.activation == "quick_gelu")
+        if wish.loss == "sigmoid" and known.config.loss == "softmax":
+            raise ValueError(
+                "--init is a CLIP of the softmax loss; --model.loss sigmoid cannot go on with it"
+            )
         if wish.head != "matrix" and known.config.head == "matrix":
             known = with_head(known, wish.head, wish.inside)
-        return replace(config, model=known.config), Origin(known, tokenizer=known.tokenizer)
+        return replace(config, model=known.config), Origin(known, tokenizer=known.tokenizer, told=told)
     every = config.features == "all"
     vision = open_vision(config.vision, config.vision_weights, every) if config.vision else None
     text, words = open_text(config.text, every) if config.text else (None, None)
     shape: dict[str, Any] = {} if vision is None else {"vision": vision.config}
     shape |= {} if text is None else {"text": text.config}
-    return replace(config, model=replace(config.model, **shape)), Origin(None, vision, text, words)
+    blank = config.vision_weights == "none"
+    return replace(config, model=replace(config.model, **shape)), Origin(None, vision, text, words, blank)
 
 
 def begin(config: TrainConfig, origin: Origin, tokenizer: Tokenizer) -> CLIP:

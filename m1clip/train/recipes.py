@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from m1clip import devices
 from m1clip.config import RECIPES, Recipe, TrainConfig
 from m1clip.data.batches import Batches
 from m1clip.data.sources import open_sources
+from m1clip.devices import Plan
 from m1clip.model.adapters import adapt, ordinary_weights
 from m1clip.model.clip import CLIP
 from m1clip.model.heads import Head
@@ -24,7 +26,7 @@ FEW, MANY = 10_000, 200_000
 """Pictures below which whole towers are soon learned by heart, and from which all of them is worth moving."""
 BACKWARD = 3.0  # a step against a forward pass
 TRIED = 8
-LOOKED = 64
+LOOKED, MOST_LOOKED = 64, 20_000
 
 
 @dataclass(frozen=True)
@@ -95,15 +97,18 @@ def measured(config: TrainConfig, found: Origin) -> Estimate:
     bytes_BSSC = torch.from_numpy(np.zeros((TRIED, side, side, 3), np.uint8))
     tokens_BL = torch.ones(TRIED, min(16, model.config.text.length), dtype=torch.long)
 
-    def took(work: Callable[[], object]) -> float:
+    def took(work: Callable[[], torch.Tensor]) -> float:
         with torch.inference_mode():
-            work()
+            work().cpu()
             began = time.perf_counter()
-            work()
+            work().cpu()
         return (time.perf_counter() - began) / TRIED
 
+    model.place(*(2 * [devices.choose("auto")[0]]) if config.device == "auto" else Plan(config.device).places)
+    vision, text = model.places
     return Estimate(
-        took(lambda: model.vision(model.normalise(bytes_BSSC))), took(lambda: model.text(tokens_BL))
+        took(lambda: model.vision(model.normalise(bytes_BSSC.to(vision)))),
+        took(lambda: model.text(tokens_BL.to(text))),
     )
 
 
@@ -142,7 +147,8 @@ def meet(model: CLIP, found: Origin, batches: Batches) -> None:
             continue
         stored = {"vision": known.views[0] if known.views else None, "text": known.texts}[side]
         if stored is not None:
-            head.standardise(torch.from_numpy(np.asarray(stored)))
+            some = stored[:: -(-len(stored) // MOST_LOOKED)]  # at equal distances
+            head.standardise(torch.from_numpy(np.asarray(some)))
             continue
         batch = batch or batches.at(0).split(LOOKED)[0].to(*model.places)
         pictures = side == "vision"
@@ -162,6 +168,10 @@ def between(model: CLIP, start: CLIP, part: float) -> CLIP:
 
 def require_sense(config: TrainConfig, found: Origin) -> None:
     """What does not go together, in a sentence."""
+    if config.wise_ft < 1 and (not found or config.vision or config.text):
+        raise ValueError(
+            "--wise-ft goes between a CLIP (--init) and what became of it; what is new has no start"
+        )
     if config.recipe == "scratch":
         if found:
             raise ValueError("--recipe scratch begins with nothing; leave out --init, --vision and --text")
@@ -170,10 +180,6 @@ def require_sense(config: TrainConfig, found: Origin) -> None:
         raise ValueError(
             f"--recipe {config.recipe} needs something learned: --init CLIP, or --vision timm:NAME and "
             "--text hf:NAME"
-        )
-    if config.wise_ft < 1 and (config.vision or config.text):
-        raise ValueError(
-            "--wise-ft goes between a CLIP and what became of it; heads that are new have no start"
         )
     ours = {"dropout": config.dropout, "drop_tokens": config.drop_tokens, "recompute": config.recompute}
     for flag in ("drop_tokens", "recompute"):

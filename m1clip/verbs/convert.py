@@ -1,5 +1,6 @@
 """m1clip convert: a model of ours for other libraries, or one of theirs as ours."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -54,7 +55,9 @@ def main(args: Args) -> int:
     with tables.loading():
         from m1clip.model.convert import convert
         from m1clip.model.known import open_known
-    model = open_known(spec, args.tokenizer, args.quick_gelu)
+    model, told = open_known(spec, args.tokenizer, args.quick_gelu)
+    if told:
+        print(f"{spec}: {told}", file=sys.stderr)
     if args.to == "m1clip":
         model.save(out)
     else:

@@ -2,15 +2,16 @@
 
 import itertools
 import json
+import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from m1clip import run as runs
-from m1clip.config import PRESETS, RECIPES, DataConfig, TrainConfig, from_json, preset, recipe_defaults
+from m1clip.config import PRESETS, RECIPES, TrainConfig, from_json, preset, recipe_defaults
 from m1clip.verbs import flags, tables
 from m1clip.words import clock
 
@@ -86,6 +87,8 @@ def defaults(words: list[str]) -> TrainConfig:
     base = preset(value_of("--preset", words) or "nano")
     named = {key: value_of(f"--{key}", words) or "" for key in ("init", "vision", "text")}
     recipe: Any = value_of("--recipe", words) or "auto"
+    if named["init"]:  # a preset's activation is no wish about other weights
+        base = replace(base, model=replace(base.model, activation="gelu"))
     if not any(named.values()) or recipe not in RECIPES:
         return base
     return recipe_defaults(replace(base, vision=named["vision"], text=named["text"]), recipe)
@@ -148,17 +151,19 @@ def decided(args: Args, screen: "Screen") -> tuple[Args, str]:
 
 def second(args: Args, config: TrainConfig, run: runs.Run) -> Args:
     """After the heads: a run of its own, in which the last layers of the towers learn with them."""
-    data = {field.name: getattr(config, field.name) for field in fields(DataConfig)}
-    kept = {
-        key: getattr(config, key)
-        for key in ("device", "precision", "compile", "threads", "track", "unfreeze")
-    }
-    tuned = recipe_defaults(replace(preset(config.preset), **data, **kept), "full")
-    made = replace(tuned, init=str(run.model), tower_rate=0.1, layer_decay=1.0)
+    tuned = {key: value for key, value in RECIPES["full"].items() if key not in ("crop", "flip")}
+    heads = {"weight_decay": 0.1, "ema": 0.0, "eval_every": 1, "steps": 0}  # what was for the heads alone
+    start = {"init": str(run.model), "vision": "", "vision_weights": "", "text": "", "lock": "auto"}
+    rates: dict[str, Any] = {"recipe": "full", "lr": 1e-4, "tower_rate": 0.1, "layer_decay": 1.0}
+    made = replace(config, **{**tuned, **heads, **start, **rates})
     name = f"{run.path.name}-unfrozen"
     begun = runs.is_run(run.path.parent / name)
-    print(f"\nnow the last {config.unfreeze} layers of each tower learn too, in {run.path.parent / name}\n")
-    return Args(made, name=name, runs=run.path.parent, resume=begun, json=args.json)
+    told = f"now the last {config.unfreeze} layers of each tower learn too, in {run.path.parent / name}"
+    print(f"\n{told}\n", file=sys.stderr)
+    again = begun and args.resume
+    return Args(
+        made, name=name, runs=run.path.parent, resume=again, fresh=begun and not again, json=args.json
+    )
 
 
 def in_background(args: Args, path: Path) -> int:
