@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import models, pre_tokenizers, processors
 
 import m1clip
 from m1clip.model.clip import CLIP
+from m1clip.model.cost import cost
 from m1clip.model.field import open_text, open_vision, picture_features, require_extra
 from m1clip.model.fit import DoesNotFit
 from m1clip.model.tokenizer import Marked
@@ -230,3 +231,39 @@ def test_stages_seen_are_those_of_the_net():
         stem = net.bn1(net.conv_stem(pixels))
         assert torch.allclose(made[:, -1:], net.blocks[0](stem).mean((2, 3))[:, -1:], atol=1e-5)
     assert not net.blocks[0]._forward_hooks
+
+
+def test_early_names_of_bert_and_heads_for_other_tasks(tmp_path):
+    folder = text_folder(tmp_path / "bert")
+    held = load_file(folder / "model.safetensors")
+    old = {f"bert.{key}".replace("LayerNorm.weight", "LayerNorm.gamma"): value for key, value in held.items()}
+    old = {key.replace("LayerNorm.bias", "LayerNorm.beta"): value for key, value in old.items()}
+    save_file({**old, "cls.predictions.decoder.weight": torch.zeros(40, 32)}, folder / "model.safetensors")
+    tower, _ = open_text(f"hf:{folder}", every=False)
+    assert torch.equal(
+        tower.net.state_dict()["embeddings.LayerNorm.weight"], held["embeddings.LayerNorm.weight"]
+    )
+
+
+def test_an_encoder_without_fused_attention(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.MPNetConfig(**BERT, intermediate_size=48, max_position_embeddings=40)
+    transformers.MPNetModel(config).save_pretrained(tmp_path / "mpnet")
+    tokenizer(1).save(str(tmp_path / "mpnet" / "tokenizer.json"))
+    tower, words = open_text(f"hf:{tmp_path / 'mpnet'}", every=True)
+    assert tower(words(SAID, 16)).shape == (3, tower.config.width)
+
+
+@pytest.mark.parametrize("name", ["crossvit_tiny_240", "poolformer_s12"])
+def test_nets_of_other_makes_give_what_they_can(name):
+    tower = open_vision(f"timm:{name}", "none", every=True)
+    side = tower.config.image_size
+    assert tower(torch.zeros(1, 3, side, side)).shape == (1, tower.config.width)
+    assert all(tower.below_top(key) >= 1 for key, _ in tower.named_parameters())
+
+
+def test_what_a_borrowed_model_costs_can_be_counted(tmp_path):
+    text, _ = open_text(f"hf:{text_folder(tmp_path / 'bert')}", every=True)
+    vision = open_vision("timm:test_vit", "none", every=True)
+    made = cost(ModelConfig(vision.config, text.config, 24, head="mlp"), tokens=16)
+    assert made.step_gflop > made.forward_gflop > 0

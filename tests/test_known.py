@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -333,3 +334,63 @@ def test_convert_on_the_command_line(tmp_path):
     back = [sys.executable, "-m", "m1clip", "convert", str(tmp_path / "mine-open_clip"), "--to", "m1clip"]
     assert subprocess.run([*back, "--out", str(tmp_path / "back")], capture_output=True).returncode == 0
     assert m1clip.load(tmp_path / "back").config == m1clip.load(tmp_path / "mine").config
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"text_cfg": {"no_causal_mask": True}},
+        {"text_cfg": {"pool_type": "last"}},
+        {"vision_cfg": {"pool_type": "avg"}},
+        {"vision_cfg": {"norm_kwargs": {"eps": 1e-3}}},
+        {"preprocess_cfg": {"resize_mode": "squash"}},
+    ],
+)
+def test_a_configuration_of_another_function_is_refused(change, theirs, tmp_path):
+    path = as_file(theirs, "safetensors", tmp_path)
+    towers = {
+        "vision_cfg": {"width": 128, "pool_type": "tok"},
+        "text_cfg": {"heads": 1, "no_causal_mask": False},
+    }
+    held = {"model_cfg": towers, "preprocess_cfg": {"mean": [0.5, 0.5, 0.5], "resize_mode": "shortest"}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(held))
+    assert open_known(str(path)).config.vision.mean == (0.5, 0.5, 0.5)
+    for part, values in change.items():
+        (held if part == "preprocess_cfg" else towers)[part] |= values
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(held))
+    with pytest.raises(ValueError, match=rf"{next(iter(next(iter(change.values()))))} = "):
+        open_known(str(path))
+
+
+def test_a_tokenizer_of_another_table_is_refused(theirs, tmp_path):
+    path = as_file(theirs, "safetensors", tmp_path)
+    Tokenizer.characters().save(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"49,408 tokens, the tokenizer found for it 33"):
+        open_known(str(path))
+
+
+def test_what_is_guessed_is_told(theirs, tmp_path):
+    path = as_file(theirs, "safetensors", tmp_path)
+    assert "names their activation" in open_and_tell(str(path))[1]
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": {"text_cfg": {"heads": 1}}}))
+    assert open_and_tell(str(path))[1] == ""
+
+
+def test_a_damaged_archive_never_hangs_or_crashes(theirs, tmp_path):
+    whole = as_file(theirs, "script", tmp_path).read_bytes()
+    rng = np.random.default_rng(0)
+    for _ in range(25):
+        broken = bytearray(whole)
+        for place in rng.integers(0, len(whole), 40):
+            broken[place] ^= 0xFF
+        (tmp_path / "broken.pt").write_bytes(broken)
+        with suppress(ValueError):  # some bytes are but weights, and nobody can see that they changed
+            read_tensors(tmp_path / "broken.pt")
+
+
+def test_new_heads_have_no_counterpart(tmp_path):
+    model = some(
+        replace(SHAPES["quick"], text=TextConfig(40, 24, 32, 2, 2), head="mlp"), Tokenizer.characters()
+    )
+    with pytest.raises(ValueError, match="mlp heads"):
+        convert(model, "open_clip", tmp_path / "out")

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "m1clip"
-FLOOR = {"shapes", "config", "run", "devices", "sensors", "pictures", "words"}
+FLOOR = {"shapes", "starts", "config", "run", "devices", "sensors", "pictures", "words"}
 TOOLS = {"measurements", "estimates", "advisor", "pages", "plots"}
 # What a room or file may import of ours, beside itself. "" is the package: its version, its lazy names.
 MAY_IMPORT = {
     **{floor: set[str]() for floor in FLOOR},
-    "config": {"shapes"},
+    "starts": {"shapes"},
+    "config": {"shapes", "starts"},
     "": {"model"},
     "losses": FLOOR,
     "measurements": FLOOR,
@@ -98,6 +99,7 @@ WITHOUT_TORCH = (
     "m1clip",
     "m1clip.cli",
     "m1clip.shapes",
+    "m1clip.starts",
     "m1clip.config",
     "m1clip.run",
     "m1clip.sensors",

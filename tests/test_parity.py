@@ -1,6 +1,6 @@
 """The truth test: the same weights in open_clip's and in transformers' CLIP give the same numbers.
 
-Both libraries are imported here only.
+Gradients too, which is why it stands beside test_known.py.
 """
 
 import pytest
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from m1clip import losses
 from m1clip.model.clip import CLIP
+from m1clip.model.names import OPEN_CLIP, TRANSFORMERS
 from m1clip.shapes import ModelConfig, TextConfig, VisionConfig
 
 TOLERANCE = 1e-5
@@ -19,16 +20,6 @@ SHAPES = {
         VisionConfig(48, 16, 64, 2, 1), TextConfig(300, 16, 64, 3, 4), 40, activation="quick_gelu"
     ),
 }
-
-
-def renamed(ours: CLIP, names: dict[str, str], norms: dict[str, str]) -> dict[str, torch.Tensor]:
-    """What stands outside the blocks, under the peer's names."""
-    state = {names[key]: value for key, value in ours.state_dict().items() if key in names}
-    for key, value in ours.state_dict().items():
-        module, _, kind = key.rpartition(".")
-        if module in norms:
-            state[f"{norms[module]}.{kind}"] = value
-    return state
 
 
 def open_clip_twin(ours: CLIP) -> torch.nn.Module:
@@ -43,27 +34,7 @@ def open_clip_twin(ours: CLIP) -> torch.nn.Module:
         open_clip.CLIPTextCfg(text.length, text.vocab, width=text.width, heads=text.heads, layers=text.depth),
         quick_gelu=ours.config.activation == "quick_gelu",
     )
-    names = {
-        "logit_scale": "logit_scale",
-        "vision.class_token": "visual.class_embedding",
-        "vision.position": "visual.positional_embedding",
-        "vision.patch.weight": "visual.conv1.weight",
-        "text.token.weight": "token_embedding.weight",
-        "text.position": "positional_embedding",
-    }
-    norms = {"vision.ln_pre": "visual.ln_pre", "vision.ln_post": "visual.ln_post", "text.ln_post": "ln_final"}
-    parts = {"attn.out": "attn.out_proj", "mlp.wide": "mlp.c_fc", "mlp.narrow": "mlp.c_proj"}
-    state = renamed(ours, names, norms)
-    state["visual.proj"] = ours.vision_projection.weight.T
-    state["text_projection"] = ours.text_projection.weight.T
-    for key, value in ours.state_dict().items():
-        if ".blocks." in key:
-            tower, _, number, rest = key.split(".", 3)
-            for before, after in parts.items():
-                rest = rest.replace(before, after)
-            rest = rest.replace("attn.qkv.", "attn.in_proj_")
-            state[f"{'visual.' if tower == 'vision' else ''}transformer.resblocks.{number}.{rest}"] = value
-    theirs.load_state_dict(state)
+    theirs.load_state_dict(dict(OPEN_CLIP.from_ours(ours.state_dict())))
     return theirs
 
 
@@ -97,41 +68,9 @@ def transformers_twin(ours: CLIP) -> torch.nn.Module:
             projection_dim=ours.config.embed,
         )
     )
-    names = {
-        "logit_scale": "logit_scale",
-        "vision_projection.weight": "visual_projection.weight",
-        "text_projection.weight": "text_projection.weight",
-        "vision.class_token": "vision_model.embeddings.class_embedding",
-        "vision.patch.weight": "vision_model.embeddings.patch_embedding.weight",
-        "vision.position": "vision_model.embeddings.position_embedding.weight",
-        "text.token.weight": "text_model.embeddings.token_embedding.weight",
-        "text.position": "text_model.embeddings.position_embedding.weight",
-    }
-    norms = {
-        "vision.ln_pre": "vision_model.pre_layrnorm",
-        "vision.ln_post": "vision_model.post_layernorm",
-        "text.ln_post": "text_model.final_layer_norm",
-    }
-    parts = {
-        "ln_1": "layer_norm1",
-        "ln_2": "layer_norm2",
-        "attn.out": "self_attn.out_proj",
-        "mlp.wide": "mlp.fc1",
-        "mlp.narrow": "mlp.fc2",
-    }
-    state = renamed(ours, names, norms)
-    for key, value in ours.state_dict().items():
-        if ".blocks." in key:
-            tower, _, number, rest = key.split(".", 3)
-            where = f"{tower}_model.encoder.layers.{number}."
-            if rest.startswith("attn.qkv"):
-                for one, part in zip("qkv", value.chunk(3), strict=True):
-                    state[f"{where}self_attn.{one}_proj.{rest.rsplit('.', 1)[1]}"] = part
-                continue
-            for before, after in parts.items():
-                rest = rest.replace(before, after)
-            state[where + rest] = value
-    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    missing, unexpected = theirs.load_state_dict(
+        dict(TRANSFORMERS.from_ours(ours.state_dict())), strict=False
+    )
     assert not unexpected
     assert all("position_ids" in key for key in missing)
     return theirs

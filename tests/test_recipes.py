@@ -17,10 +17,11 @@ from test_field import text_folder, vision_file
 
 import m1clip
 from m1clip import run as runs
-from m1clip.config import RECIPES, TrainConfig, from_json, preset, recipe_defaults, to_json
+from m1clip.config import TrainConfig, from_json, preset, recipe_defaults, to_json
 from m1clip.data.batches import Batches
 from m1clip.data.sides import open_sides
 from m1clip.model.clip import CLIP, load
+from m1clip.starts import RECIPES
 from m1clip.train import loop, origin, recipes
 from m1clip.train.encode import encoded
 from m1clip.train.recipes import Estimate
@@ -422,3 +423,52 @@ def test_the_result_is_an_ordinary_model_and_telemetry_is_complete(borrowed, tmp
     config = json.loads((tmp_path / "r" / "model" / "config.json").read_text())
     assert config["vision"]["timm"] == "test_vit"
     assert config["text"]["hf"]["model_type"] == "bert"
+
+
+def test_the_activation_is_part_of_a_feature_s_name(start, known, tmp_path):
+    cache = Path(os.environ["M1CLIP_CACHE"])
+    trained(replace(start, recipe="locked"), tmp_path / "one")
+    before = set(cache.glob("features-*"))
+    config = json.loads((known / "config.json").read_text())
+    (known / "config.json").write_text(json.dumps({**config, "activation": "quick_gelu"}))
+    trained(replace(start, recipe="locked"), tmp_path / "two")
+    assert set(cache.glob("features-*")) - before
+
+
+def test_a_second_stage_keeps_flags_and_is_never_a_stale_one(known, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [
+        *SMALL,
+        "--init",
+        str(known),
+        "--recipe",
+        "locked",
+        "--unfreeze",
+        "1",
+        "--name",
+        "r",
+        "--epochs",
+        "1",
+    ]
+    words += ["--crop", "1", "--no-flip"]
+    assert verb.main(verb.parse("m1clip train", words)) == 0
+    second = tmp_path / "runs" / "r-unfrozen"
+    config = from_json(TrainConfig, second / "config.json")
+    assert (config.crop, config.flip) == (1, False)
+    assert verb.main(verb.parse("m1clip train", [*words, "--fresh", "--lr", "0.05"])) == 0
+    first = weights_of(tmp_path / "runs" / "r")
+    assert all(torch.equal(value, first[name]) for name, value in weights_of(second, "start").items())
+
+
+def test_a_tower_without_weights_is_not_locked(borrowed, tmp_path):
+    config = replace(borrowed, vision_weights="none", head_dropout=0.0)
+    trained(config, tmp_path / "r")
+    assert moved(tmp_path / "r") == {*HEADS, "vision"}
+    trained(config, tmp_path / "again")
+    one, other = weights_of(tmp_path / "r", "start"), weights_of(tmp_path / "again", "start")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_wise_ft_of_nothing_is_refused_at_once(tiny_run, tmp_path):
+    with pytest.raises(ValueError, match="--wise-ft"):
+        loop.check(replace(tiny_run, wise_ft=0.5), tmp_path / "runs", None, Quiet())

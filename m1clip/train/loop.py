@@ -12,23 +12,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from m1clip import __version__, devices, sensors
 from m1clip.config import TrainConfig, to_json
 from m1clip.data.augment import margin
 from m1clip.data.batches import Augment, Batch, Batches, growing
-from m1clip.data.features import Features
 from m1clip.data.sides import Side, Sides, open_sides
 from m1clip.devices import Plan
-from m1clip.evals.difficulty import by_difficulty
-from m1clip.evals.embed import embed_captions, embed_pictures
-from m1clip.evals.examples import examples
-from m1clip.evals.health import health
-from m1clip.evals.retrieval import Retrieval, retrieval
-from m1clip.model.clip import CLIP, load, read_tokenizer
+from m1clip.evals.retrieval import Retrieval
+from m1clip.model.clip import CLIP, read_tokenizer
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.model.tokenizer import make as make_tokenizer
 from m1clip.model.tokenizer import require as require_tokenizer
@@ -43,6 +36,7 @@ from m1clip.train.meter import Meter
 from m1clip.train.optim import rate
 from m1clip.train.origin import Origin
 from m1clip.train.place import Placed
+from m1clip.train.scored import Scored
 from m1clip.train.screen import Screen
 from m1clip.train.stop import Stop
 from m1clip.train.watch import Watch
@@ -167,19 +161,8 @@ def require_room(config: TrainConfig, runs: Path, resumed: Run | None) -> None:
 def train(setup: Setup, run: Run, screen: Screen) -> Result:
     """Start the run, or go on from its last whole checkpoint if it has one."""
     config = setup.config
-    torch.manual_seed(config.seed)
-    model = origin.begin(config, setup.origin, setup.tokenizer)
-    recipes.prepare(model, config, setup.locked)
-    held_out = Scored(setup.data.held_out)
-    batches = prepare(config, setup)
-    if setup.locked:
-        batches, held_out = encode_once(config, setup, model, batches, screen)
+    learner, placed, batches, held_out = ready(setup, screen)
     last = batches.at(setup.total - 1)  # its pictures are the largest
-    placed = place.settle(config, model, last, setup.total, setup.before, screen)
-    devices.prepare(placed.plan)
-    if setup.origin and not setup.start:
-        recipes.meet(model, setup.origin, batches)
-    learner = Learner(model, config, replace(placed.plan, compile=False))
     progress = checkpoint.load(setup.start, learner) if setup.start else Progress()
     introduce(run, learner, setup, progress, screen)
     meter, keeper = Meter(config, learner.device), Keeper(run, learner, progress, screen.warn)
@@ -226,11 +209,28 @@ def train(setup: Setup, run: Run, screen: Screen) -> Result:
         watch.gave_up()
 
     if finished and config.wise_ft < 1:
-        scores = halfway(run, held_out, learner, progress.step)
+        scores = held_out.halfway(run, learner, progress.step)
     elif finished and (scores is None or keeper.restored):
         scores = held_out.evaluate(learner)
     watch.status("finished" if finished else "stopped")
     return Result(finished, progress.step, progress.seconds, scores, progress.best_step)
+
+
+def ready(setup: Setup, screen: Screen) -> tuple[Learner, Placed, Batches, Scored]:
+    """The model where it will learn, what it learns from, and what it is scored on."""
+    config = setup.config
+    torch.manual_seed(config.seed)
+    model = origin.begin(config, setup.origin, setup.tokenizer)
+    recipes.prepare(model, config, setup.locked)
+    batches, held_out = prepare(config, setup), Scored(setup.data.held_out)
+    if setup.locked:
+        batches, held_out = encode_once(config, setup, model, batches, screen)
+    last = batches.at(setup.total - 1)
+    placed = place.settle(config, model, last, setup.total, setup.before, screen)
+    devices.prepare(placed.plan)
+    if setup.origin and not setup.start:
+        recipes.meet(model, setup.origin, batches)
+    return Learner(model, config, replace(placed.plan, compile=False)), placed, batches, held_out
 
 
 def introduce(run: Run, learner: Learner, setup: Setup, progress: Progress, screen: Screen) -> None:
@@ -314,44 +314,6 @@ def captions(pairs: Side) -> Iterator[str]:
     return (caption for row in rows for caption in islice(pairs.captions(row), 20))
 
 
-@dataclass(frozen=True)
-class Scored:
-    """The held-out side: its pairs, and their features where towers are locked."""
-
-    pairs: Side
-    features: Features = Features()
-
-    def evaluate(self, learner: Learner, watch: Watch | None = None) -> Retrieval:
-        """Held-out retrieval of the weights that would be kept."""
-        with learner.averaged() as model:
-            image_NE, text_ME, owner_M = self.embedded(model, 4 * learner.chunk)  # no graph is kept
-        scores = retrieval(image_NE, text_ME, owner_M)
-        if watch:
-            first_N = torch.searchsorted(owner_M, torch.arange(len(image_NE)))  # each picture's first caption
-            first_NE, words = (
-                text_ME[first_N],
-                [self.pairs.captions(row)[0] for row in range(len(self.pairs))],
-            )
-            negatives = by_difficulty(image_NE, first_NE, words)
-            watch.scores(scores, {**health(image_NE, first_NE), "negatives": negatives})
-            watch.examples(examples(text_ME, image_NE, owner_M, self.pairs))
-        return scores
-
-    def embedded(self, model: CLIP, most: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Pictures, captions, and whose each caption is; from their features where there are any."""
-        known, captions = self.features, [self.pairs.captions(row) for row in range(len(self.pairs))]
-        owner_M = torch.tensor([row for row, some in enumerate(captions) for _ in some])
-        if known.views:
-            image_NE = encode.embed_features(model, "vision", known.views[0])
-        else:
-            image_NE = embed_pictures(model, self.pairs, most)
-        if known.texts is not None:
-            text_ME = encode.embed_features(model, "text", known.of_captions(np.arange(len(owner_M))))
-        else:
-            text_ME = embed_captions(model, [caption for some in captions for caption in some], most)
-        return image_NE, text_ME, owner_M
-
-
 def encode_once(
     config: TrainConfig, setup: Setup, model: CLIP, batches: Batches, screen: Screen
 ) -> tuple[Batches, Scored]:
@@ -361,14 +323,6 @@ def encode_once(
     learned = encode.encoded(model, data.train, config, setup.locked, config.views, bars)
     held_out = encode.encoded(model, data.held_out, config, setup.locked, 1, bars)
     return replace(batches, features=learned), Scored(data.held_out, held_out)
-
-
-def halfway(run: Run, held_out: Scored, learner: Learner, step: int) -> Retrieval:
-    """The scores of the model that was kept, between the start and what was learned."""
-    kept = load(run.model).place(*learner.model.places)
-    scores = retrieval(*held_out.embedded(kept, 4 * learner.chunk))
-    run.log("event", step, event="wise-ft", part=learner.config.wise_ft, **scores.record())
-    return scores
 
 
 def facts(

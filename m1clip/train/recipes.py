@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from m1clip import devices
-from m1clip.config import RECIPES, Recipe, TrainConfig
+from m1clip.config import TrainConfig
 from m1clip.data.batches import Batches
 from m1clip.data.sources import open_sources
 from m1clip.devices import Plan
@@ -17,6 +17,7 @@ from m1clip.model.clip import CLIP
 from m1clip.model.heads import Head
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.model.tokenizer import make as make_tokenizer
+from m1clip.starts import RECIPES, Recipe
 from m1clip.train import origin
 from m1clip.train.origin import Origin
 from m1clip.train.screen import Screen

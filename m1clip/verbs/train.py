@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from m1clip import run as runs
-from m1clip.config import PRESETS, RECIPES, TrainConfig, from_json, preset, recipe_defaults
+from m1clip.config import PRESETS, TrainConfig, from_json, preset, recipe_defaults
+from m1clip.starts import RECIPES
 from m1clip.verbs import flags, tables
 from m1clip.words import clock
 
