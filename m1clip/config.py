@@ -270,7 +270,7 @@ def recipe_defaults(config: TrainConfig, recipe: Recipe) -> TrainConfig:
     if not (config.vision and config.text):  # one tower is new, and learns as slowly as new ones do
         slow: dict[str, Any] = {"batch": 256, "lr": 1e-3, "epochs": 10, "weight_decay": 0.1, "eval_every": 1}
         made = replace(made, **slow)
-    return replace(made, model=replace(made.model, embed=256, head="mlp"))
+    return replace(made, model=replace(made.model, embed=192, head="mlp"))
 
 
 Shape = tuple[int, int, int, int, int]

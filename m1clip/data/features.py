@@ -35,7 +35,7 @@ class Features:
     def of_pictures(self, rows: Rows, draw_B: NDArray[np.float64]) -> Array:
         """Each as one of its views, by the draw."""
         which = (draw_B * len(self.views)).astype(int)
-        made = np.empty((len(rows), self.views[0].shape[1]), np.float32)
+        made = np.empty((len(rows), self.views[0].shape[1]), self.views[0].dtype)
         for number, view in enumerate(self.views):
             made[which == number] = view[rows[which == number]]
         return made
@@ -43,7 +43,7 @@ class Features:
     def of_captions(self, numbers: Rows) -> Array:
         assert self.texts is not None
         assert self.place_M is not None
-        made: Array = self.texts[self.place_M[numbers]].astype(np.float32)
+        made: Array = self.texts[self.place_M[numbers]]
         return made
 
 

@@ -232,6 +232,6 @@ def embed_features(model: CLIP, side: str, rows: NDArray[Any], most: int = 4096)
     made = []
     with torch.inference_mode():
         for start, end in pairwise([*range(0, len(rows), most), len(rows)]):
-            x_BD = torch.from_numpy(rows[start:end].astype(np.float32))
+            x_BD = torch.from_numpy(np.array(rows[start:end])).float()
             made.append(model.embed_features(side, devices.copy(x_BD, device)).cpu())
     return torch.cat(made)

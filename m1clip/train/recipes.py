@@ -149,7 +149,7 @@ def meet(model: CLIP, found: Origin, batches: Batches) -> None:
         stored = {"vision": known.views[0] if known.views else None, "text": known.texts}[side]
         if stored is not None:
             some = stored[:: -(-len(stored) // MOST_LOOKED)]  # at equal distances
-            head.standardise(torch.from_numpy(np.asarray(some)))
+            head.standardise(torch.from_numpy(np.array(some)))
             continue
         batch = batch or batches.at(0).split(LOOKED)[0].to(*model.places)
         pictures = side == "vision"
