@@ -82,7 +82,7 @@ _TUNED: dict[str, Any] = {"optimizer": "adamw", "warmup": 0.1, "crop": 0.5, "fli
 RECIPES: dict[str, dict[str, Any]] = {
     "locked": {
         **_TUNED,
-        **{"batch": 1024, "lr": 3e-3, "epochs": 34, "weight_decay": 1.0, "eval_every": 17},
+        **{"batch": 1024, "lr": 3e-3, "epochs": 36, "weight_decay": 1.0, "eval_every": 18},
         **{"head_dropout": 0.5, "label_smoothing": 0.1, "ema": 0.98},
     },
     "lora": {**_TUNED, "batch": 64, "lr": 1e-3, "epochs": 3, "weight_decay": 0.0},
