@@ -123,9 +123,17 @@ def keep_memory() -> None:
         library.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
+def give_memory_back() -> None:
+    """Where memory ran out: what is kept for one size lacks for another."""
+    with suppress(AttributeError, OSError):
+        library = ctypes.CDLL(None)
+        library.mallopt(-3, 128 * 1024)
+        library.mallopt(-1, 128 * 1024)
+        library.malloc_trim(0)
+
+
 def prepare(plan: Plan) -> None:
     """Set what belongs to the whole process; where two towers share the CPU, each has half of its threads."""
-    keep_memory()
     threads = plan.threads or THREADS
     both_on_cpu = plan.is_split and all(place.type == "cpu" for place in plan.places)
     torch.set_num_threads(max(1, threads - threads // 2) if both_on_cpu else threads)
@@ -243,6 +251,8 @@ def refusal(error: BaseException) -> str:
 def release(device: torch.device) -> None:
     """Give back what the allocator keeps for later."""
     gc.collect()
+    if device.type == "cpu":
+        give_memory_back()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     if device.type == "mps":

@@ -372,7 +372,9 @@ def test_a_tokenizer_of_another_table_is_refused(theirs, tmp_path):
 def test_what_is_guessed_is_told(theirs, tmp_path):
     path = as_file(theirs, "safetensors", tmp_path)
     assert "names their activation" in open_and_tell(str(path))[1]
-    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": {"text_cfg": {"heads": 1}}}))
+    (tmp_path / "open_clip_config.json").write_text(
+        json.dumps({"model_cfg": {"text_cfg": {"heads": 1}, "vision_cfg": {"width": 128}}})
+    )
     assert open_and_tell(str(path))[1] == ""
 
 

@@ -228,6 +228,7 @@ def ready(setup: Setup, screen: Screen) -> tuple[Learner, Placed, Batches, Score
     last = batches.at(setup.total - 1)
     placed = place.settle(config, model, last, setup.total, setup.before, screen)
     devices.prepare(placed.plan)
+    place.keep_memory()
     if setup.origin and not setup.start:
         recipes.meet(model, setup.origin, batches)
     return Learner(model, config, replace(placed.plan, compile=False)), placed, batches, held_out

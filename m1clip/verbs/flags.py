@@ -27,6 +27,6 @@ def read(kind: type[T], prog: str, words: list[str], default: T | None = None) -
     start: dict[str, Any] = {} if default is None else {"default": default}
     # tyro runs lines together, but not indented ones: these are the examples.
     shown = "\n  ".join(cleandoc(kind.__doc__ or "").splitlines())
-    config = (tyro.conf.FlagCreatePairsOff,)
+    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
     made: T = tyro.cli(kind, prog=prog, args=words, description=shown, config=config, **start)
     return made
