@@ -37,7 +37,7 @@ class Args:
 
 def rows(encoders: list[str], locked: str) -> dict[str, list[str]]:
     """Flags of each row; the last ones begin with the model of `locked`, and are given a few minutes each."""
-    tuned = ["--init", locked, "--batch", "64", "--patience", "0", "--steps", "12"]
+    tuned = ["--init", locked, "--batch", "64", "--patience", "0", "--steps", "10"]
     full = [*tuned, "--recipe", "full", "--lr", "1e-4"]
     return {
         "locked": [*encoders, "--recipe", "locked"],
