@@ -80,6 +80,8 @@ class TrainConfig(DataConfig, StartConfig):
     """End after this many steps, whatever the number of passes; 0 goes by --epochs."""
     batch: int = 256
     """Pairs in one contrastive batch: each is told from the others."""
+    captions: int = 1
+    """Captions of each picture that a step reads, where it has several: more is learned from one look."""
     lr: float = 1e-3
     """Peak learning rate."""
     warmup: float = 0.1
@@ -152,7 +154,7 @@ class TrainConfig(DataConfig, StartConfig):
     def __post_init__(self) -> None:
         DataConfig.__post_init__(self)
         StartConfig.__post_init__(self)
-        for key in ("epochs", "log_every", "eval_every", "watch_every", "keep"):
+        for key in ("epochs", "captions", "log_every", "eval_every", "watch_every", "keep"):
             value = getattr(self, key)
             require(value >= 1, f"{key} must be at least 1, not {value}")
         for key in ("lr", "clip_norm", "save_minutes"):

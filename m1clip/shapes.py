@@ -70,6 +70,8 @@ class TextConfig:
     """Attention heads."""
     mlp: int = 0
     """Features inside a block's MLP; 0 is four times the width."""
+    mix: Literal["attention", "bag"] = "attention"
+    """How words meet: by attention, in their order (CLIP); or as a bag, by their mean: learned far sooner."""
 
     def __post_init__(self) -> None:
         _check_tower("text", self)

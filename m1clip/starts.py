@@ -26,7 +26,7 @@ class StartConfig:
     features: Literal["all", "last"] = "all"
     """What the heads get of --vision and --text: the means of all their layers, or the last alone."""
     budget: str = ""
-    """The time you have, such as 90s, 10m or 2h: --recipe auto chooses by it."""
+    """The time you have, such as 90s, 10m, 2h: what is trained is chosen by it, and ends with it."""
     lock: Literal["auto", "both", "vision", "text"] = "auto"
     """The towers that stand still; auto is every one that comes with weights if locked, and else none."""
     views: int = 3

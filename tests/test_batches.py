@@ -63,6 +63,19 @@ def test_what_is_drawn_for_a_row_does_not_depend_on_the_batch_it_is_in(batches):
     assert all(np.array_equal(ours[row][1], theirs[row][1]) for row in range(40))
 
 
+def test_several_captions_of_a_picture_are_different_ones_of_its_own(batches):
+    one, three = batches.at(3), replace(batches, captions=3).at(3)
+    assert three.tokens_BL.shape[:2] == (len(one), 3)
+    wide = one.tokens_BL.shape[1]
+    assert torch.equal(three.tokens_BL[:, 0, :wide], one.tokens_BL)  # the first is the one of before
+    for row, tokens_KL in zip(three.rows, three.tokens_BL, strict=True):
+        own = {ids.numpy().tobytes() for ids in batches.tokenize(batches.pairs.captions(int(row)))}
+        kinds = {np.trim_zeros(ids.numpy(), "b").tobytes() for ids in tokens_KL}
+        own = {np.trim_zeros(np.frombuffer(ids, np.int64), "b").tobytes() for ids in own}
+        assert kinds <= own
+        assert len(kinds) == min(3, len(own))
+
+
 def test_a_stream_begun_in_the_middle_gives_the_same_batches(batches):
     whole = list(batches.stream(0, 12))
     rest = list(batches.stream(7, 12))

@@ -11,6 +11,7 @@ from PIL import Image
 import m1clip
 from m1clip.config import PRESETS
 from m1clip.model.clip import CLIP
+from m1clip.model.convert import convert
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.shapes import ModelConfig
 
@@ -73,6 +74,33 @@ def test_text_is_causal_and_vision_is_not(model):
     model.embed_pixels(pixels)
     hook.remove()
     assert not torch.equal(before[0, 0], states["x"][0, 0])
+
+
+@pytest.fixture
+def bag(tiny: ModelConfig) -> CLIP:
+    torch.manual_seed(0)
+    return CLIP(replace(tiny, text=replace(tiny.text, mix="bag")), Tokenizer.characters())
+
+
+def test_to_a_bag_of_words_their_order_is_nothing_and_their_number_little(bag):
+    one, other, twice, another = bag.encode_text(["ab cd", "dc ba", "ab cdab cd", "ab ce"])
+    assert torch.allclose(one, other, atol=1e-6)
+    assert torch.allclose(one, twice, atol=1e-6)
+    assert not torch.allclose(one, another, atol=1e-3)
+
+
+def test_a_bag_of_words_heeds_neither_padding_nor_what_follows_the_end(bag, tmp_path):
+    alone, beside = bag.encode_text("a cat"), bag.encode_text(["a cat", "a much longer caption"])[:1]
+    assert torch.allclose(alone, beside, atol=1e-6)
+    bag.save(tmp_path / "m")
+    assert torch.allclose(m1clip.load(tmp_path / "m").encode_text("a cat"), alone, atol=1e-6)
+
+
+def test_a_bag_of_words_has_no_place_in_the_other_libraries(bag, tmp_path):
+    plain = replace(bag.config.vision, pool="class", stem="patch")
+    model = CLIP(replace(bag.config, vision=plain), Tokenizer.characters())
+    with pytest.raises(ValueError, match="bags of words"):
+        convert(model, "open_clip", tmp_path / "m")
 
 
 def test_temperature_starts_at_clips_and_is_clamped(model):

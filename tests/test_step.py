@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from m1clip.config import TrainConfig
+from m1clip.data.batches import Batch
 from m1clip.model import noise
 from m1clip.model.clip import CLIP
 from m1clip.train.learner import Learner
 from m1clip.train.optim import Muon, make_optimizers
-from m1clip.train.step import STATS, train_step
+from m1clip.train.step import STATS, embed_captions, train_step
 from trained import some_batch, some_learner
 
 
@@ -46,6 +47,45 @@ def test_twins_are_masked_in_a_divided_batch_too(tiny):
     whole = gradients(config_of(tiny), 12, twin_BB)
     assert furthest(gradients(config_of(tiny), 5, twin_BB), whole) < 1e-5
     assert furthest(gradients(config_of(tiny), 12), whole) > 1e-4
+
+
+def told_thrice(batch: Batch) -> Batch:
+    """The same pictures with three captions each."""
+    others = [some_batch(len(batch), seed).tokens_BL for seed in (8, 9)]
+    return replace(batch, tokens_BL=torch.stack([batch.tokens_BL, *others], dim=1))
+
+
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+def test_several_captions_of_a_picture_are_the_mean_of_their_losses(tiny, loss):
+    config, batch = config_of(tiny, loss), told_thrice(some_batch(12))
+    apart: dict[str, list[torch.Tensor]] = {}
+    for k in range(3):
+        learner = some_learner(config)
+        train_step(learner, replace(batch, tokens_BL=batch.tokens_BL[:, k]))
+        for name, weight in learner.weights.items():
+            apart.setdefault(name, []).append(weight.grad)
+    learner = some_learner(config)
+    train_step(learner, batch)
+    mean = {name: torch.stack(grads).mean(0) for name, grads in apart.items()}
+    assert furthest({name: weight.grad for name, weight in learner.weights.items()}, mean) < 1e-5
+
+
+@pytest.mark.parametrize("chunk", [5, 6])
+def test_several_captions_in_a_divided_batch(tiny, chunk):
+    found = []
+    for size in (12, chunk):
+        learner = some_learner(config_of(tiny, dropout=0.3), size)
+        train_step(learner, told_thrice(some_batch(12)))
+        found.append({name: weight.grad for name, weight in learner.weights.items()})
+    assert furthest(*found) < 1e-5
+
+
+def test_captions_of_one_picture_have_noise_of_their_own(tiny):
+    learner = some_learner(config_of(tiny, dropout=0.3))
+    batch = some_batch(12)
+    same_BKL = batch.tokens_BL[:, None].repeat(1, 2, 1)
+    text_BKE = embed_captions(learner, replace(batch, tokens_BL=same_BKL))
+    assert (text_BKE[:, 0] - text_BKE[:, 1]).abs().amax(1).min() > 1e-3
 
 
 def test_recomputing_alone_changes_no_bit(tiny):

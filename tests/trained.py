@@ -23,8 +23,8 @@ class Quiet(Screen):
         super().__init__(io.StringIO())
         self.stop_at, self.warnings = stop_at, list[str]()
 
-    def step(self, step: int, rows: list[dict[str, Any]]) -> None:
-        super().step(step, rows)
+    def step(self, step: int, rows: list[dict[str, Any]], total: int) -> None:
+        super().step(step, rows, total)
         if step == self.stop_at:
             signal.raise_signal(signal.SIGINT)
 

@@ -35,6 +35,7 @@ class Batch:
 
     bytes_BSSC: Tensor
     tokens_BL: Tensor
+    """Of one caption a picture; of several, (B, K, L)."""
     key_B: Tensor
     """What the noise of each row is drawn from: a function of (seed, epoch, row)."""
     twin_BB: Tensor | None
@@ -84,6 +85,8 @@ class Batches:
     total: int = 0
     features: Features = Features()
     """Of the sides whose towers are locked."""
+    captions: int = 1
+    """Of each picture in a step, where it has several."""
 
     def __post_init__(self) -> None:
         if self.size > self.pairs.per_epoch:
@@ -107,7 +110,7 @@ class Batches:
         turns = self.pairs.order(self.seed, epoch)[k * self.size : (k + 1) * self.size]
         rows, image, looks = self._pictures(step, epoch, turns)
         text, words = self._captions(epoch, turns, rows)
-        twin_BB = twins(words, looks) if self.mask_twins else None
+        twin_BB = twins(*words, looks) if self.mask_twins else None
         key_B = torch.from_numpy((draws(self.seed, epoch, turns, stream=3) * 2.0**32).astype(np.int64))
         return Batch(image, text, key_B, twin_BB, rows)
 
@@ -126,20 +129,25 @@ class Batches:
         made = known.of_pictures(rows, draws(self.seed, epoch, turns, stream=12))
         return rows, torch.from_numpy(made).float(), known.look_N[rows].tolist()
 
-    def _captions(self, epoch: int, turns: Rows, rows: Rows) -> tuple[Tensor, Sequence[Any]]:
-        """One caption of each row, and a name for each that is equal for equal ones."""
-        draw_B, known = draws(self.seed, epoch, turns, stream=0), self.features
+    def _captions(self, epoch: int, turns: Rows, rows: Rows) -> tuple[Tensor, list[list[Any]]]:
+        """Captions of each row, one or several that follow each other; for the first of each row, the second
+        and so on a list of names, equal for equal ones."""
+        draw_B, known, K = draws(self.seed, epoch, turns, stream=0), self.features, self.captions
         if known.texts is None:
             ways = [self.pairs.captions(int(row)) for row in rows]
-            chosen = [some[int(u * len(some))] for some, u in zip(ways, draw_B, strict=True)]
-            tokens_BL = self.tokenize(chosen)
-            return tokens_BL, [ids.tobytes() for ids in tokens_BL.numpy()]
-        assert known.start_N is not None
-        assert known.caption_M is not None
-        first, many = known.start_N[rows], known.start_N[rows + 1] - known.start_N[rows]
-        numbers = first + (draw_B * many).astype(np.int64)
-        text = torch.from_numpy(known.of_captions(numbers)).float()  # torch is far quicker at it than NumPy
-        return text, known.caption_M[numbers].tolist()
+            firsts = [int(u * len(some)) for some, u in zip(ways, draw_B, strict=True)]
+            drawn = zip(ways, firsts, strict=True)
+            text = self.tokenize([some[(first + k) % len(some)] for some, first in drawn for k in range(K)])
+            names = [ids.tobytes() for ids in text.numpy()]
+        else:
+            assert known.start_N is not None
+            assert known.caption_M is not None
+            first_B, many_B = known.start_N[rows], known.start_N[rows + 1] - known.start_N[rows]
+            into_BK = ((draw_B * many_B).astype(np.int64)[:, None] + np.arange(K)) % many_B[:, None]
+            numbers = (first_B[:, None] + into_BK).ravel()
+            text = torch.from_numpy(known.of_captions(numbers)).float()  # torch is far quicker than NumPy
+            names = known.caption_M[numbers].tolist()
+        return text if K == 1 else text.view(-1, K, text.shape[1]), [names[k::K] for k in range(K)]
 
     def stream(self, start: int, stop: int) -> Iterator[Batch]:
         """Batches start … stop - 1; the next is made by a thread while this one is used."""

@@ -25,7 +25,7 @@ from m1clip.model.field import HFText, TimmVision
 from m1clip.model.fit import require_fit
 from m1clip.model.heads import Head
 from m1clip.model.tokenizer import Marked, Tokenizer
-from m1clip.model.towers import Text, Vision, initialise
+from m1clip.model.towers import Bag, Text, Vision, initialise
 from m1clip.pictures import square
 from m1clip.run import replacing_folder
 from m1clip.shapes import HFConfig, ModelConfig, TimmConfig
@@ -55,7 +55,7 @@ class CLIP(nn.Module):
 
     def initialise(self) -> None:
         for tower in (self.vision, self.text):
-            if isinstance(tower, Vision | Text):
+            if isinstance(tower, Vision | Text | Bag):
                 initialise(tower)
         for head in (self.vision_projection, self.text_projection):
             if isinstance(head, Head):
@@ -159,10 +159,11 @@ def vision_tower(config: ModelConfig) -> Vision | TimmVision:
     return Vision(config.vision, config.activation)
 
 
-def text_tower(config: ModelConfig, tokenizer: Tokenizer | None) -> Text | HFText:
+def text_tower(config: ModelConfig, tokenizer: Tokenizer | None) -> Text | Bag | HFText:
     if isinstance(config.text, HFConfig):
         return HFText(config.text)
-    return Text(config.text, config.activation, END_ID if tokenizer is None else tokenizer.end_id)
+    kind = Text if config.text.mix == "attention" else Bag
+    return kind(config.text, config.activation, END_ID if tokenizer is None else tokenizer.end_id)
 
 
 def projection(config: ModelConfig, width: int, salt: int) -> Head | nn.Linear:

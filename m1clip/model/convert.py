@@ -54,6 +54,11 @@ def towers_of(model: CLIP) -> tuple[VisionConfig, TextConfig]:
             f"this model has a {vision.stem} stem and takes the {vision.pool} of its tokens, which neither "
             "library knows; train with --model.vision.stem patch --model.vision.pool class to convert"
         )
+    if text.mix != "attention":
+        raise ValueError(
+            "this model takes captions for bags of words, which neither library knows; "
+            "train with --model.text.mix attention to convert"
+        )
     return vision, text
 
 

@@ -4,6 +4,7 @@ Shapes: B items, L tokens, D width, H heads, C colours, S pixels a side.
 """
 
 import itertools
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -68,14 +69,26 @@ class Block(nn.Module):
         return x_BLD + dropout(self.mlp(self.ln_2(x_BLD)), part, key_B, self.salt + 1)
 
 
-class Tower(nn.Module):
-    """What both have: blocks, and how they are practised. Noise needs keys, which only training gives."""
+class Thought(nn.Module):
+    """A block for one vector an item, which has nobody to attend to."""
 
-    def __init__(self, config: VisionConfig | TextConfig, causal: bool, activation: str, salt: int):
+    def __init__(self, width: int, inside: int, activation: str, salt: int):
         super().__init__()
-        shape = (config.width, config.heads, config.mlp or 4 * config.width, causal, activation)
-        self.blocks = nn.ModuleList(Block(*shape, salt=salt + 2 * i) for i in range(config.depth))
-        self.ln_post = nn.LayerNorm(config.width)
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = MLP(width, inside, activation)
+        self.salt = salt
+
+    def forward(self, x_BD: Tensor, part: float, key_B: Tensor | None) -> Tensor:
+        return x_BD + dropout(self.mlp(self.ln_2(x_BD)), part, key_B, self.salt)
+
+
+class Tower(nn.Module):
+    """What all have: blocks, and how they are practised. Noise needs keys, which only training gives."""
+
+    def __init__(self, blocks: Iterable[nn.Module], width: int):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.ln_post = nn.LayerNorm(width)
         self.dropout, self.recompute = 0.0, False
 
     def below_top(self, name: str) -> int:
@@ -93,6 +106,11 @@ class Tower(nn.Module):
             else:
                 x_BLD = block(x_BLD, self.dropout, key_B)
         return x_BLD
+
+
+def attending(config: VisionConfig | TextConfig, causal: bool, activation: str, salt: int) -> Iterator[Block]:
+    shape = (config.width, config.heads, config.mlp or 4 * config.width, causal, activation)
+    return (Block(*shape, salt=salt + 2 * i) for i in range(config.depth))
 
 
 def patch_stem(config: VisionConfig) -> nn.Conv2d:
@@ -114,7 +132,7 @@ class Vision(Tower):
     """A ViT: every patch sees every other; the class token (or the mean) is the picture."""
 
     def __init__(self, config: VisionConfig, activation: str):
-        super().__init__(config, causal=False, activation=activation, salt=1)
+        super().__init__(attending(config, False, activation, salt=1), config.width)
         self.config, self.drop_tokens = config, 0.0
         self.patch = patch_stem(config) if config.stem == "patch" else conv_stem(config)
         self.class_token = nn.Parameter(torch.empty(config.width)) if config.pool == "class" else None
@@ -149,7 +167,7 @@ class Text(Tower):
     """A causal transformer: the end-of-text token has seen the whole caption, and only the caption."""
 
     def __init__(self, config: TextConfig, activation: str, end_id: int):
-        super().__init__(config, causal=True, activation=activation, salt=1001)
+        super().__init__(attending(config, True, activation, salt=1001), config.width)
         self.config, self.end_id = config, end_id
         self.token = nn.Embedding(config.vocab, config.width)
         self.position = nn.Parameter(torch.empty(config.length, config.width))
@@ -164,18 +182,36 @@ class Text(Tower):
         return y_BD
 
 
-def initialise(tower: Vision | Text) -> None:
+class Bag(Tower):
+    """The mean of a caption's words, whatever their order: nearly free, and most that few pairs can teach."""
+
+    def __init__(self, config: TextConfig, activation: str, end_id: int):
+        inside = config.mlp or 4 * config.width
+        thoughts = (Thought(config.width, inside, activation, 1001 + i) for i in range(config.depth))
+        super().__init__(thoughts, config.width)
+        self.config, self.end_id = config, end_id
+        self.token = nn.Embedding(config.vocab, config.width)
+        self.ln_pre = nn.LayerNorm(config.width)
+
+    def forward(self, tokens_BL: Tensor, key_B: Tensor | None = None) -> Tensor:
+        word_BL = (tokens_BL == self.end_id).cumsum(1) == 0
+        word_BL[:, 0] = False  # the mark of the start says nothing
+        part_BL1 = (word_BL / word_BL.sum(1, keepdim=True).clamp(min=1))[..., None]
+        x_BD = self.ln_pre((self.token(tokens_BL) * part_BL1).sum(1))
+        y_BD: Tensor = self.ln_post(self.through(x_BD, key_B))
+        return y_BD
+
+
+def initialise(tower: Vision | Text | Bag) -> None:
     """CLIP's own: residual branches start small, in proportion to the depth of the stream."""
     width, depth = tower.config.width, tower.config.depth
     for block in tower.blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, Block | Thought)
         small = (2 * width * depth) ** -0.5
-        for layer, std in (
-            (block.attn.qkv, width**-0.5),
-            (block.attn.out, small),
-            (block.mlp.wide, (2 * width) ** -0.5),
-            (block.mlp.narrow, small),
-        ):
+        layers = [(block.mlp.wide, (2 * width) ** -0.5), (block.mlp.narrow, small)]
+        if isinstance(block, Block):
+            layers = [(block.attn.qkv, width**-0.5), (block.attn.out, small), *layers]
+        for layer, std in layers:
             nn.init.normal_(layer.weight, std=std)
             nn.init.zeros_(layer.bias)
     if isinstance(tower, Vision):
@@ -187,4 +223,5 @@ def initialise(tower: Vision | Text) -> None:
             nn.init.normal_(tower.class_token, std=width**-0.5)
     else:
         nn.init.normal_(tower.token.weight, std=0.02)
+    if isinstance(tower, Text):
         nn.init.normal_(tower.position, std=0.01)

@@ -4,6 +4,7 @@ What a person sees goes through `Screen`; what lasts goes through `Run`.
 """
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from m1clip.train.learner import Learner
 from m1clip.train.meter import Meter
 from m1clip.train.optim import rate
 from m1clip.train.origin import Origin
+from m1clip.train.pace import Pace
 from m1clip.train.place import Placed
 from m1clip.train.scored import Scored
 from m1clip.train.screen import Screen
@@ -64,6 +66,8 @@ class Setup:
     """Newer checkpoints that cannot be used, and what is wrong with each."""
     before: Plan | None
     """How the run was trained until now."""
+    deadline: float | None
+    """A time of time.monotonic at which everything has to be done."""
 
     @property
     def locked(self) -> tuple[str, ...]:
@@ -85,11 +89,19 @@ class Result:
         return {**done, "best_step": self.best_step, **scores}
 
 
-def check(config: TrainConfig, runs: Path, resumed: Run | None, screen: Screen, why: str = "") -> Setup:
+def check(
+    config: TrainConfig,
+    runs: Path,
+    resumed: Run | None,
+    screen: Screen,
+    why: str = "",
+    began: float | None = None,
+) -> Setup:
     """Everything that can be refused, before the run is written: the data is read, its pictures prepared.
 
-    `why` is the reason for the recipe, where it was chosen.
+    `why` is the reason for the recipe, where it was chosen. A budget counts from `began`, by time.monotonic.
     """
+    began = time.monotonic() if began is None else began
     place.wishes_of(config)  # a device that is not there is refused first
     track.require(config.track)
     config = replace(config, recipe="scratch") if config.recipe == "auto" else config
@@ -112,14 +124,18 @@ def check(config: TrainConfig, runs: Path, resumed: Run | None, screen: Screen, 
             f"put it back, or start a new run"
         )
     start, damaged = checkpoint.newest_whole(resumed) if resumed else (None, {})
-    if start and checkpoint.step_of(start) > total:
+    if start and checkpoint.step_of(start) > total and not config.budget_s:
         done, asked = checkpoint.step_of(start), f"{config.epochs} epochs have"
         asked = f"--steps {config.steps} are" if config.steps else asked
         raise ValueError(f"{start.parent} is at step {done}; {asked} only {total}")
     before = planned(resumed) if start and resumed else None
     words = read_tokenizer(config.model, start / "tokenizer.json") if start else found.tokenizer
     words = words or make_tokenizer(config.tokenizer, captions(data.train), config.model.text.vocab)
-    return Setup(config, found, why, data, words, total, start, damaged, before)
+    deadline = None
+    if config.budget_s:
+        spent = checkpoint.position(start).seconds if start else 0.0
+        deadline = began + max(0.0, config.budget_s - spent)
+    return Setup(config, found, why, data, words, total, start, damaged, before, deadline)
 
 
 def settled(config: TrainConfig, found: Origin, pairs: int) -> TrainConfig:
@@ -166,7 +182,9 @@ def train(setup: Setup, run: Run, screen: Screen) -> Result:
     progress = checkpoint.load(setup.start, learner) if setup.start else Progress()
     introduce(run, learner, setup, progress, screen)
     meter, keeper = Meter(config, learner.device), Keeper(run, learner, progress, screen.warn)
-    watch, scores = Watch(run, screen, learner, progress, batches), None
+    most = setup.total if config.recipe == "locked" else None  # their heads have learned all they can by then
+    pace = Pace(setup.total, setup.deadline, config.budget_s or 0.0, most)
+    watch, scores = Watch(run, screen, learner, progress, batches, pace), None
     meter.recall(row for row in run.records("step") if row["step"] > batches.epoch_start(progress.step))
     divided = divide(learner, progress, last, watch)
     placed = arrange(run, placed, learner, last, screen)
@@ -175,35 +193,37 @@ def train(setup: Setup, run: Run, screen: Screen) -> Result:
 
     tracker = track.mirrored(run, config, progress.step, screen.warn)
     with Stop(screen.say) as stop, tracker, screen.training(progress.step, setup.total):
-        end = progress.step if keeper.out_of_patience else setup.total
+        end, ending = pace.last_step(), False
+        if keeper.out_of_patience or progress.step == end:
+            end, ending = progress.step, True
         for batch in meter.timed(batches.stream(progress.step, end)):
-            lr = learner.set_rate(rate(progress.step, setup.total, config))
+            lr = learner.set_rate(rate(*pace.place(progress.step), config))
             here = learner.take(batch)
             meter.mark("copy")
             stats, *embeddings = memory.careful_step(learner, here, meter.mark, watch.divided)
             progress.step += 1
             meter.add(progress.step, lr, stats, batch, learner.chunk)
-            epoch, ending = batches.ended_epoch(progress.step), progress.step == setup.total
+            epoch, ending = batches.ended_epoch(progress.step), pace.count(progress.step)
             looking, saving, stopping = progress.step % config.watch_every == 0, keeper.due(epoch), stop.asked
             if looking or saving or epoch or stopping or ending or progress.step % config.log_every == 0:
                 watch.steps(meter.read())
             if looking:
                 watch.inside(here, *embeddings)
             if epoch or ending:
-                with meter.paused():
-                    due = ending or (epoch and epoch % config.eval_every == 0)
-                    scores = held_out.evaluate(learner, watch) if due else None
-                if scores:
+                scores = None
+                if ending or (epoch and epoch % config.eval_every == 0):
+                    with meter.paused(), pace.aside("evaluating"):
+                        scores = held_out.evaluate(learner, watch)
                     keeper.judge(scores)
             if epoch:
                 watch.epoch(epoch, meter.epoch(), scores)
                 watch.bad_rows(batches.pairs.met())
             if saving or keeper.has_new_best:
-                with meter.paused():
+                with meter.paused(), pace.aside("saving"):
                     keeper.save()
-            if stopping or keeper.out_of_patience:
+            if ending or stopping or keeper.out_of_patience:
                 break
-        finished = progress.step == setup.total or keeper.out_of_patience
+        finished = ending or keeper.out_of_patience
         keeper.finish(finished)
     if keeper.out_of_patience:
         watch.gave_up()
@@ -276,6 +296,7 @@ def prepare(config: TrainConfig, setup: Setup) -> Batches:
         mask_twins=not config.count_twins,
         sides=growing(config.start_size, vision) if isinstance(vision, VisionConfig) else (),
         total=setup.total,
+        captions=config.captions,
     )
 
 
@@ -341,7 +362,7 @@ def facts(
         **({"checked": placed.parity} if placed.parity else {}),
         **(
             {"recipe": f"{config.recipe}: {setup.why}" if setup.why else config.recipe}
-            if setup.origin
+            if setup.origin or setup.why
             else {}
         ),
         "model": f"{millions:.2f} M parameters{part}; pictures of {vision.image_size} px",

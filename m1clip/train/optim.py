@@ -89,9 +89,9 @@ def orthogonal(matrix: Tensor, group: dict[str, Any]) -> Tensor:
     return x.T if tall else x
 
 
-def rate(step: int, total: int, config: TrainConfig) -> float:
-    """Learning rate of a step: a straight climb, then a cosine down to zero."""
+def rate(done: float, total: float, config: TrainConfig) -> float:
+    """Learning rate after so many steps of all, or seconds: a straight climb, then a cosine down to zero."""
     climb = config.warmup * total
-    if step < climb:
-        return config.lr * (step + 1) / (climb + 1)
-    return config.lr * 0.5 * (1 + math.cos(math.pi * (step - climb) / (total - climb)))
+    if done < climb:
+        return config.lr * (done + 1) / (climb + 1)
+    return config.lr * 0.5 * (1 + math.cos(math.pi * (done - climb) / (total - climb)))

@@ -122,6 +122,11 @@ def on_scenes(config: TrainConfig, plan: Plan) -> Parity:
     return check(CLIP(replace(config.model, text=vocab), words), batch, plan, config)
 
 
+def first_of(tokens: Tensor) -> Tensor:
+    """One caption a picture."""
+    return tokens[:, 0] if tokens.ndim == 3 else tokens
+
+
 def run(model: CLIP, batch: Batch, plan: Plan) -> Seen:
     """What passes through every module, both ways, in the order of its making, on the CPU."""
     model.place(*plan.places)
@@ -132,7 +137,7 @@ def run(model: CLIP, batch: Batch, plan: Plan) -> Seen:
         with devices.autocast(vision, plan.precision):
             image_BE = of_pictures(model, here.bytes_BSSC).float()
         with devices.autocast(text, plan.precision):
-            text_BE = of_captions(model, here.tokens_BL).float()
+            text_BE = of_captions(model, first_of(here.tokens_BL)).float()
         loss = losses.LOSSES[model.config.loss](model.logits(image_BE, text_BE.to(vision)))
         seen["the loss", "of"] = loss.detach().cpu()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -143,7 +143,7 @@ def decide(config: TrainConfig, batch: Batch, steps: int, screen: Screen) -> Pla
     undecided = wishes.device is None and len(here) > 1
     if not rows and not undecided:  # nothing to choose by, and nothing worth a wait
         return Placed(plain(wishes), advisor.advise(nothing(config), [], here, wishes).why())
-    work = work_of(config, len(batch), batch.tokens_BL.shape[1], known)
+    work = work_of(config, len(batch), batch.tokens_BL.shape[-1], known)
     if undecided and not measured(rows, here, work):
         rows = try_now(config, batch, work, known, here, screen)
     if known.unkept:  # a full disk is no reason not to train
@@ -190,7 +190,7 @@ def try_now(
         for one in timings:
             if one.failed:
                 screen.warn(f"{one.plan}: {one.failed}; left out")
-        keep_contest(known, config, replace(work, batch=size), batch.tokens_BL.shape[1], timings)
+        keep_contest(known, config, replace(work, batch=size), batch.tokens_BL.shape[-1], timings)
     return known.rows("step")
 
 

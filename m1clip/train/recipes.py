@@ -154,7 +154,9 @@ def meet(model: CLIP, found: Origin, batches: Batches) -> None:
         batch = batch or batches.at(0).split(LOOKED)[0].to(*model.places)
         pictures = side == "vision"
         head.standardise(
-            model.vision(model.normalise(batch.bytes_BSSC)) if pictures else model.text(batch.tokens_BL)
+            model.vision(model.normalise(batch.bytes_BSSC))
+            if pictures
+            else model.text(batch.tokens_BL.flatten(0, -2))
         )
 
 

@@ -92,7 +92,7 @@ class Screen:
         with self._bar(news, total, completed=step, news="first steps") as self.bar:
             yield
 
-    def step(self, step: int, rows: list[dict[str, Any]]) -> None:
+    def step(self, step: int, rows: list[dict[str, Any]], total: int) -> None:
         """Means of the steps just read."""
         assert self.bar is not None
         known = [row for row in rows if not row.get("skipped")] or [{"loss": float("nan"), "accuracy": 0.0}]
@@ -102,12 +102,14 @@ class Screen:
             f"{rows[-1]['chance_loss']:.2f}, {percent(rows[-1]['chance_accuracy'])})[/] "
             f"{rows[-1]['pairs_per_s']:.0f} pairs/s"
         )
-        self.bar.update(self.bar.task_ids[0], completed=step, news=news)
+        self.bar.update(self.bar.task_ids[0], completed=step, total=total, news=news)
 
-    def epoch(self, epoch: int, epochs: int, values: dict[str, Any], scores: "Retrieval | None") -> None:
+    def epoch(
+        self, epoch: int, epochs: int | None, values: dict[str, Any], scores: "Retrieval | None"
+    ) -> None:
         ways = (scores.image_to_text, scores.text_to_image) if scores else ()
         cells = (
-            f"{epoch}/{epochs}",
+            f"{epoch}/{epochs}" if epochs else f"{epoch}",
             "–" if values["loss"] is None else f"{values['loss']:.3f}",
             percent(values["accuracy"]),
             *([percent(way.r1) for way in ways] or ["", ""]),

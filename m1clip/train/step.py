@@ -15,6 +15,7 @@ from m1clip.model.clip import CLIP
 from m1clip.train.learner import Learner
 
 # What a step reports, in this order, as one tensor that stays on the device until somebody reads it.
+KEYS = 0x3C6EF372  # between the keys of a picture's captions, so that their noise differs
 STATS = ("loss", "i2t_accuracy", "t2i_accuracy", "grad_norm", "temperature")
 Embed = Callable[[Learner, Batch], Tensor]
 
@@ -36,8 +37,10 @@ def train_step(
     towers = (embed_pictures, embed_captions)
     made = learner.at_once(*(partial(embed_all, learner, embed, chunks) for embed in towers))
     image_BE, text_BE = (one_BE.detach().to(learner.device).requires_grad_() for one_BE in made)
-    logit_BB = model.logits(image_BE, text_BE)
-    loss = losses.LOSSES[model.config.loss](logit_BB, batch.twin_BB, config.label_smoothing)
+    told = text_BE.unbind(1) if text_BE.ndim == 3 else (text_BE,)  # each of a picture's captions, in turn
+    logits = [model.logits(image_BE, one_BE) for one_BE in told]
+    judge = partial(losses.LOSSES[model.config.loss], twin_BB=batch.twin_BB, smoothing=config.label_smoothing)
+    loss = torch.stack([judge(logit_BB) for logit_BB in logits]).mean()
     mark("forward")
 
     (loss * learner.loss_scale).backward()  # type: ignore[no-untyped-call]
@@ -52,10 +55,10 @@ def train_step(
 
     with torch.no_grad():
         learner.update(bad=~(loss + grad_norm).isfinite())
-        right = losses.accuracies(logit_BB, batch.twin_BB)
+        right = losses.accuracies(logits[0], batch.twin_BB)
         stats = torch.stack([loss.detach(), *right, grad_norm, (-model.logit_scale).exp()])
     mark("optimiser")
-    return stats, image_BE.detach(), text_BE.detach()
+    return stats, image_BE.detach(), told[0].detach()
 
 
 def embed_all(learner: Learner, embed: Embed, chunks: list[Batch]) -> Tensor:
@@ -94,5 +97,9 @@ def of_pictures(model: CLIP, x: Tensor, key_B: Tensor | None = None) -> Tensor:
 
 
 def of_captions(model: CLIP, x: Tensor, key_B: Tensor | None = None) -> Tensor:
-    """Unit vectors of token ids (B, L), or of features (B, D)."""
+    """Unit vectors of token ids (B, L), or of features (B, D); (B, K, E) where a picture has K captions."""
+    if x.ndim == 3:
+        B, K = x.shape[:2]
+        each = None if key_B is None else (key_B[:, None] + KEYS * torch.arange(K, device=x.device)).flatten()
+        return of_captions(model, x.flatten(0, 1), each).view(B, K, -1)
     return model.embed_features("text", x, key_B) if x.is_floating_point() else model.embed_tokens(x, key_B)

@@ -22,6 +22,7 @@ from m1clip.train.checkpoint import Progress
 from m1clip.train.diagnose import History, diagnose
 from m1clip.train.learner import Learner
 from m1clip.train.meter import Row, seconds_of
+from m1clip.train.pace import Pace
 from m1clip.train.screen import Screen
 from m1clip.train.step import embed_captions, embed_pictures
 
@@ -29,11 +30,13 @@ BEAT_S = 1.0
 
 
 class Watch:
-    def __init__(self, run: Run, screen: Screen, learner: Learner, progress: Progress, batches: Batches):
+    def __init__(
+        self, run: Run, screen: Screen, learner: Learner, progress: Progress, batches: Batches, pace: Pace
+    ):
         self.run, self.screen, self.learner, self.progress = run, screen, learner, progress
-        self.batches, self.config = batches, learner.config
+        self.batches, self.config, self.pace = batches, learner.config, pace
         self.pair_bytes, self.last_row, self.told_bad = 0, Row(), 0
-        self.seen, self.said = History(batches.total), set[str]()
+        self.seen, self.said = History(pace.total), set[str]()
         self.energy, self.beat_at = sensors.Energy(), 0.0
         # A total is known only if every session could be measured, an epoch's if it began in this one.
         self.joules_before = 0.0 if progress.step == 0 else progress.joules
@@ -51,15 +54,15 @@ class Watch:
         self.seen.add_steps(rows)
         self.progress.seconds += seconds_of(rows)
         self.progress.joules = plus(self.energy.joules(), self.joules_before)
-        eta_s = (self.batches.total - rows[-1]["step"]) * seconds_of(rows) / len(rows)
-        self.screen.step(rows[-1]["step"], rows)
+        eta_s = (self.pace.total - rows[-1]["step"]) * seconds_of(rows) / len(rows)
+        self.screen.step(rows[-1]["step"], rows, self.pace.total)
         if time.monotonic() - self.beat_at >= BEAT_S:
             self.status("running", eta_s=round(eta_s, 1))
             self.beat_at = time.monotonic()
 
     def status(self, state: str, **values: Any) -> None:
         best = {"best_by": self.config.best_by, "best_score": self.progress.best_score}
-        self.run.status(state, self.progress.step, total=self.batches.total, **best, **values)
+        self.run.status(state, self.progress.step, total=self.pace.total, **best, **values)
 
     def _skipped(self, row: Row) -> None:
         """Say which rows were in the batch, and which of them is the cause where one is."""
@@ -154,7 +157,8 @@ class Watch:
         }
         self.run.log("epoch", self.progress.step, epoch=epoch, **means, **energy)
         self.seen.epochs.append(means)
-        self.screen.epoch(epoch, self.config.epochs, means, scores)
+        epochs = None if self.pace.deadline else self.config.epochs
+        self.screen.epoch(epoch, epochs, means, scores)
         self._diagnose()
 
     def bad_rows(self, faults: Faults) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,18 @@ if TYPE_CHECKING:  # it brings torch
 
 # What the order of the data, the weights and the optimiser's memory depend on.
 FIXED = (
-    *("model", "data", "held_out", "image_column", "caption_column", "prompt", "allow", "seed", "batch"),
+    *(
+        "model",
+        "data",
+        "held_out",
+        "image_column",
+        "caption_column",
+        "prompt",
+        "allow",
+        "seed",
+        "batch",
+        "captions",
+    ),
     *("crop", "flip", "colour", "tokenizer", "optimizer", "ema", "best_by", "recipe", "init", "vision"),
     *("vision_weights", "text", "features", "lock", "views", "rank", "adapt"),
 )
@@ -61,8 +73,8 @@ class Args:
     words: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    base = defaults(words)
+def parse(prog: str, words: list[str], base: TrainConfig | None = None) -> Args:
+    base = base or defaults(words)
     args = flags.read(Args, prog, words, default=Args(base, words=tuple(words)))
     changed = [key for key in FIXED if getattr(args.training, key) != getattr(base, key)]
     if args.resume and changed:
@@ -78,6 +90,9 @@ def defaults(words: list[str]) -> TrainConfig:
     for one, other in itertools.combinations(("--resume", "--fresh", "--config", "--preset"), 2):
         if given(one, words) and given(other, words) and (one, other) not in COMPATIBLE:
             raise ValueError(f"{one} and {other} contradict each other: give one of them")
+    for length in ("--epochs", "--steps"):
+        if given("--budget", words) and given(length, words):
+            raise ValueError(f"--budget decides how long it takes, and so would {length}: give one of them")
     if given("--fresh", words) and not given("--name", words):
         raise ValueError("--fresh starts a run again; --name says which")
     if given("--resume", words):
@@ -111,6 +126,7 @@ def value_of(flag: str, words: list[str]) -> str | None:
 
 
 def main(args: Args) -> int:
+    began = time.monotonic()
     old = runs.open_run(args.runs, args.name) if args.resume else None
     if old is None:
         path = runs.new_path(
@@ -127,7 +143,7 @@ def main(args: Args) -> int:
         screen, why = Screen(), ""
         if old is None and args.training.recipe == "auto":
             args, why = decided(args, screen)
-        setup = loop.check(args.training, args.runs, old, screen, why)
+        setup = loop.check(args.training, args.runs, old, screen, why, began)
         run = old or runs.create(args.runs, args.name, args.training.preset, args.fresh)
         if old is None:
             held.enter_context(run.owned())
@@ -143,11 +159,22 @@ def decided(args: Args, screen: "Screen") -> tuple[Args, str]:
     from m1clip.train import recipes
 
     if not args.training.has_start:
-        return replace(args, training=replace(args.training, recipe="scratch")), ""
+        return within_budget(args, screen)
     recipe, why = recipes.choose(args.training, screen)
     if given("--config", list(args.words)):
         return replace(args, training=replace(args.training, recipe=recipe)), why
     return parse("m1clip train", [*args.words, "--recipe", recipe]), why
+
+
+def within_budget(args: Args, screen: "Screen") -> tuple[Args, str]:
+    """From nothing: with a budget, the defaults are what suits it, unless a preset or a file has others."""
+    from m1clip.train import budget
+
+    words, why = list(args.words), ""
+    if args.training.budget_s and not given("--preset", words) and not given("--config", words):
+        picked = budget.pick(args.training, screen)
+        args, why = parse("m1clip train", words, replace(preset("nano"), **picked.changes)), picked.why
+    return replace(args, training=replace(args.training, recipe="scratch")), why
 
 
 def second(args: Args, config: TrainConfig, run: runs.Run) -> Args:

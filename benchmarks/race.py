@@ -1,0 +1,399 @@
+"""The race: who reaches which held-out score, in how much time, on this machine.
+
+    python benchmarks/race.py flickr8k:DIR [--minutes 20] [--seeds 3] [--only NAME …] [--out DIR]
+
+Needs m1clip[bench]. Two tracks. *scratch*: open_clip's own trainer with its defaults and tuned,
+transformers' CLIPModel in its Trainer, tuned, and `m1clip train --budget`. *pretrained*: the same frozen
+EfficientNet-lite0 and MiniLM for everybody: a plain loop that encodes every batch again, transformers'
+VisionTextDualEncoder, and `--recipe locked`.
+
+One contestant at a time has the machine, all with the same number of threads; seeds go round, so that a
+slow hour meets everybody. Time is the wall clock from the start of the process: imports, decoding, saving
+and our own evaluations count. The peers' pictures are made ready before, in the size their model wants, and
+that is not counted; ours are decoded from the originals within its time, with an empty cache. The peers'
+scores are taken afterwards from weights that were kept at chosen minutes; ours are those it logged, and the
+last is of the model it kept. The length of the peers' schedules is set by a minute's trial, so that theirs
+end with the time too.
+
+What is done is kept in results.json, so an interrupted race goes on.
+"""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import psutil
+import tyro
+from finetune import encoders
+from finetune import score as mean_score
+from peers import kept
+from PIL import Image
+
+from m1clip.pictures import Pixels
+
+PEERS = str(Path(__file__).parent / "peers.py")
+MARKS = (0.5, 1, 1.5, 2, 3, 4, 5, 7.5, 10, 12.5, 15, 17.5)
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Args:
+    data: Annotated[str, tyro.conf.Positional]
+    """Such as flickr8k:DIR; the held-out side gives the scores."""
+    minutes: float = 20.0
+    seeds: int = 3
+    """Of ours; the others run with one each, as their spread matters less than their mean is paid for."""
+    track: Literal["both", "scratch", "pretrained"] = "both"
+    only: tuple[str, ...] = ()
+    threads: int = os.cpu_count() or 1
+    out: Path = Path("bench/race")
+
+
+@dataclass(frozen=True)
+class Racer:
+    name: str
+    track: str
+    peer: str
+    """Of peers.py; empty is ours."""
+    side: int = 0
+    """Pixels of the pictures that are made ready for it."""
+    flags: dict[str, Any] = field(default_factory=dict)
+    shape: dict[str, Any] = field(default_factory=dict)
+    model: str = ""
+    batch: int = 64
+    length: str = ""
+    """The flag that says how long its schedule is: epochs, or a number of steps."""
+    words: tuple[str, ...] = ()
+    """Of our command."""
+
+
+NANO = {"image_size": 64, "patch_size": 16}
+OPEN_CLIP_NANO: Row = {
+    "embed_dim": 128,
+    "vision_cfg": {**NANO, "layers": 4, "width": 128, "head_width": 64},
+    "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 128, "heads": 2, "layers": 2},
+}
+CLIP_NANO: Row = {
+    "projection_dim": 128,
+    "vision_config": {
+        **NANO,
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+    },
+    "text_config": {
+        **{"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"max_position_embeddings": 32, "vocab_size": 49408, "eos_token_id": 49407},
+    },
+}
+
+
+def racers(args: Args) -> list[Racer]:
+    """docs/race.md says by what the settings of the tuned ones were chosen."""
+    workers = args.threads
+    hf = {"dataloader_num_workers": workers, "adam_beta2": 0.98, "warmup_steps": 100}
+    budget = ("--budget", f"{args.minutes:g}m")
+    return [
+        Racer("m1clip", "scratch", "", words=budget),
+        Racer("m1clip, 2 minutes", "scratch", "", words=("--budget", "2m")),
+        Racer(
+            "open_clip, tuned",
+            "scratch",
+            "open_clip",
+            side=80,
+            flags={"batch-size": 256, "lr": 1e-3, "wd": 0.1, "warmup": 100, "workers": workers},
+            shape=OPEN_CLIP_NANO,
+            batch=256,
+            length="epochs",
+        ),
+        Racer(
+            "transformers, tuned",
+            "scratch",
+            "transformers",
+            side=80,
+            flags={"per_device_train_batch_size": 256, "learning_rate": 1e-3, "weight_decay": 0.1, **hf},
+            shape=CLIP_NANO,
+            batch=256,
+            length="max_steps",
+        ),
+        Racer(
+            "open_clip, defaults",
+            "scratch",
+            "open_clip",
+            side=256,
+            flags={"workers": 4},
+            model="ViT-S-32-alt",
+        ),
+        Racer("m1clip, locked", "pretrained", "", words=(*encoders(), "--recipe", "locked")),
+        Racer(
+            "re-encoding loop",
+            "pretrained",
+            "re-encoding loop",
+            side=256,
+            flags={"batch": 256, "lr": 1e-3, "wd": 0.1, "workers": workers},
+            batch=256,
+            length="steps",
+        ),
+        Racer(
+            "transformers, dual encoder",
+            "pretrained",
+            "dual encoder",
+            side=256,
+            flags={"per_device_train_batch_size": 256, "learning_rate": 1e-3, "weight_decay": 0.1, **hf},
+            batch=256,
+            length="max_steps",
+        ),
+    ]
+
+
+def main(args: Args) -> None:
+    args.out.mkdir(parents=True, exist_ok=True)
+    kept = args.out / "results.json"
+    done: list[Row] = json.loads(kept.read_text()) if kept.exists() else []
+    for seed in range(args.seeds):
+        for racer in racers(args):
+            other = args.track not in ("both", racer.track) or (args.only and racer.name not in args.only)
+            ran = any(row["name"] == racer.name and row["seed"] == seed for row in done)
+            if other or ran or (seed and racer.peer):
+                continue
+            print(f"{racer.name}, seed {seed} …", flush=True)
+            row = our_run(racer, seed, args) if not racer.peer else peer_run(racer, seed, args)
+            done.append(row)
+            kept.write_text(json.dumps(done, indent=1))
+            print(f"  {row['points'][-1]}  {row['memory_gb']} GB", flush=True)
+    for track in ("scratch", "pretrained"):
+        rows = [row for row in done if row["track"] == track]
+        if rows:
+            draw(rows, args.out / f"{track}.png", args.minutes)
+            print(f"\n{track}\n\n{table(rows, args.minutes)}")
+
+
+def our_run(racer: Racer, seed: int, args: Args) -> Row:
+    """The command, from the original pictures, with an empty cache; its log tells what it scored when."""
+    home = folder(args, racer, seed)
+    words = ["train", "--data", args.data, "--runs", str(home), "--name", "run", "--seed", str(seed)]
+    words += ["--device", "cpu", "--threads", str(args.threads), "--json", *racer.words]
+    began = time.time()
+    memory, out = watched([sys.executable, "-m", "m1clip", *words], {"M1CLIP_CACHE": str(home / "cache")})
+    wall, result = time.time() - began, json.loads(out.splitlines()[-1])
+    lines = [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text().splitlines()]
+    first = next(line["time"] for line in lines if line["kind"] == "step") - began
+    scored = [(line["time"] - began, line) for line in lines if line["kind"] == "eval"]
+    config = json.loads((home / "run" / "config.json").read_text())
+    _, told = watched([sys.executable, "-m", "m1clip", "info", str(home / "run" / "model"), "--json"])
+    shutil.rmtree(home / "cache", ignore_errors=True)
+    return {
+        **{"name": racer.name, "track": racer.track, "seed": seed, "wall_s": round(wall, 1)},
+        "points": [
+            {"seconds": round(s, 1), "score": mean_score(one)} for s, one in [*scored, (wall, result)]
+        ],
+        **{"ready_s": round(first, 1), "memory_gb": memory, "pairs": result["step"] * config["batch"]},
+        "forward_gflop": json.loads(told)["forward_gflop"],
+    }
+
+
+def peer_run(racer: Racer, seed: int, args: Args) -> Row:
+    """First a short trial that says how long its schedule has to be; then the run."""
+    home, seconds, files = folder(args, racer, seed), args.minutes * 60, ready(args, racer.side)
+    flags, (batch, pairs) = dict(racer.flags), (racer.batch, files["pairs"])
+    settings = {"shape": racer.shape, "model": racer.model, "flags": flags}
+    about = {
+        "peer": racer.peer,
+        **files["tables"],
+        "threads": args.threads,
+        "seed": seed,
+        "settings": settings,
+    }
+
+    def job(name: str, seconds: float, marks: tuple[float, ...]) -> Path:
+        out = home / name
+        out.mkdir(parents=True)
+        path = home / f"{name}.json"
+        path.write_text(json.dumps({**about, "out": str(out), "seconds": seconds, "marks": marks}))
+        return path
+
+    if racer.length:
+        flags[racer.length] = 1000
+        watched([sys.executable, PEERS, "train", str(job("trial", 60, (25,)))])
+        (early, few, _), (late, more, _) = kept(str(home / "trial"))
+        steps = few + (more - few) / (late - early) * (seconds - early)
+        flags[racer.length] = max(1, int(steps * batch / pairs if racer.length == "epochs" else steps))
+    run = job("run", seconds, tuple(60 * mark for mark in MARKS if mark < args.minutes))
+    memory, _ = watched([sys.executable, PEERS, "train", str(run)])
+    _, out = watched([sys.executable, PEERS, "score", str(run)])
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return {
+        **{"name": racer.name, "track": racer.track, "seed": seed, "wall_s": lines[-1]["seconds"]},
+        "points": [{"seconds": line["seconds"], "score": mean_score(line)} for line in lines],
+        **{"memory_gb": memory, "pairs": lines[-1]["steps"] * batch, "flags": flags},
+        "forward_gflop": lines[-1]["forward_gflop"],
+    }
+
+
+def folder(args: Args, racer: Racer, seed: int) -> Path:
+    """A new one, absolute: trainers change where they work."""
+    home = args.out.absolute() / "runs" / f"{racer.name.replace(',', '').replace(' ', '-')}-{seed}"
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
+    return home
+
+
+def ready(args: Args, side: int) -> Row:
+    """Both sides as files for the peers: JPEGs of `side` pixels, a table of captions, a list held out."""
+    home = args.out.absolute() / f"pictures-{side}"
+    tables = {"train": str(home / "train.tsv"), "held_out": str(home / "held_out.json")}
+    if not (home / "held_out.json").exists():
+        from m1clip.config import TrainConfig
+        from m1clip.data.sides import open_sides
+
+        data = open_sides(TrainConfig(data=args.data), side, side)
+        found: dict[str, list[tuple[str, list[str]]]] = {}
+        for name, pairs in (("train", data.train), ("held_out", data.held_out)):
+            (home / name).mkdir(parents=True, exist_ok=True)
+            found[name] = [
+                (
+                    write(home / name / f"{row}.jpg", pairs.take(np.array([row]))[1][0]),
+                    list(pairs.captions(row)),
+                )
+                for row in range(len(pairs))
+            ]
+        with open(tables["train"], "w", newline="") as file:
+            table = csv.writer(file, delimiter="\t")
+            table.writerow(("filepath", "title"))
+            table.writerows((path, caption) for path, some in found["train"] for caption in some)
+        (home / "held_out.json").write_text(json.dumps(found["held_out"]))
+    with open(tables["train"], newline="") as file:
+        return {"tables": tables, "pairs": sum(1 for _ in csv.reader(file, delimiter="\t")) - 1}
+
+
+def write(path: Path, pixels: Pixels) -> str:
+    Image.fromarray(pixels).save(path, quality=95)
+    return str(path)
+
+
+def watched(command: list[str], more: dict[str, str] | None = None) -> tuple[float, str]:
+    """The most memory of a command and its helpers, in GB, and what it printed."""
+    env = {**os.environ, **(more or {})}
+    most, ended = 0.0, threading.Event()
+    log = Path(tempfile.mkstemp(suffix=".log")[1])
+    with open(log, "w") as file:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=env)
+
+    def watch() -> None:
+        nonlocal most
+        while not ended.wait(0.25):
+            try:
+                whole = psutil.Process(child.pid)
+                most = max(most, sum(unshared(one) for one in (whole, *whole.children(True))) / 1e9)
+            except psutil.Error:
+                pass
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    out, _ = child.communicate()
+    ended.set()
+    thread.join()
+    said = log.read_text()
+    log.unlink()
+    if child.returncode:
+        sys.exit(f"{' '.join(command)} ended with {child.returncode}\n{said[-3000:]}")
+    return round(most, 2), out
+
+
+def unshared(process: psutil.Process) -> int:
+    """Resident, without what is shared: else the loader's workers would count the libraries once each."""
+    found = process.memory_info()
+    return int(found.rss - getattr(found, "shared", 0))
+
+
+def best_by(row: Row, seconds: float) -> float | None:
+    """The best score until then; None before the first."""
+    until = [point["score"] for point in row["points"] if point["seconds"] <= 1.03 * seconds]
+    return max(until, default=None)
+
+
+def reached(row: Row, score: float) -> float | None:
+    """Seconds until a score was first reached."""
+    return next((point["seconds"] for point in row["points"] if point["score"] >= score), None)
+
+
+def table(rows: list[Row], minutes: float) -> str:
+    """One line a contestant; of several seeds the mean, and the least and the most."""
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    times = [m for m in (2, 5, 10, 20) if m <= minutes] or [minutes]
+    heads = ["contestant", *(f"{m:g} min" for m in times), "memory", "pairs", "PFLOP"]
+    rivals = [row for row in rows if not row["name"].startswith("m1clip")]
+    heads += [f"time to {row['name']}'s best" for row in rivals]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name in names:
+        mine = [row for row in rows if row["name"] == name]
+        cells = [spread([best_by(row, 60 * m) for row in mine], "{:.1f}") for m in times]
+        factor = 1.0 if mine[0]["track"] == "pretrained" else 3.0  # frozen towers have no backward pass
+        cells.append(spread([row["memory_gb"] for row in mine], "{:.1f} GB"))
+        cells.append(spread([row["pairs"] / 1e3 for row in mine], "{:,.0f} k"))
+        cells.append(spread([factor * row["pairs"] * row["forward_gflop"] / 1e6 for row in mine], "{:.3g}"))
+        for rival in rivals:
+            best = max(point["score"] for point in rival["points"])
+            cells.append(spread([reached(row, best) for row in mine], "{:.0f} s"))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def spread(values: Sequence[float | None], form: str) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    low, high, mean = min(known), max(known), sum(known) / len(known)
+    missing = f", {len(values) - len(known)} never" if len(known) < len(values) else ""
+    return form.format(mean) + (
+        f" ({form.format(low)} to {form.format(high)}{missing})" if len(values) > 1 else ""
+    )
+
+
+def draw(rows: list[Row], path: Path, minutes: float) -> None:
+    """Score over wall time; the time is logarithmic, as what matters happens early."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    for row in rows:
+        number = names.index(row["name"])
+        x, y = (
+            [point[key] / (60 if key == "seconds" else 1) for point in row["points"]]
+            for key in ("seconds", "score")
+        )
+        label = (
+            row["name"] if row["seed"] == min(r["seed"] for r in rows if r["name"] == row["name"]) else None
+        )
+        ours = row["name"].startswith("m1clip")
+        axes.plot(x, y, f"C{number}", marker="o" if ours else ".", ms=4, lw=1.8 if ours else 1.2, label=label)
+    axes.set_xscale("log")
+    ticks = [m for m in (0.5, 1, 2, 5, 10, 20, 60) if m <= minutes]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("minutes since the command was given")
+    axes.set_ylabel("mean of R@1/5/10, both ways, held out")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
