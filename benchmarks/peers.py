@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 BEGAN = psutil.Process().create_time()  # what is imported counts too
@@ -56,7 +57,7 @@ class Clock:
 
     def __init__(self, job: Job):
         self.job, self.steps, self.model, self.left = job, 0, nn.Module(), sorted(job.marks)
-        torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: self.tick())
+        register_optimizer_step_post_hook(lambda *_: self.tick())
 
     def tick(self) -> None:
         self.steps += 1
@@ -66,7 +67,8 @@ class Clock:
             self.left = [mark for mark in self.left if mark > now]
             self.keep(now)
         if over:
-            sys.stdout.flush()
+            for worker in psutil.Process().children(recursive=True):
+                worker.kill()  # the loader's, which would outlive us
             os._exit(0)
 
     def keep(self, now: float) -> None:
@@ -138,7 +140,7 @@ def open_clip_embed(job: Job, weights: dict[str, Tensor]) -> Embed:
     length = flags.get("force-context-length")
     read_words = open_clip.get_tokenizer(name, **({"context_length": length} if length else {}))
     return (
-        lambda paths: model.encode_image(torch.stack([see(Image.open(path)) for path in paths])),
+        lambda paths: model.encode_image(opened(paths, see)),
         lambda captions: model.encode_text(read_words(captions)),
     )
 
@@ -217,9 +219,7 @@ def transformers_embed(job: Job, weights: dict[str, Tensor]) -> Embed:
     model.load_state_dict(weights)
     see = looking(job.settings["shape"]["vision_config"]["image_size"], False, *OPENAI)
     return (
-        lambda paths: pooled(
-            model.get_image_features(torch.stack([see(Image.open(path)) for path in paths]))
-        ),
+        lambda paths: pooled(model.get_image_features(opened(paths, see))),
         lambda captions: pooled(model.get_text_features(**clip_words(job, captions))),
     )
 
@@ -257,20 +257,17 @@ class Reencoded(nn.Module):
         self.vision_head, self.text_head = nn.Linear(1280, 256), nn.Linear(384, 256)
         self.scale = nn.Parameter(torch.tensor(1 / 0.07).log())
 
+    @torch.no_grad()
     def see(self, pixels_BCSS: Tensor) -> Tensor:
-        with torch.no_grad():
-            x_BD = self.vision.eval()(pixels_BCSS)
-        y_BE: Tensor = self.vision_head(x_BD)
-        return y_BE
+        x_BD: Tensor = self.vision.eval()(pixels_BCSS)
+        return x_BD
 
+    @torch.no_grad()
     def read(self, captions: list[str]) -> Tensor:
         words = self.words(captions, padding=True, truncation=True, return_tensors="pt")
-        with torch.no_grad():
-            x_BLD = self.text.eval()(**words).last_hidden_state
-            mask_BL1 = words["attention_mask"][..., None]
-            x_BD = (x_BLD * mask_BL1).sum(1) / mask_BL1.sum(1)
-        y_BE: Tensor = self.text_head(x_BD)
-        return y_BE
+        x_BLD, mask_BL1 = self.text.eval()(**words).last_hidden_state, words["attention_mask"][..., None]
+        x_BD: Tensor = (x_BLD * mask_BL1).sum(1) / mask_BL1.sum(1)
+        return x_BD
 
 
 LITE0 = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
@@ -294,8 +291,9 @@ def loop_train(job: Job, clock: Clock) -> None:
     done = 0
     while done < steps:
         for batch in loader:
-            seen = F.normalize(model.see(batch["pixel_values"]), dim=-1)
-            told = F.normalize(model.read([pairs[row][1] for row in batch["row"].tolist()]), dim=-1)
+            captions = [pairs[row][1] for row in batch["row"].tolist()]
+            seen = F.normalize(model.vision_head(model.see(batch["pixel_values"])), dim=-1)
+            told = F.normalize(model.text_head(model.read(captions)), dim=-1)
             logits_BB = model.scale.exp().clamp(max=100) * seen @ told.T
             own = torch.arange(len(seen))
             loss = (F.cross_entropy(logits_BB, own) + F.cross_entropy(logits_BB.T, own)) / 2
@@ -306,13 +304,30 @@ def loop_train(job: Job, clock: Clock) -> None:
             done += 1
             if done == steps:
                 break
-    clock.keep(time.time() - BEGAN)
 
 
 def loop_embed(job: Job, weights: dict[str, Tensor]) -> Embed:
     model, see = Reencoded(), looking(224, False, *LITE0)
     model.load_state_dict(weights)
-    return lambda paths: model.see(torch.stack([see(Image.open(path)) for path in paths])), model.read
+    return (
+        lambda paths: model.vision_head(remembered(paths, lambda some: model.see(opened(some, see)))),
+        lambda captions: model.text_head(remembered(captions, model.read)),
+    )
+
+
+KNOWN: dict[str, Tensor] = {}
+
+
+def remembered(items: list[str], make: Callable[[list[str]], Tensor]) -> Tensor:
+    """What frozen towers make of these: the same for every snapshot."""
+    new = [item for item in dict.fromkeys(items) if item not in KNOWN]
+    if new:
+        KNOWN.update(zip(new, make(new), strict=True))
+    return torch.stack([KNOWN[item] for item in items])
+
+
+def opened(paths: list[str], see: Callable[[Image.Image], Tensor]) -> Tensor:
+    return torch.stack([see(Image.open(path).convert("RGB")) for path in paths])
 
 
 def dual_model() -> tuple[Any, Any]:
@@ -345,11 +360,16 @@ def dual_embed(job: Job, weights: dict[str, Tensor]) -> Embed:
     (model, words), see = dual_model(), looking(224, False, *LITE0)
     model.load_state_dict(weights)
     model.eval()
+
+    def pictures(paths: list[str]) -> Tensor:
+        return pooled(model.vision_model(pixel_values=opened(paths, see)))
+
+    def captions(some: list[str]) -> Tensor:
+        return pooled(model.text_model(**dual_words(words, some)))
+
     return (
-        lambda paths: pooled(
-            model.get_image_features(torch.stack([see(Image.open(path)) for path in paths]))
-        ),
-        lambda captions: pooled(model.get_text_features(**dual_words(words, captions))),
+        lambda paths: model.visual_projection(remembered(paths, pictures)),
+        lambda some: model.text_projection(remembered(some, captions)),
     )
 
 
@@ -368,12 +388,15 @@ def score(job: Job) -> Iterator[dict[str, float]]:
     held = json.loads(Path(job.held_out).read_text())
     paths, captions = [path for path, _ in held], [caption for _, some in held for caption in some]
     owner_M = torch.tensor([row for row, (_, some) in enumerate(held) for _ in some])
+    forward: float | None = None
     for seconds, steps, path in kept(job.out):
         see, told = PEERS[job.peer][1](job, torch.load(path, weights_only=True))
-        with FlopCounterMode(display=False) as counter:
-            see(paths[:8]), told(captions[:8])
+        if forward is None:
+            with FlopCounterMode(display=False) as counter:
+                see(paths[:8])
+                told(captions[:8])
+            forward = counter.get_total_flops() / 8e9
         found = retrieval(many(see, paths), many(told, captions), owner_M).record()
-        forward = counter.get_total_flops() / 8e9
         yield {"seconds": seconds, "steps": steps, "forward_gflop": forward, **found}
 
 
@@ -381,8 +404,9 @@ def main(what: str, path: str) -> None:
     job = read(path)
     torch.set_num_threads(job.threads)
     if what == "train":
-        PEERS[job.peer][0](job, Clock(job))
-        return
+        clock = Clock(job)
+        PEERS[job.peer][0](job, clock)
+        return clock.keep(time.time() - BEGAN)  # its schedule was over before its time
     for line in score(job):
         print(json.dumps(line), flush=True)
 

@@ -21,6 +21,7 @@ What is done is kept in results.json, so an interrupted race goes on.
 import csv
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,7 @@ from PIL import Image
 from m1clip.pictures import Pixels
 
 PEERS = str(Path(__file__).parent / "peers.py")
+TRIAL_S = 60.0
 MARKS = (0.5, 1, 1.5, 2, 3, 4, 5, 7.5, 10, 12.5, 15, 17.5)
 Row = dict[str, Any]
 
@@ -73,7 +75,7 @@ class Racer:
     model: str = ""
     batch: int = 64
     length: str = ""
-    """The flag that says how long its schedule is: epochs, or a number of steps."""
+    """The flag that says how many steps its schedule has; `rows` where only its table can say so."""
     words: tuple[str, ...] = ()
     """Of our command."""
 
@@ -116,7 +118,7 @@ def racers(args: Args) -> list[Racer]:
             flags={"batch-size": 256, "lr": 1e-3, "wd": 0.1, "warmup": 100, "workers": workers},
             shape=OPEN_CLIP_NANO,
             batch=256,
-            length="epochs",
+            length="rows",
         ),
         Racer(
             "transformers, tuned",
@@ -207,15 +209,9 @@ def our_run(racer: Racer, seed: int, args: Args) -> Row:
 def peer_run(racer: Racer, seed: int, args: Args) -> Row:
     """First a short trial that says how long its schedule has to be; then the run."""
     home, seconds, files = folder(args, racer, seed), args.minutes * 60, ready(args, racer.side)
-    flags, (batch, pairs) = dict(racer.flags), (racer.batch, files["pairs"])
+    flags, batch = dict(racer.flags), racer.batch
     settings = {"shape": racer.shape, "model": racer.model, "flags": flags}
-    about = {
-        "peer": racer.peer,
-        **files["tables"],
-        "threads": args.threads,
-        "seed": seed,
-        "settings": settings,
-    }
+    about = {"peer": racer.peer, **files, "threads": args.threads, "seed": seed, "settings": settings}
 
     def job(name: str, seconds: float, marks: tuple[float, ...]) -> Path:
         out = home / name
@@ -225,11 +221,11 @@ def peer_run(racer: Racer, seed: int, args: Args) -> Row:
         return path
 
     if racer.length:
-        flags[racer.length] = 1000
-        watched([sys.executable, PEERS, "train", str(job("trial", 60, (25,)))])
+        lengthen(racer, files, about, 3_000, home)
+        watched([sys.executable, PEERS, "train", str(job("trial", TRIAL_S, (TRIAL_S / 2,)))])
         (early, few, _), (late, more, _) = kept(str(home / "trial"))
         steps = few + (more - few) / (late - early) * (seconds - early)
-        flags[racer.length] = max(1, int(steps * batch / pairs if racer.length == "epochs" else steps))
+        lengthen(racer, files, about, int(steps), home)
     run = job("run", seconds, tuple(60 * mark for mark in MARKS if mark < args.minutes))
     memory, _ = watched([sys.executable, PEERS, "train", str(run)])
     _, out = watched([sys.executable, PEERS, "score", str(run)])
@@ -242,6 +238,21 @@ def peer_run(racer: Racer, seed: int, args: Args) -> Row:
     }
 
 
+def lengthen(racer: Racer, files: dict[str, str], about: Row, steps: int, home: Path) -> None:
+    """Make its schedule so many steps long. open_clip counts in epochs: it gets one, of a table with the same
+    rows again and again, in a new order each time."""
+    flags = about["settings"]["flags"]
+    if racer.length != "rows":
+        flags[racer.length] = steps
+        return
+    head, *rows = Path(files["train"]).read_text().strip().split("\n")
+    rng, wanted = random.Random(0), steps * racer.batch
+    many = [row for _ in range(-(-wanted // len(rows))) for row in rng.sample(rows, len(rows))]
+    about["train"] = str(home / "rows.tsv")
+    Path(about["train"]).write_text("\n".join([head, *many[:wanted]]) + "\n")
+    flags["epochs"] = 1
+
+
 def folder(args: Args, racer: Racer, seed: int) -> Path:
     """A new one, absolute: trainers change where they work."""
     home = args.out.absolute() / "runs" / f"{racer.name.replace(',', '').replace(' ', '-')}-{seed}"
@@ -250,7 +261,7 @@ def folder(args: Args, racer: Racer, seed: int) -> Path:
     return home
 
 
-def ready(args: Args, side: int) -> Row:
+def ready(args: Args, side: int) -> dict[str, str]:
     """Both sides as files for the peers: JPEGs of `side` pixels, a table of captions, a list held out."""
     home = args.out.absolute() / f"pictures-{side}"
     tables = {"train": str(home / "train.tsv"), "held_out": str(home / "held_out.json")}
@@ -274,8 +285,7 @@ def ready(args: Args, side: int) -> Row:
             table.writerow(("filepath", "title"))
             table.writerows((path, caption) for path, some in found["train"] for caption in some)
         (home / "held_out.json").write_text(json.dumps(found["held_out"]))
-    with open(tables["train"], newline="") as file:
-        return {"tables": tables, "pairs": sum(1 for _ in csv.reader(file, delimiter="\t")) - 1}
+    return tables
 
 
 def write(path: Path, pixels: Pixels) -> str:

@@ -106,6 +106,8 @@ class TrainConfig(DataConfig, StartConfig):
     """Part of each block's output set to zero in training."""
     drop_tokens: float = 0.0
     """Part of the picture's patches left out in training: less work, and harder."""
+    drop_words: float = 0.0
+    """Part of a caption's words left out in training, where captions are bags of words."""
     start_size: int = 0
     """Pixels a side of the first pictures, growing to full size in equal shares of the run; 0 is off."""
     crop: float = 1.0
@@ -170,6 +172,7 @@ class TrainConfig(DataConfig, StartConfig):
             "ema",
             "dropout",
             "drop_tokens",
+            "drop_words",
             "label_smoothing",
             "head_dropout",
         ):

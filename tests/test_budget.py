@@ -60,6 +60,18 @@ def test_time_is_kept_for_what_follows_the_last_step(clock):
     assert clock.now == pytest.approx(1091, abs=0.5)
 
 
+def test_what_follows_the_last_step_is_tried_at_half_time_if_it_was_not_before(clock):
+    mine = Pace(10, clock.now + 100, 100)
+    mine.place(0)
+    clock.now += 48
+    assert not mine.must_try
+    clock.now += 2
+    assert mine.must_try
+    with mine.aside("evaluating"):
+        clock.now += 1
+    assert not mine.must_try
+
+
 def test_the_number_of_steps_is_guessed_better_and_better(clock):
     mine = Pace(7, clock.now + 102, 100)
     mine.place(0)
@@ -114,7 +126,19 @@ def test_a_run_ends_on_time_with_its_schedule_complete(tmp_path, capsys, monkeyp
     for number, name in enumerate(photos(tmp_path / "photos", 60)):
         (tmp_path / "photos" / name).with_suffix(".txt").write_text(f"picture {number} of {number % 7}")
     began = time.monotonic()
-    words = ["train", "--data", "photos", "--budget", "12s", "--device", "cpu", "--threads", "1", "--name", "it"]
+    words = [
+        "train",
+        "--data",
+        "photos",
+        "--budget",
+        "12s",
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+        "--name",
+        "it",
+    ]
     assert cli.run([*words, "--json", "--crop", "0.7"]) == 0
     took = time.monotonic() - began
     assert 10.8 < took < 13.2

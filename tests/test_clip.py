@@ -96,6 +96,16 @@ def test_a_bag_of_words_heeds_neither_padding_nor_what_follows_the_end(bag, tmp_
     assert torch.allclose(m1clip.load(tmp_path / "m").encode_text("a cat"), alone, atol=1e-6)
 
 
+def test_each_caption_loses_words_of_its_own_in_training(bag):
+    bag.practise(drop_words=0.5)
+    tokens_BL, key_B = bag.tokenize(["a dog and a cat run"] * 64), torch.arange(64)
+    whole, some = bag.embed_tokens(tokens_BL), bag.embed_tokens(tokens_BL, key_B)
+    assert torch.equal(some, bag.embed_tokens(tokens_BL, key_B))
+    assert torch.allclose(whole[0], whole[1], atol=1e-6)
+    assert not torch.allclose(some[0], some[1], atol=1e-3)
+    assert some.isfinite().all()
+
+
 def test_a_bag_of_words_has_no_place_in_the_other_libraries(bag, tmp_path):
     plain = replace(bag.config.vision, pool="class", stem="patch")
     model = CLIP(replace(bag.config, vision=plain), Tokenizer.characters())

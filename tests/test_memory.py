@@ -22,7 +22,7 @@ def test_what_is_kept_of_a_pair_is_what_the_cost_model_counts(learner, tiny):
 
 def test_recomputing_keeps_far_less(learner):
     before = memory.kept_bytes(learner, some_batch(64))
-    learner.model.practise(0.0, 0.0, recompute=True)
+    learner.model.practise(recompute=True)
     assert memory.kept_bytes(learner, some_batch(64)) < 0.4 * before
 
 

@@ -149,25 +149,25 @@ def test_the_mean_of_the_weights_is_scored_and_the_moving_ones_go_on(tiny):
 def test_muon_turns_as_torchs_own_does():
     torch.manual_seed(0)
     ours, theirs = (torch.nn.Parameter(torch.ones(48, 32)) for _ in range(2))
-    how = {"lr": 0.01, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    torchs = torch.optim.Muon([theirs], 0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    both = ((ours, Muon([ours], 0.01)), (theirs, torchs))
     for _ in range(3):
         gradient = torch.randn(48, 32)
-        for weight, kind in ((ours, Muon), (theirs, torch.optim.Muon)):
+        for weight, optimizer in both:
             weight.grad = gradient.clone()
-            weight.optimizer = getattr(weight, "optimizer", None) or kind([weight], **how)
-            weight.optimizer.step()
+            optimizer.step()
     assert (ours - 1).abs().max() > 0.01
     assert torch.allclose(ours, theirs, atol=5e-4)  # torch's runs in bfloat16
 
 
-def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(tiny):
-    model = CLIP(tiny)
+def test_muon_takes_the_matrices_from_features_to_features_and_adamw_the_rest(tiny):
+    model = CLIP(replace(tiny, vision=replace(tiny.vision, stem="conv")))
     names = {id(weight): name for name, weight in model.named_parameters()}
     rest, turned = make_optimizers(model, config_of(tiny, optimizer="muon"))
     taken = {names[id(w)] for group in turned.param_groups for w in group["params"]}
-    assert taken == {
-        name for name in names.values() if ".blocks." in name and model.get_parameter(name).ndim == 2
-    }
+    blocks = {name for name in names.values() if ".blocks." in name and model.get_parameter(name).ndim == 2}
+    stem = {f"vision.patch.{layer}.weight" for layer in (2, 4, 6)}  # the first looks at colours
+    assert taken == blocks | stem | {"vision_projection.weight", "text_projection.weight"}
     assert len(taken) + sum(len(group["params"]) for group in rest.param_groups) == len(names)
 
 

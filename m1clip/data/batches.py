@@ -19,6 +19,7 @@ from m1clip.data import augment
 from m1clip.data.features import Features
 from m1clip.data.index import Rows
 from m1clip.data.sides import Side
+from m1clip.data.told import Told
 from m1clip.pictures import Pixels
 from m1clip.shapes import VisionConfig
 
@@ -87,6 +88,8 @@ class Batches:
     """Of the sides whose towers are locked."""
     captions: int = 1
     """Of each picture in a step, where it has several."""
+    told: Told | None = None
+    """All captions as token ids, where they are not too many."""
 
     def __post_init__(self) -> None:
         if self.size > self.pairs.per_epoch:
@@ -133,7 +136,10 @@ class Batches:
         """Captions of each row, one or several that follow each other; for the first of each row, the second
         and so on a list of names, equal for equal ones."""
         draw_B, known, K = draws(self.seed, epoch, turns, stream=0), self.features, self.captions
-        if known.texts is None:
+        if self.told is not None:
+            start_N = self.told.start_N
+            text, names = self.told.take(several(start_N[rows], start_N[rows + 1], draw_B, K))
+        elif known.texts is None:
             ways = [self.pairs.captions(int(row)) for row in rows]
             firsts = [int(u * len(some)) for some, u in zip(ways, draw_B, strict=True)]
             drawn = zip(ways, firsts, strict=True)
@@ -142,9 +148,7 @@ class Batches:
         else:
             assert known.start_N is not None
             assert known.caption_M is not None
-            first_B, many_B = known.start_N[rows], known.start_N[rows + 1] - known.start_N[rows]
-            into_BK = ((draw_B * many_B).astype(np.int64)[:, None] + np.arange(K)) % many_B[:, None]
-            numbers = (first_B[:, None] + into_BK).ravel()
+            numbers = several(known.start_N[rows], known.start_N[rows + 1], draw_B, K)
             text = torch.from_numpy(known.of_captions(numbers)).float()  # torch is far quicker than NumPy
             names = known.caption_M[numbers].tolist()
         return text if K == 1 else text.view(-1, K, text.shape[1]), [names[k::K] for k in range(K)]
@@ -158,6 +162,13 @@ class Batches:
                 if step < stop:
                     ahead = pool.submit(self.at, step)
                 yield batch
+
+
+def several(first_B: Rows, end_B: Rows, draw_B: NDArray[np.float64], K: int) -> Rows:
+    """Numbers of K captions of each row that follow each other, of those from `first` to before `end`."""
+    many_B = end_B - first_B
+    into_BK = ((draw_B * many_B).astype(np.int64)[:, None] + np.arange(K)) % many_B[:, None]
+    return (first_B[:, None] + into_BK).ravel()
 
 
 def seen(pixels: Pixels, how: Augment, side: int, seed: int, epoch: int, turns: Rows) -> Tensor:

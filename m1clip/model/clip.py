@@ -84,10 +84,17 @@ class CLIP(nn.Module):
         return logit_BB if self.logit_bias is None else logit_BB + self.logit_bias
 
     def practise(
-        self, dropout: float, drop_tokens: float, recompute: bool, head_dropout: float = 0.0
+        self,
+        dropout: float = 0.0,
+        drop_tokens: float = 0.0,
+        drop_words: float = 0.0,
+        recompute: bool = False,
+        head_dropout: float = 0.0,
     ) -> None:
         """How training treats the towers; noise falls only where a step passes its rows' keys."""
         self.vision.drop_tokens = drop_tokens
+        if isinstance(self.text, Bag):
+            self.text.drop_words = drop_words
         for tower in (self.vision, self.text):
             tower.dropout, tower.recompute = dropout, recompute
         for head in (self.vision_projection, self.text_projection):

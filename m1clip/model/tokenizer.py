@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 import torch
+from numpy.typing import NDArray
 from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 
@@ -142,7 +143,13 @@ class Tokenizer:
         for i, text in enumerate(texts):
             if not text.strip():
                 raise ValueError(f"empty caption in {rows[i] if rows else f'text {i}'}: {text!r}")
-        ids = [self.shortened(one, length) for one in self.ids(texts)]
+        return self.padded(self.cut(texts, length), length)
+
+    def cut(self, texts: Sequence[str], length: int) -> list[list[int]]:
+        """Ids of each text, as many as the model reads."""
+        return [self.shortened(one, length) for one in self.ids(texts)]
+
+    def padded(self, ids: Sequence[Sequence[int] | NDArray[np.int32]], length: int) -> Tensor:
         longest = max(map(len, ids))
         width = next((bucket for bucket in BUCKETS if longest <= bucket < length), length)
         padded = np.full((len(ids), width), self.pad_id, np.int64)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from m1clip import devices
-from m1clip.model.noise import dropout, some_of
+from m1clip.model.noise import dropout, some_of, uniform
 from m1clip.shapes import TextConfig, VisionConfig
 
 
@@ -189,13 +189,15 @@ class Bag(Tower):
         inside = config.mlp or 4 * config.width
         thoughts = (Thought(config.width, inside, activation, 1001 + i) for i in range(config.depth))
         super().__init__(thoughts, config.width)
-        self.config, self.end_id = config, end_id
+        self.config, self.end_id, self.drop_words = config, end_id, 0.0
         self.token = nn.Embedding(config.vocab, config.width)
         self.ln_pre = nn.LayerNorm(config.width)
 
     def forward(self, tokens_BL: Tensor, key_B: Tensor | None = None) -> Tensor:
         word_BL = (tokens_BL == self.end_id).cumsum(1) == 0
         word_BL[:, 0] = False  # the mark of the start says nothing
+        if self.drop_words and key_B is not None:
+            word_BL &= uniform(key_B, 1000, (word_BL.shape[1],)) >= self.drop_words
         part_BL1 = (word_BL / word_BL.sum(1, keepdim=True).clamp(min=1))[..., None]
         x_BD = self.ln_pre((self.token(tokens_BL) * part_BL1).sum(1))
         y_BD: Tensor = self.ln_post(self.through(x_BD, key_B))

@@ -43,7 +43,8 @@ def _bag(size: int, patch: int, width: int, depth: int, words: int, embed: int) 
 _SOON: dict[str, Any] = {"optimizer": "muon", "lr": 8e-3, "batch": 128, "captions": 5, "label_smoothing": 0.1}
 _SOON |= {"weight_decay": 0.1, "clip_norm": 5.0, "flip": True, "save_epochs": 0}
 FEW_PICTURES: list[Rung] = [
-    Rung("a look", 0, {**_SOON, "model": _bag(32, 8, 192, 2, 256, 256), "crop": 0.8}),
+    Rung("a glance", 0, {**_SOON, "model": _bag(32, 8, 192, 2, 256, 256), "crop": 0.8, "drop_words": 0.3}),
+    Rung("a look", 5, {**_SOON, "model": _bag(48, 8, 192, 2, 256, 256), "crop": 0.6, "drop_words": 0.5}),
 ]
 MANY_PICTURES = [
     Rung(name, looks, {**vars(PRESETS[name]), "crop": 0.6, "flip": True, "save_epochs": 0})

@@ -40,7 +40,9 @@ class Learner:
         self.second: ThreadPoolExecutor | None = None  # drives the text tower
         self.second_threads = 0
         self.translated: dict[torch.nn.Module, Any] = {}
-        model.practise(config.dropout, config.drop_tokens, config.recompute, config.head_dropout)
+        model.practise(
+            config.dropout, config.drop_tokens, config.drop_words, config.recompute, config.head_dropout
+        )
         self.use(self.plan)
 
     @property

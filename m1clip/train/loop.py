@@ -20,6 +20,7 @@ from m1clip.config import TrainConfig, to_json
 from m1clip.data.augment import margin
 from m1clip.data.batches import Augment, Batch, Batches, growing
 from m1clip.data.sides import Side, Sides, open_sides
+from m1clip.data.told import tell
 from m1clip.devices import Plan
 from m1clip.evals.retrieval import Retrieval
 from m1clip.model.clip import CLIP, read_tokenizer
@@ -209,9 +210,9 @@ def train(setup: Setup, run: Run, screen: Screen) -> Result:
                 watch.steps(meter.read())
             if looking:
                 watch.inside(here, *embeddings)
-            if epoch or ending:
+            if epoch or ending or pace.must_try:
                 scores = None
-                if ending or (epoch and epoch % config.eval_every == 0):
+                if not epoch or ending or epoch % config.eval_every == 0:
                     with meter.paused(), pace.aside("evaluating"):
                         scores = held_out.evaluate(learner, watch)
                     keeper.judge(scores)
@@ -285,10 +286,11 @@ def introduce(run: Run, learner: Learner, setup: Setup, progress: Progress, scre
 
 
 def prepare(config: TrainConfig, setup: Setup) -> Batches:
-    vision = config.model.vision
+    vision, words, length = config.model.vision, setup.tokenizer, config.model.text.length
+    cut, padded = partial(words.cut, length=length), partial(words.padded, length=length)
     return Batches(
         setup.data.train,
-        partial(setup.tokenizer, length=config.model.text.length),
+        partial(words, length=length),
         config.batch,
         config.seed,
         vision.image_size,
@@ -297,6 +299,7 @@ def prepare(config: TrainConfig, setup: Setup) -> Batches:
         sides=growing(config.start_size, vision) if isinstance(vision, VisionConfig) else (),
         total=setup.total,
         captions=config.captions,
+        told=None if "text" in setup.locked else tell(setup.data.train, cut, padded),
     )
 
 

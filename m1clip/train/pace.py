@@ -37,6 +37,13 @@ class Pace:
         self.taken[what] = time.monotonic() - began
         self.pauses += self.taken[what]
 
+    @property
+    def must_try(self) -> bool:
+        """At half time, if nobody knows yet how long the last evaluation and the last save will take."""
+        if self.deadline is None or self.first is None or "evaluating" in self.taken:
+            return False
+        return time.monotonic() > (self.first + self.end) / 2
+
     def last_step(self) -> int:
         """That is taken in any case; none with a clock."""
         return self.total if self.deadline is None else self.at_most or sys.maxsize
