@@ -106,6 +106,7 @@ def racers(args: Args) -> list[Racer]:
     """docs/race.md says by what the settings of the tuned ones were chosen."""
     workers = args.threads
     hf = {"dataloader_num_workers": workers, "adam_beta2": 0.98, "warmup_steps": 100}
+    crop = {"aug-cfg": "scale=(0.5,1.0)"}
     budget = ("--budget", f"{args.minutes:g}m")
     return [
         Racer("m1clip", "scratch", "", words=budget),
@@ -115,9 +116,9 @@ def racers(args: Args) -> list[Racer]:
             "scratch",
             "open_clip",
             side=80,
-            flags={"batch-size": 256, "lr": 1e-3, "wd": 0.1, "warmup": 100, "workers": workers},
+            flags={"batch-size": 128, "lr": 1e-3, "wd": 0.1, "warmup": 100, "workers": workers, **crop},
             shape=OPEN_CLIP_NANO,
-            batch=256,
+            batch=128,
             length="rows",
         ),
         Racer(
@@ -125,9 +126,9 @@ def racers(args: Args) -> list[Racer]:
             "scratch",
             "transformers",
             side=80,
-            flags={"per_device_train_batch_size": 256, "learning_rate": 1e-3, "weight_decay": 0.1, **hf},
+            flags={"per_device_train_batch_size": 128, "learning_rate": 1e-3, "weight_decay": 0.1, **hf},
             shape=CLIP_NANO,
-            batch=256,
+            batch=128,
             length="max_steps",
         ),
         Racer(

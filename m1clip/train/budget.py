@@ -37,14 +37,16 @@ class Rung:
 def _bag(size: int, patch: int, width: int, depth: int, words: int, embed: int) -> ModelConfig:
     """Few patches, few and wide blocks behind convolutions, and a caption as the mean of its words."""
     vision = VisionConfig(size, patch, width, depth, width // 64, pool="mean", stem="conv")
-    return ModelConfig(vision, TextConfig(4096, 48, words, 1, 4, 2 * words, mix="bag"), embed)
+    return ModelConfig(vision, TextConfig(4096, 48, words, 1, 4, 2 * words, mix="bag"), embed, head="linear")
 
 
 _SOON: dict[str, Any] = {"optimizer": "muon", "lr": 8e-3, "batch": 128, "captions": 5, "label_smoothing": 0.1}
 _SOON |= {"weight_decay": 0.1, "clip_norm": 5.0, "flip": True, "save_epochs": 0}
+_MUCH = {**_SOON, "lr": 6e-3, "weight_decay": 0.3, "crop": 0.4, "colour": 0.2, "drop_words": 0.5}
 FEW_PICTURES: list[Rung] = [
-    Rung("a glance", 0, {**_SOON, "model": _bag(32, 8, 192, 2, 256, 256), "crop": 0.8, "drop_words": 0.3}),
-    Rung("a look", 5, {**_SOON, "model": _bag(48, 8, 192, 2, 256, 256), "crop": 0.6, "drop_words": 0.5}),
+    Rung("a glance", 0, {**_SOON, "model": _bag(32, 8, 192, 2, 256, 256), "crop": 0.8, "drop_words": 0.1}),
+    Rung("a look", 6, {**_SOON, "model": _bag(48, 8, 192, 2, 256, 256), "crop": 0.6, "drop_words": 0.3}),
+    Rung("a long look", 15, {**_MUCH, "model": _bag(48, 8, 192, 3, 256, 256), "head_dropout": 0.2}),
 ]
 MANY_PICTURES = [
     Rung(name, looks, {**vars(PRESETS[name]), "crop": 0.6, "flip": True, "save_epochs": 0})
