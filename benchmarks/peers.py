@@ -274,7 +274,7 @@ LITE0 = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 def loop_train(job: Job, clock: Clock) -> None:
-    """As plain as can be: a loader with workers, AdamW, a cosine over the time."""
+    """As plain as can be: a loader with workers, AdamW, torch's one-cycle schedule over the time."""
     torch.manual_seed(job.seed)
     model, flags = Reencoded(), job.settings["flags"]
     clock.model = model
@@ -342,7 +342,8 @@ def dual_model() -> tuple[Any, Any]:
     config = VisionTextDualEncoderConfig(about.to_dict(), text.config.to_dict(), projection_dim=256)
     model = Dual(config, vision_model=vision, text_model=text)
     for tower in (model.vision_model, model.text_model):
-        tower.requires_grad_(False)
+        tower.requires_grad_(False).eval()
+        tower.train = lambda mode=True, tower=tower: tower  # Trainer would move its batch norms
     return model, words
 
 

@@ -28,19 +28,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import psutil
+import torch
 import tyro
 from finetune import encoders
 from finetune import score as mean_score
 from peers import kept
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 
+from m1clip.model.clip import load
 from m1clip.pictures import Pixels
 
 PEERS = str(Path(__file__).parent / "peers.py")
@@ -195,16 +198,37 @@ def our_run(racer: Racer, seed: int, args: Args) -> Row:
     first = next(line["time"] for line in lines if line["kind"] == "step") - began
     scored = [(line["time"] - began, line) for line in lines if line["kind"] == "eval"]
     config = json.loads((home / "run" / "config.json").read_text())
-    _, told = watched([sys.executable, "-m", "m1clip", "info", str(home / "run" / "model"), "--json"])
+    pairs = result["step"] * config["batch"]
     shutil.rmtree(home / "cache", ignore_errors=True)
     return {
         **{"name": racer.name, "track": racer.track, "seed": seed, "wall_s": round(wall, 1)},
         "points": [
             {"seconds": round(s, 1), "score": mean_score(one)} for s, one in [*scored, (wall, result)]
         ],
-        **{"ready_s": round(first, 1), "memory_gb": memory, "pairs": result["step"] * config["batch"]},
-        "forward_gflop": json.loads(told)["forward_gflop"],
+        **{"ready_s": round(first, 1), "memory_gb": memory, "pairs": pairs},
+        "pflop": our_gflop(home / "run", config, pairs) / 1e6,
     }
+
+
+def our_gflop(run: Path, config: Row, pairs: int) -> float:
+    """Products of all steps; where towers are locked, of encoding once and of the heads' steps."""
+    model = load(run / "model")
+    side = model.config.vision.image_size
+    picture = counted(lambda: model.vision(torch.zeros(1, 3, side, side)))
+    caption = counted(lambda: model.text(model.tokenize("a dog runs over the grass after a red ball")))
+    heads = sum(weight.numel() for name, weight in model.named_parameters() if "projection" in name) * 2 / 1e9
+    if config["recipe"] != "locked":
+        return 3 * pairs * (picture + config["captions"] * caption + heads)
+    known = json.loads((run / "data.json").read_text())
+    looked, told = known["train"] * config["views"] + known["held_out"], known["rows"]
+    return looked * picture + told * caption + 3 * pairs * heads
+
+
+def counted(work: Callable[[], Any]) -> float:
+    """GFLOP of a call."""
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        work()
+    return float(counter.get_total_flops() / 1e9)
 
 
 def peer_run(racer: Racer, seed: int, args: Args) -> Row:
@@ -224,24 +248,26 @@ def peer_run(racer: Racer, seed: int, args: Args) -> Row:
     if racer.length:
         lengthen(racer, files, about, 3_000, home)
         watched([sys.executable, PEERS, "train", str(job("trial", TRIAL_S, (TRIAL_S / 2,)))])
-        (early, few, _), (late, more, _) = kept(str(home / "trial"))
+        *_, (late, more, _) = tried = kept(str(home / "trial"))
+        early, few = tried[0][:2] if len(tried) > 1 else (0.0, 0)
         steps = few + (more - few) / (late - early) * (seconds - early)
         lengthen(racer, files, about, int(steps), home)
     run = job("run", seconds, tuple(60 * mark for mark in MARKS if mark < args.minutes))
     memory, _ = watched([sys.executable, PEERS, "train", str(run)])
     _, out = watched([sys.executable, PEERS, "score", str(run)])
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    factor = 1.0 if racer.track == "pretrained" else 3.0  # frozen towers have no backward pass
     return {
         **{"name": racer.name, "track": racer.track, "seed": seed, "wall_s": lines[-1]["seconds"]},
         "points": [{"seconds": line["seconds"], "score": mean_score(line)} for line in lines],
         **{"memory_gb": memory, "pairs": lines[-1]["steps"] * batch, "flags": flags},
-        "forward_gflop": lines[-1]["forward_gflop"],
+        "pflop": factor * lines[-1]["steps"] * batch * lines[-1]["forward_gflop"] / 1e6,
     }
 
 
 def lengthen(racer: Racer, files: dict[str, str], about: Row, steps: int, home: Path) -> None:
     """Make its schedule so many steps long. open_clip counts in epochs: it gets one, of a table with the same
-    rows again and again, in a new order each time."""
+    rows as often as is needed, which its loader shuffles."""
     flags = about["settings"]["flags"]
     if racer.length != "rows":
         flags[racer.length] = steps
@@ -304,10 +330,10 @@ def watched(command: list[str], more: dict[str, str] | None = None) -> tuple[flo
 
     def watch() -> None:
         nonlocal most
-        while not ended.wait(0.25):
+        while not ended.wait(1.0):
             try:
                 whole = psutil.Process(child.pid)
-                most = max(most, sum(unshared(one) for one in (whole, *whole.children(True))) / 1e9)
+                most = max(most, sum(fair_share(one) for one in (whole, *whole.children(True))) / 1e9)
             except psutil.Error:
                 pass
 
@@ -323,10 +349,10 @@ def watched(command: list[str], more: dict[str, str] | None = None) -> tuple[flo
     return round(most, 2), out
 
 
-def unshared(process: psutil.Process) -> int:
-    """Resident, without what is shared: else the loader's workers would count the libraries once each."""
-    found = process.memory_info()
-    return int(found.rss - getattr(found, "shared", 0))
+def fair_share(process: psutil.Process) -> int:
+    """Its own memory, and its share of what it has in common with others, such as a loader's workers."""
+    found = process.memory_full_info()
+    return int(getattr(found, "pss", 0) or found.rss)
 
 
 def best_by(row: Row, seconds: float) -> float | None:
@@ -351,10 +377,9 @@ def table(rows: list[Row], minutes: float) -> str:
     for name in names:
         mine = [row for row in rows if row["name"] == name]
         cells = [spread([best_by(row, 60 * m) for row in mine], "{:.1f}") for m in times]
-        factor = 1.0 if mine[0]["track"] == "pretrained" else 3.0  # frozen towers have no backward pass
         cells.append(spread([row["memory_gb"] for row in mine], "{:.1f} GB"))
         cells.append(spread([row["pairs"] / 1e3 for row in mine], "{:,.0f} k"))
-        cells.append(spread([factor * row["pairs"] * row["forward_gflop"] / 1e6 for row in mine], "{:.3g}"))
+        cells.append(spread([row["pflop"] for row in mine], "{:.3g}"))
         for rival in rivals:
             best = max(point["score"] for point in rival["points"])
             cells.append(spread([reached(row, best) for row in mine], "{:.0f} s"))

@@ -163,6 +163,9 @@ def worker(who: str, where: str, threads: int) -> None:
     """Does what it is told, a line each."""
     devices.prepare(Plan("cpu", threads=threads))
     folder = Path(where)
+    import open_clip  # noqa: F401  (what each imports is not its step's memory: everybody has everything)
+    from transformers import AutoTokenizer, CLIPModel  # noqa: F401
+
     before = sensors.memory_gb()
     held = torch.load(folder / "batch.pt")
     step = {"m1clip": ours, "open_clip": open_clips, "transformers": transformers_}[who](folder, held)
@@ -202,7 +205,7 @@ def pixels_of(folder: Path, held: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def open_clips(folder: Path, held: dict[str, torch.Tensor]) -> Any:
-    """As open_clip_train makes its optimiser and takes its steps."""
+    """As open_clip_train makes its optimiser (which is not fused) and takes its steps."""
     import open_clip
 
     pixels = pixels_of(folder, held)
@@ -233,7 +236,7 @@ def open_clips(folder: Path, held: dict[str, torch.Tensor]) -> Any:
 
 
 def transformers_(folder: Path, held: dict[str, torch.Tensor]) -> Any:
-    """As its Trainer does: AdamW, the gradient cut to length 1."""
+    """As its Trainer does: fused AdamW, the gradient cut to length 1."""
     from transformers import AutoTokenizer, CLIPModel
 
     pixels = pixels_of(folder, held)
@@ -247,7 +250,7 @@ def transformers_(folder: Path, held: dict[str, torch.Tensor]) -> Any:
         truncation=True,
         return_tensors="pt",
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.1, fused=True)
     inputs = {key: told[key] for key in ("input_ids", "attention_mask")}
 
     def step(only_loss: bool) -> float:

@@ -93,7 +93,7 @@ class TrainConfig(DataConfig, StartConfig):
     clip_norm: float = 1.0
     """Longest gradient; longer ones are shortened to it."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon turns the matrices of the blocks by Muon, and everything else by AdamW."""
+    """muon: Muon for the matrices from features to features, and AdamW for everything else."""
     layer_decay: float = 1.0
     """Rate of a block against that of the block above it; below 1, early layers move less."""
     ema: float = 0.0
@@ -186,6 +186,12 @@ class TrainConfig(DataConfig, StartConfig):
         )
         require(0 < self.layer_decay <= 1, f"layer_decay must be above 0, at most 1, not {self.layer_decay}")
         require(0.05 <= self.crop <= 1, f"crop must be 0.05 to 1, not {self.crop}")
+        bag = isinstance(self.model.text, TextConfig) and self.model.text.mix == "bag"
+        require(bag or not self.drop_words, "drop_words is for bags of words: --model.text.mix bag")
+        require(
+            not (self.start_size and self.budget),
+            "start_size grows with the steps, and a budget goes by the clock: give one of them",
+        )
         if isinstance(self.model.vision, VisionConfig):
             _check_start(self.start_size, self.model.vision)
         else:

@@ -45,7 +45,8 @@ class Work:
 
 
 def identity(config: TrainConfig) -> str:
-    parts = (config.optimizer, config.drop_tokens, config.recompute, bool(config.ema))
+    parts: tuple[object, ...] = (config.optimizer, config.drop_tokens, config.recompute, bool(config.ema))
+    parts += (config.captions,) if config.captions > 1 else ()
     return blake2b((to_json(config.model) + repr(parts)).encode(), digest_size=6).hexdigest()
 
 

@@ -155,7 +155,7 @@ EVAL = {"pictures": 1000}
     [
         ("loss at chance", {"steps": rows(60, loss=5.55, accuracy=0.004)}),
         ("accuracy at chance", {"steps": rows(60, loss=5.0, accuracy=0.004)}),
-        ("temperature rising", {"steps": rows(30) + rows(30, 30, temperature=0.09)}),
+        ("temperature rising", {"steps": rows(30) + rows(30, 30, temperature=0.12)}),
         ("waiting for data", {"steps": rows(60, wait_ms=15.0)}),
         ("throttling", {"steps": rows(120) + rows(60, 120, step_ms=150.0)}),
         ("swapping", {"steps": [], "watches": [LOOK, {**LOOK, "swapped_out_gb": 0.6}]}),

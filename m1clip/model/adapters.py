@@ -31,15 +31,15 @@ def adapt(model: nn.Module, sides: Iterable[str], rank: int, what: str) -> None:
 
 
 def targets_of(tower: nn.Module, what: str) -> Iterator[str]:
-    """Matrices of attention, with `all` of MLPs too; of a tower without attention its 1 × 1 convolutions."""
+    """Matrices of attention, with `all` of MLPs too; without attention 1 × 1 convolutions, or any matrix."""
     matrices = [name for name, part in tower.named_modules() if isinstance(part, nn.Linear)]
     attention = [name for name in matrices if "attn" in name or "attention" in name]
     if attention:
         yield from attention if what == "attention" else matrices
         return
-    for name, part in tower.named_modules():
-        if isinstance(part, nn.Conv2d) and part.kernel_size == (1, 1) and part.groups == 1:
-            yield name
+    parts = [(name, part) for name, part in tower.named_modules() if isinstance(part, nn.Conv2d)]
+    narrow = [name for name, part in parts if part.kernel_size == (1, 1) and part.groups == 1]
+    yield from narrow or matrices
 
 
 def is_adapted(model: nn.Module) -> bool:

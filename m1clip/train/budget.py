@@ -4,7 +4,7 @@ The rungs were found by experiment (docs/race.md). Each has the number of looks 
 beats the one below; how many looks the time allows is measured here, by real steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ TOKENS = 16
 TRIAL_S = 0.3
 EVALUATIONS = 6
 PREPARING = 0.1  # of the time, for reading, decoding, evaluating
+HOPE = 2.0  # a larger model may be so much faster than its products say
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,26 @@ def _bag(size: int, patch: int, width: int, depth: int, words: int, embed: int) 
     return ModelConfig(vision, TextConfig(4096, 48, words, 1, 4, 2 * words, mix="bag"), embed, head="linear")
 
 
+def changes_of(preset: TrainConfig) -> dict[str, Any]:
+    """What it has otherwise than the defaults."""
+    plain = vars(TrainConfig())
+    return {key: value for key, value in vars(preset).items() if value != plain[key]}
+
+
 _SOON: dict[str, Any] = {"optimizer": "muon", "lr": 8e-3, "batch": 128, "captions": 5, "label_smoothing": 0.1}
-_SOON |= {"weight_decay": 0.1, "clip_norm": 5.0, "flip": True, "save_epochs": 0}
+_SOON |= {"weight_decay": 0.1, "clip_norm": 5.0, "flip": True, "save_epochs": 0, "preset": "budget"}
 _MUCH = {**_SOON, "lr": 6e-3, "weight_decay": 0.3, "crop": 0.4, "colour": 0.2, "drop_words": 0.5}
 FEW_PICTURES: list[Rung] = [
     Rung("a glance", 0, {**_SOON, "model": _bag(32, 8, 192, 2, 256, 256), "crop": 0.8, "drop_words": 0.1}),
     Rung("a look", 6, {**_SOON, "model": _bag(48, 8, 192, 2, 256, 256), "crop": 0.6, "drop_words": 0.3}),
     Rung("a long look", 15, {**_MUCH, "model": _bag(48, 8, 192, 3, 256, 256), "head_dropout": 0.2}),
 ]
+_WHOLE = {"crop": 0.6, "flip": True, "save_epochs": 0}
 MANY_PICTURES = [
-    Rung(name, looks, {**vars(PRESETS[name]), "crop": 0.6, "flip": True, "save_epochs": 0})
+    Rung(name, looks, {**changes_of(PRESETS[name]), **_WHOLE})
     for name, looks in (("nano", 0.0), ("tiny", 4.0), ("small", 8.0))
 ]
+SCENES = [Rung("nano", 0.0, changes_of(PRESETS["nano"]))]  # their captions say left and right: no flip
 
 
 @dataclass(frozen=True)
@@ -60,34 +69,46 @@ class Picked:
     why: str
 
 
-def pick(config: TrainConfig, screen: Screen) -> Picked:
-    """The defaults for this budget, and why these."""
+def pick(config: TrainConfig, with_flags: Callable[[dict[str, Any]], TrainConfig], screen: Screen) -> Picked:
+    """The defaults for this budget, and why these. `with_flags` has what was asked for besides."""
     assert config.budget_s is not None
     sources = open_sources(config, screen.working)
-    pictures = sum(len(one.train) for one in sources)
+    pictures = round(sum(one.weight * len(one.train) for one in sources))
     captions = max(len(one.train.captions(row)) for one in sources for row in range(min(20, len(one.train))))
-    rungs = MANY_PICTURES if pictures >= MANY or "synthetic:" in config.data else FEW_PICTURES
+    drawn = all(one.spec.startswith("synthetic:") for one in sources)
+    rungs = SCENES if drawn else MANY_PICTURES if pictures >= MANY else FEW_PICTURES
     rungs = [fitted(rung, pictures, captions) for rung in rungs]
     speeds: list[float] = []
+    sizes: list[int] = []
     with screen.working("timing models of several sizes", len(rungs)) as advance:
         for rung in rungs:
-            speeds.append(pairs_per_second(replace(config, **rung.changes)))
+            wished = with_flags(rung.changes)
+            sizes.append(size_of(wished))
+            hope = HOPE * speeds[-1] * sizes[-2] / sizes[-1] if speeds else float("inf")
+            if looks(config.budget_s, hope, pictures) < rung.looks:
+                break  # it and all larger ones are too slow
+            speeds.append(pairs_per_second(wished))
             advance(1)
-            if looks(config.budget_s, speeds[-1], pictures) < rung.looks:
-                break  # larger ones are slower still
     return decide(config.budget_s, pictures, rungs, speeds)
 
 
 def fitted(rung: Rung, pictures: int, captions: int) -> Rung:
     """The same for so many pictures with so many captions each."""
-    batch = max(2, min(rung.changes["batch"], pictures // 4))
-    return replace(
-        rung, changes={**rung.changes, "captions": min(captions, rung.changes["captions"]), "batch": batch}
-    )
+    plain = TrainConfig()
+    batch = max(2, min(rung.changes.get("batch", plain.batch), pictures // 4))
+    told = min(captions, rung.changes.get("captions", plain.captions))
+    return replace(rung, changes={**rung.changes, "captions": told, "batch": batch})
 
 
 def looks(budget_s: float, speed: float, pictures: int) -> float:
     return (1 - PREPARING) * budget_s * speed / pictures
+
+
+def size_of(config: TrainConfig) -> int:
+    """Products of a picture, in proportion: for rungs that are not timed."""
+    vision = config.model.vision
+    assert isinstance(vision, VisionConfig)
+    return vision.tokens * vision.depth * vision.width**2
 
 
 def pairs_per_second(config: TrainConfig) -> float:
@@ -109,7 +130,7 @@ def decide(budget_s: float, pictures: int, rungs: Sequence[Rung], speeds: Sequen
     fits = [number for number, rung in enumerate(rungs[: len(seen)]) if seen[number] >= rung.looks]
     best = max(fits, default=0)
     rung, epochs = rungs[best], max(1, round(seen[best]))
-    why = f"{clock(budget_s)} are about {seen[best]:.3g} looks at each of {pictures:,} pictures"
+    why = f"{rung.name}; {clock(budget_s)} are about {seen[best]:.3g} looks at each of {pictures:,} pictures"
     why += f" at {speeds[best]:,.0f} a second"
     if best + 1 < len(seen):
         above = rungs[best + 1]

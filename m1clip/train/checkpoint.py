@@ -47,6 +47,11 @@ class Progress:
     best_step: int | None = None
     stale: int = 0
     """Evaluations since the best."""
+    ended_by: float | None = None
+    """The budget that was over when the run ended, in seconds; more may be given later."""
+
+    def has_ended(self, budget_s: float | None) -> bool:
+        return self.ended_by is not None and budget_s is not None and budget_s <= self.ended_by
 
 
 def save(run: Run, learner: Learner, progress: Progress, keep: int) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 Record = dict[str, Any]
 WINDOW = 50
 MOST = 40 * WINDOW
+RISEN = 1.5  # a temperature that is a little above its start is soon below it, or smoothed labels hold it
 
 
 @dataclass
@@ -58,7 +59,7 @@ def learning(recent: list[Record]) -> dict[str, str]:
 
 def temperature(first: float | None, recent: list[Record]) -> dict[str, str]:
     before, now = recent[0]["temperature"], recent[-1]["temperature"]
-    if first is None or now <= 1.05 * first or now <= before:
+    if first is None or now <= RISEN * first or now <= before:
         return {}
     return {
         "temperature rising": f"the temperature has risen from {first:.4f} to {now:.4f}; it normally falls. "

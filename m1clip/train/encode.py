@@ -37,24 +37,36 @@ Encode = Callable[[Any], Tensor]
 
 
 def encoded(
-    model: CLIP, side: Side, config: TrainConfig, locked: Sequence[str], views: int, bars: Bars
+    model: CLIP,
+    side: Side,
+    config: TrainConfig,
+    locked: Sequence[str],
+    views: int,
+    bars: Bars,
+    until: float | None = None,
 ) -> Features:
-    """Of one side, for each of its locked towers."""
+    """Of one side, for each of its locked towers; after the first, views only as long as there is time."""
     made: dict[str, Any] = {}
-    if "vision" in locked:
-        made |= _pictures(model, side, config, views, bars)
     if "text" in locked:
         made |= _captions(model, side, config, bars)
+    if "vision" in locked:
+        made |= _pictures(model, side, config, views, bars, until)
     return Features(**made)
 
 
-def _pictures(model: CLIP, side: Side, config: TrainConfig, views: int, bars: Bars) -> dict[str, Any]:
+def _pictures(
+    model: CLIP, side: Side, config: TrainConfig, views: int, bars: Bars, until: float | None
+) -> dict[str, Any]:
     size, stores = model.config.vision.image_size, []
     device = model.places[0]
     tower = inference_form(model.vision).to(device)
     weights, stored_side = digest(model.vision), margin(size, config.crop)
     views = views if Augment(config.crop, config.flip, config.colour) != Augment() else 1  # or all were alike
+    took = 0.0
     for view in range(views):
+        began = time.monotonic()
+        if view and until is not None and began + took > until:
+            break
         how = Augment(config.crop, config.flip, config.colour) if view else Augment()
         which = (config.seed, view, how) if view else ()
         name = named("pictures", weights, picture_rows(side), shape_of(model, "vision"), which, stored_side)
@@ -70,6 +82,7 @@ def _pictures(model: CLIP, side: Side, config: TrainConfig, views: int, bars: Ba
 
         told = "encoding pictures" + (f", view {view + 1} of {views}" if views > 1 else "")
         stores.append(_filled(name, len(side), model.config.vision.width, some, encode, told, config, bars))
+        took = max(took, time.monotonic() - began)  # one that was stored takes none
     arrays = [store.mapped(np.float16, model.config.vision.width) for store in stores]
     instead = np.arange(len(side))
     for entry in stores[0].entries().values():

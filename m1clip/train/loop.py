@@ -46,6 +46,7 @@ from m1clip.train.watch import Watch
 
 MOST_READ = 200_000
 """Pictures whose captions a tokenizer is learned from."""
+HEADS = 0.1  # of a budget, kept for the heads that learn from what locked towers have encoded
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Setup:
     """How the run was trained until now."""
     deadline: float | None
     """A time of time.monotonic at which everything has to be done."""
+    views: int = 0
+    """Ways the pictures were seen until now; 0 for a new run."""
 
     @property
     def locked(self) -> tuple[str, ...]:
@@ -136,7 +139,8 @@ def check(
     if config.budget_s:
         spent = checkpoint.position(start).seconds if start else 0.0
         deadline = began + max(0.0, config.budget_s - spent)
-    return Setup(config, found, why, data, words, total, start, damaged, before, deadline)
+    views = was.get("views", 0) if start else 0
+    return Setup(config, found, why, data, words, total, start, damaged, before, deadline, views)
 
 
 def settled(config: TrainConfig, found: Origin, pairs: int) -> TrainConfig:
@@ -181,10 +185,9 @@ def train(setup: Setup, run: Run, screen: Screen) -> Result:
     learner, placed, batches, held_out = ready(setup, screen)
     last = batches.at(setup.total - 1)  # its pictures are the largest
     progress = checkpoint.load(setup.start, learner) if setup.start else Progress()
-    introduce(run, learner, setup, progress, screen)
+    introduce(run, learner, setup, progress, screen, len(batches.features.views))
     meter, keeper = Meter(config, learner.device), Keeper(run, learner, progress, screen.warn)
-    most = setup.total if config.recipe == "locked" else None  # their heads have learned all they can by then
-    pace = Pace(setup.total, setup.deadline, config.budget_s or 0.0, most)
+    pace = paced(setup, progress)
     watch, scores = Watch(run, screen, learner, progress, batches, pace), None
     meter.recall(row for row in run.records("step") if row["step"] > batches.epoch_start(progress.step))
     divided = divide(learner, progress, last, watch)
@@ -195,8 +198,10 @@ def train(setup: Setup, run: Run, screen: Screen) -> Result:
     tracker = track.mirrored(run, config, progress.step, screen.warn)
     with Stop(screen.say) as stop, tracker, screen.training(progress.step, setup.total):
         end, ending = pace.last_step(), False
-        if keeper.out_of_patience or progress.step == end:
+        if keeper.out_of_patience or progress.step == end or progress.has_ended(config.budget_s):
             end, ending = progress.step, True
+        elif pace.is_late:
+            raise ValueError(f"the {config.budget} of --budget were over before a step could be taken")
         for batch in meter.timed(batches.stream(progress.step, end)):
             lr = learner.set_rate(rate(*pace.place(progress.step), config))
             here = learner.take(batch)
@@ -205,6 +210,7 @@ def train(setup: Setup, run: Run, screen: Screen) -> Result:
             progress.step += 1
             meter.add(progress.step, lr, stats, batch, learner.chunk)
             epoch, ending = batches.ended_epoch(progress.step), pace.count(progress.step)
+            progress.ended_by = config.budget_s if ending else None
             looking, saving, stopping = progress.step % config.watch_every == 0, keeper.due(epoch), stop.asked
             if looking or saving or epoch or stopping or ending or progress.step % config.log_every == 0:
                 watch.steps(meter.read())
@@ -212,7 +218,7 @@ def train(setup: Setup, run: Run, screen: Screen) -> Result:
                 watch.inside(here, *embeddings)
             if epoch or ending or pace.must_try:
                 scores = None
-                if not epoch or ending or epoch % config.eval_every == 0:
+                if ending or (pace.may_evaluate() and (not epoch or epoch % config.eval_every == 0)):
                     with meter.paused(), pace.aside("evaluating"):
                         scores = held_out.evaluate(learner, watch)
                     keeper.judge(scores)
@@ -237,6 +243,14 @@ def train(setup: Setup, run: Run, screen: Screen) -> Result:
     return Result(finished, progress.step, progress.seconds, scores, progress.best_step)
 
 
+def paced(setup: Setup, progress: Progress) -> Pace:
+    """From nothing, all the time is used; what is learned already is spoilt by more than it needs."""
+    config = setup.config
+    most = None if config.recipe == "scratch" else setup.total
+    evaluations = 2 if config.patience or config.wise_ft < 1 else 1  # the kept model's, where it is another
+    return Pace(setup.total, setup.deadline, config.budget_s or 0.0, most, progress.seconds, evaluations)
+
+
 def ready(setup: Setup, screen: Screen) -> tuple[Learner, Placed, Batches, Scored]:
     """The model where it will learn, what it learns from, and what it is scored on."""
     config = setup.config
@@ -255,13 +269,15 @@ def ready(setup: Setup, screen: Screen) -> tuple[Learner, Placed, Batches, Score
     return Learner(model, config, replace(placed.plan, compile=False)), placed, batches, held_out
 
 
-def introduce(run: Run, learner: Learner, setup: Setup, progress: Progress, screen: Screen) -> None:
+def introduce(
+    run: Run, learner: Learner, setup: Setup, progress: Progress, screen: Screen, views: int
+) -> None:
     """What the run is. Written once the checkpoint, if any, is known to fit."""
     config, size = setup.config, learner.size
     write_whole(run.path / "config.json", to_json(config))  # first: from here on the run can be resumed
     if setup.origin and not setup.start and not (run.path / "start").is_dir():
         learner.model.save(run.path / "start")
-    run.write("data.json", setup.data.record())
+    run.write("data.json", {**setup.data.record(), "views": views})
     run.rewind(progress.step)
     for path, what in setup.damaged.items():
         checkpoint.set_aside(path)
@@ -298,7 +314,7 @@ def prepare(config: TrainConfig, setup: Setup) -> Batches:
         mask_twins=not config.count_twins,
         sides=growing(config.start_size, vision) if isinstance(vision, VisionConfig) else (),
         total=setup.total,
-        captions=config.captions,
+        captions=min(config.captions, most_captions(setup.data.train)),
         told=None if "text" in setup.locked else tell(setup.data.train, cut, padded),
     )
 
@@ -333,6 +349,11 @@ def arrange(run: Run, placed: Placed, learner: Learner, last: Batch, screen: Scr
     return placed
 
 
+def most_captions(pairs: Side) -> int:
+    """Of one picture, by the first thousand."""
+    return max(len(pairs.captions(row)) for row in range(min(1000, len(pairs))))
+
+
 def captions(pairs: Side) -> Iterator[str]:
     """All of them; of very many, those of pictures at equal distances."""
     rows = range(0, len(pairs), max(1, len(pairs) // MOST_READ))
@@ -345,8 +366,13 @@ def encode_once(
     """Both sides through the locked towers, which are then done with."""
     place.for_encoding(config, model, batches, screen)
     bars, data = screen.working, setup.data
-    learned = encode.encoded(model, data.train, config, setup.locked, config.views, bars)
     held_out = encode.encoded(model, data.held_out, config, setup.locked, 1, bars)
+    until = None if setup.deadline is None else setup.deadline - HEADS * (config.budget_s or 0.0)
+    views = setup.views or config.views
+    until = None if setup.views else until
+    learned = encode.encoded(model, data.train, config, setup.locked, views, bars, until)
+    if until is not None and 0 < len(learned.views) < config.views:
+        screen.say(f"{len(learned.views)} of {config.views} views: there is no time for more")
     return replace(batches, features=learned), Scored(data.held_out, held_out)
 
 
@@ -357,10 +383,12 @@ def facts(
     vision, config, data = learner.model.config.vision, learner.config, setup.data
     millions, learning = (number / 1e6 for number in learner.size)
     part = f", {learning:.2f} M of them learn" if learning < millions else ""
-    at = f"step {progress.step:,} of " if progress.step else ""
+    at = f"at step {progress.step:,}, " if progress.step else ""
+    lasting = f"until {config.budget} are over" if setup.deadline else f"{setup.total:,} steps"
+    lasting += f", {setup.total:,} steps at most" if setup.deadline and config.recipe != "scratch" else ""
     chunks = "" if learner.chunk >= config.batch else f", {learner.chunk:,} at once"
     return {
-        "run": f"{run.path}, {at}{setup.total:,} steps",
+        "run": f"{run.path}, {at}{lasting}",
         "device": f"{placed.plan}: {placed.why}; {placed.plan.threads or devices.THREADS} CPU threads",
         **({"checked": placed.parity} if placed.parity else {}),
         **(

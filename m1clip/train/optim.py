@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from m1clip.config import TrainConfig
 
 COLOURS = 3
+INNER = ("vision.blocks.", "text.blocks.", "vision.patch.", "vision_projection.", "text_projection.")
 
 
 def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
@@ -43,8 +44,7 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
 
 def is_inner(name: str, weight: nn.Parameter) -> bool:
     """Whether a matrix leads from features to features: not from colours, and not of a borrowed tower."""
-    ours = ".blocks." in name or name.startswith(("vision.patch.", "vision_projection.", "text_projection."))
-    return ours and weight.shape[1] > COLOURS
+    return name.startswith(INNER) and weight.shape[1] > COLOURS
 
 
 def below_the_top(name: str, model: nn.Module) -> int:
@@ -88,7 +88,7 @@ class Muon(torch.optim.Optimizer):
         """The moving mean of the gradients and, as Nesterov has it, a step on: a wide matrix."""
         grad, state, memory = weight.grad, self.state[weight], group["momentum"]
         assert grad is not None
-        if not state:
+        if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight)
         moving = state["momentum_buffer"]
         if isinstance(live, Tensor):

@@ -92,7 +92,7 @@ class Watch:
         good_B = torch.ones(len(batch), dtype=torch.bool, device=self.learner.device)
         for embed in (embed_pictures, embed_captions):
             made = [embed(self.learner, part) for part in batch.split(self.learner.chunk)]
-            good_B &= torch.cat(made).isfinite().all(1).to(good_B.device)
+            good_B &= torch.cat(made).isfinite().flatten(1).all(1).to(good_B.device)
         if not good_B.any():
             return []  # it is the weights
         return [int(row) for row, good in zip(batch.rows, good_B.tolist(), strict=True) if not good]

@@ -60,7 +60,7 @@ def main(args: Args) -> int:
     folder = args.runs / runs.next_name(args.runs, "compare")
     folder.mkdir(parents=True)
     config = args.training
-    config = replace(config, steps=config.steps or STEPS, save_epochs=0, save_minutes=1e6)
+    config = replace(config, steps=config.steps or STEPS, budget="", save_epochs=0, save_minutes=1e6)
     config = replace(config, watch_every=max(1, config.steps // 10))
     # What is left to auto would be decided for each device by itself, and more than the device would differ.
     config = replace(config, precision="fp32") if config.precision == "auto" else config

@@ -38,6 +38,7 @@ FIXED = (
     *("crop", "flip", "colour", "tokenizer", "optimizer", "ema", "best_by", "recipe", "init", "vision"),
     *("vision_weights", "text", "features", "lock", "views", "rank", "adapt"),
 )
+LENGTHS = ("--epochs", "--steps")
 COMPATIBLE = {("--fresh", "--config"), ("--fresh", "--preset")}
 
 
@@ -76,6 +77,8 @@ class Args:
 def parse(prog: str, words: list[str], base: TrainConfig | None = None) -> Args:
     base = base or defaults(words)
     args = flags.read(Args, prog, words, default=Args(base, words=tuple(words)))
+    if base.budget and not given("--budget", words) and any(given(flag, words) for flag in LENGTHS):
+        args = replace(args, training=replace(args.training, budget=""))  # the later wish counts
     changed = [key for key in FIXED if getattr(args.training, key) != getattr(base, key)]
     if args.resume and changed:
         raise ValueError(f"a resumed run keeps its {', '.join(changed)}: what is learned so far rests on it")
@@ -90,7 +93,7 @@ def defaults(words: list[str]) -> TrainConfig:
     for one, other in itertools.combinations(("--resume", "--fresh", "--config", "--preset"), 2):
         if given(one, words) and given(other, words) and (one, other) not in COMPATIBLE:
             raise ValueError(f"{one} and {other} contradict each other: give one of them")
-    for length in ("--epochs", "--steps"):
+    for length in LENGTHS:
         if given("--budget", words) and given(length, words):
             raise ValueError(f"--budget decides how long it takes, and so would {length}: give one of them")
     if given("--fresh", words) and not given("--name", words):
@@ -141,7 +144,7 @@ def main(args: Args) -> int:
             from m1clip.train import loop  # only now: torch takes seconds to import
             from m1clip.train.screen import Screen
         screen, why = Screen(), ""
-        if old is None and args.training.recipe == "auto":
+        if old is None:
             args, why = decided(args, screen)
         setup = loop.check(args.training, args.runs, old, screen, why, began)
         run = old or runs.create(args.runs, args.name, args.training.preset, args.fresh)
@@ -150,7 +153,7 @@ def main(args: Args) -> int:
         result = loop.train(setup, run, screen)
     code = tell(args, run, result)
     if result.finished and setup.config.recipe == "locked" and setup.config.unfreeze:
-        return main(second(args, setup.config, run))
+        return main(second(args, setup.config, run, time.monotonic() - began))
     return code
 
 
@@ -158,8 +161,10 @@ def decided(args: Args, screen: "Screen") -> tuple[Args, str]:
     """The same command with its recipe named, and so with that recipe's defaults."""
     from m1clip.train import recipes
 
-    if not args.training.has_start:
+    if args.training.recipe in ("auto", "scratch") and not args.training.has_start:
         return within_budget(args, screen)
+    if args.training.recipe != "auto":
+        return args, ""
     recipe, why = recipes.choose(args.training, screen)
     if given("--config", list(args.words)):
         return replace(args, training=replace(args.training, recipe=recipe)), why
@@ -171,19 +176,24 @@ def within_budget(args: Args, screen: "Screen") -> tuple[Args, str]:
     from m1clip.train import budget
 
     words, why = list(args.words), ""
+
+    def with_flags(changes: dict[str, Any]) -> Args:
+        return parse("m1clip train", words, replace(TrainConfig(), **changes))
+
     if args.training.budget_s and not given("--preset", words) and not given("--config", words):
-        picked = budget.pick(args.training, screen)
-        args, why = parse("m1clip train", words, replace(preset("nano"), **picked.changes)), picked.why
+        picked = budget.pick(args.training, lambda changes: with_flags(changes).training, screen)
+        args, why = with_flags(picked.changes), picked.why
     return replace(args, training=replace(args.training, recipe="scratch")), why
 
 
-def second(args: Args, config: TrainConfig, run: runs.Run) -> Args:
+def second(args: Args, config: TrainConfig, run: runs.Run, spent_s: float) -> Args:
     """After the heads: a run of its own, in which the last layers of the towers learn with them."""
+    left = f"{max(1.0, config.budget_s - spent_s):.0f}s" if config.budget_s else ""
     tuned = {key: value for key, value in RECIPES["full"].items() if key not in ("crop", "flip")}
     heads = {"weight_decay": 0.1, "ema": 0.0, "eval_every": 1, "steps": 0}  # what was for the heads alone
     start = {"init": str(run.model), "vision": "", "vision_weights": "", "text": "", "lock": "auto"}
     rates: dict[str, Any] = {"recipe": "full", "lr": 1e-4, "tower_rate": 0.1, "layer_decay": 1.0}
-    made = replace(config, **{**tuned, **heads, **start, **rates})
+    made = replace(config, **{**tuned, **heads, **start, **rates}, budget=left)
     name = f"{run.path.name}-unfrozen"
     begun = runs.is_run(run.path.parent / name)
     told = f"now the last {config.unfreeze} layers of each tower learn too, in {run.path.parent / name}"
