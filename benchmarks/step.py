@@ -49,12 +49,9 @@ class Args:
     rounds: int = 7
     only: tuple[str, ...] = tuple(CASES)
     threads: int = devices.THREADS
-    work: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
 def main(args: Args) -> None:
-    if args.work:
-        return worker(*args.work, args.threads)
     peak = gemm(args.threads)
     print(f"products of matrices reach {peak:.0f} GFLOP/s on {args.threads} threads\n")
     heads = (
@@ -134,16 +131,7 @@ def prepared(config: TrainConfig, folder: Path) -> Batch:
 
 
 def start(who: str, folder: Path, args: Args) -> "subprocess.Popen[str]":
-    command = [
-        sys.executable,
-        __file__,
-        args.data,
-        "--threads",
-        str(args.threads),
-        "--work",
-        who,
-        str(folder),
-    ]
+    command = [sys.executable, __file__, "--work", who, str(folder), str(args.threads)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -277,4 +265,7 @@ def gemm(threads: int) -> float:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    if sys.argv[1:2] == ["--work"]:
+        worker(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    else:
+        main(tyro.cli(Args))
