@@ -112,7 +112,7 @@ def racers(args: Args) -> list[Racer]:
     crop = {"aug-cfg": "scale=(0.5,1.0)"}
     budget = ("--budget", f"{args.minutes:g}m")
     return [
-        Racer("m1clip", "scratch", "", words=budget),
+        Racer(f"m1clip, {args.minutes:g} minutes", "scratch", "", words=budget),
         Racer("m1clip, 2 minutes", "scratch", "", words=("--budget", "2m")),
         Racer(
             "open_clip, tuned",
@@ -370,7 +370,7 @@ def table(rows: list[Row], minutes: float) -> str:
     """One line a contestant; of several seeds the mean, and the least and the most."""
     names = list(dict.fromkeys(row["name"] for row in rows))
     times = [m for m in (2, 5, 10, 20) if m <= minutes] or [minutes]
-    heads = ["contestant", *(f"{m:g} min" for m in times), "memory", "pairs", "PFLOP"]
+    heads = ["contestant", *(f"{m:g} min" for m in times), "memory", "pairs", "TFLOP"]
     rivals = [row for row in rows if not row["name"].startswith("m1clip")]
     heads += [f"time to {row['name']}'s best" for row in rivals]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -379,7 +379,7 @@ def table(rows: list[Row], minutes: float) -> str:
         cells = [spread([best_by(row, 60 * m) for row in mine], "{:.1f}") for m in times]
         cells.append(spread([row["memory_gb"] for row in mine], "{:.1f} GB"))
         cells.append(spread([row["pairs"] / 1e3 for row in mine], "{:,.0f} k"))
-        cells.append(spread([row["pflop"] for row in mine], "{:.3g}"))
+        cells.append(spread([1e3 * row["pflop"] for row in mine], "{:.3g}"))
         for rival in rivals:
             best = max(point["score"] for point in rival["points"])
             cells.append(spread([reached(row, best) for row in mine], "{:.0f} s"))

@@ -54,6 +54,21 @@ def test_padding_does_not_change_a_caption(model):
     assert torch.allclose(alone, beside_a_long_one, atol=1e-6)
 
 
+def test_captions_are_read_with_others_of_their_length_and_come_back_in_their_order(model):
+    said = ["ab " * (number % 7 + 1) for number in range(50)]
+    tokens_BL, key_B = model.tokenize(said), torch.arange(50)
+    model.practise(dropout=0.3)
+    together = model.text(tokens_BL, key_B)
+    alone = torch.cat([model.text(tokens_BL[i : i + 1], key_B[i : i + 1]) for i in range(50)])
+    assert torch.allclose(together, alone, atol=1e-5)
+    together.square().sum().backward()
+    apart = {name: weight.grad.clone() for name, weight in model.text.named_parameters()}
+    model.zero_grad()
+    alone.square().sum().backward()
+    for name, weight in model.text.named_parameters():
+        assert torch.allclose(weight.grad, apart[name], atol=1e-4), name
+
+
 def test_text_is_causal_and_vision_is_not(model):
     tokens = model.tokenize("abcdef")
     states = {}

@@ -23,6 +23,8 @@ class QuickGELU(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
+PARTS, LEAST = 4, 12
+"""Parts of a batch of captions that are read apart, by their lengths; captions in one, at least."""
 ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "quick_gelu": QuickGELU}
 
 
@@ -173,10 +175,26 @@ class Text(Tower):
         self.position = nn.Parameter(torch.empty(config.length, config.width))
 
     def forward(self, tokens_BL: Tensor, key_B: Tensor | None = None) -> Tensor:
+        """Short captions are read with short ones: what pads them up to the longest is work for nothing."""
+        end_B = (tokens_BL == self.end_id).int().argmax(dim=1)
+        parts = max(1, min(PARTS, len(end_B) // LEAST))
+        if parts == 1 or devices.is_queued(tokens_BL.device):  # it would have to wait for the lengths
+            return self.read(tokens_BL, end_B, key_B)
+        order_B = end_B.argsort()
+        read = [
+            self.read(
+                tokens_BL[rows_b, : int(end_B[rows_b[-1]]) + 1],
+                end_B[rows_b],
+                None if key_B is None else key_B[rows_b],
+            )
+            for rows_b in order_B.chunk(parts)
+        ]
+        return torch.cat(read)[order_B.argsort()]
+
+    def read(self, tokens_BL: Tensor, end_B: Tensor, key_B: Tensor | None) -> Tensor:
         x_BLD = self.token(tokens_BL) + self.position[: tokens_BL.shape[1]]
         x_BLD = self.through(x_BLD, key_B)
         # Padding follows the end token, and causality hides it: no mask is needed.
-        end_B = (tokens_BL == self.end_id).int().argmax(dim=1)
         x_BD = x_BLD[torch.arange(len(end_B), device=end_B.device), end_B]
         y_BD: Tensor = self.ln_post(x_BD)
         return y_BD
