@@ -315,7 +315,7 @@ PRESETS: dict[str, TrainConfig] = {
             _light(_clip((64, 16, 128, 4, 2), (1024, 32, 128, 2, 2), 128)),
             optimizer="muon",  # by far the largest gain that docs/log.md has
             lr=3e-3,
-            epochs=4,
+            epochs=3,
         ),
         _preset("tiny", _light(_clip((112, 16, 256, 6, 4), (4096, 48, 256, 4, 4), 256))),
         _preset("small", _clip((112, 16, 384, 12, 6), (16384, 64, 384, 6, 6), 384), batch=128, lr=5e-4),
