@@ -175,7 +175,11 @@ def main(args: Args) -> None:
             if other or ran or (seed and racer.peer):
                 continue
             print(f"{racer.name}, seed {seed} …", flush=True)
-            row = our_run(racer, seed, args) if not racer.peer else peer_run(racer, seed, args)
+            try:
+                row = our_run(racer, seed, args) if not racer.peer else peer_run(racer, seed, args)
+            except RuntimeError as error:  # the others go on
+                print(error, flush=True)
+                continue
             done.append(row)
             kept.write_text(json.dumps(done, indent=1))
             print(f"  {row['points'][-1]}  {row['memory_gb']} GB", flush=True)
@@ -345,7 +349,7 @@ def watched(command: list[str], more: dict[str, str] | None = None) -> tuple[flo
     said = log.read_text()
     log.unlink()
     if child.returncode:
-        sys.exit(f"{' '.join(command)} ended with {child.returncode}\n{said[-3000:]}")
+        raise RuntimeError(f"{' '.join(command)} ended with {child.returncode}\n{said[-3000:]}")
     return round(most, 2), out
 
 

@@ -257,8 +257,8 @@ class Filling(Quiet):
         super().__init__()
         self.plug, self.full_at, self.free_at = folder / "plug", full_at, free_at
 
-    def step(self, step, rows):
-        super().step(step, rows)
+    def step(self, step, rows, total):
+        super().step(step, rows, total)
         if step == self.full_at:
             with open(self.plug, "wb", buffering=0) as file, suppress(OSError):
                 while file.write(bytes(4096)):
