@@ -122,6 +122,15 @@ def test_each_caption_loses_words_of_its_own_in_training(bag):
     assert some.isfinite().all()
 
 
+def test_a_caption_never_loses_all_its_words(bag):
+    bag.practise(drop_words=0.9)
+    tokens_BL = bag.tokenize(["ab"] * 64)
+    made = bag.embed_tokens(tokens_BL, torch.arange(64))
+    assert torch.allclose(made.norm(dim=1), torch.ones(64), atol=1e-5)
+    made[:, 0].sum().backward()
+    assert bag.text.token.weight.grad.norm() < 1e4
+
+
 def test_a_bag_of_words_has_no_place_in_the_other_libraries(bag, tmp_path):
     plain = replace(bag.config.vision, pool="class", stem="patch")
     model = CLIP(replace(bag.config, vision=plain), Tokenizer.characters())

@@ -215,7 +215,9 @@ class Bag(Tower):
         word_BL = (tokens_BL == self.end_id).cumsum(1) == 0
         word_BL[:, 0] = False  # the mark of the start says nothing
         if self.drop_words and key_B is not None:
-            word_BL &= uniform(key_B, 1000, (word_BL.shape[1],)) >= self.drop_words
+            left_BL = word_BL & (uniform(key_B, 1000, (word_BL.shape[1],)) >= self.drop_words)
+            # A caption of no words would be the zero vector, whose direction has no gradient that is finite.
+            word_BL = torch.where(left_BL.any(1, keepdim=True), left_BL, word_BL)
         part_BL1 = (word_BL / word_BL.sum(1, keepdim=True).clamp(min=1))[..., None]
         x_BD = self.ln_pre((self.token(tokens_BL) * part_BL1).sum(1))
         y_BD: Tensor = self.ln_post(self.through(x_BD, key_B))
