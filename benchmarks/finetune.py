@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -90,19 +91,25 @@ def encoders() -> list[str]:
 
 def measured(words: list[str], cache: Path) -> tuple[dict[str, Any], float, float]:
     """The command's line of JSON, its wall time, and the most memory of it and its helpers, in GB."""
-    env = {**os.environ, "M1CLIP_CACHE": str(cache.absolute())}
-    began, most = time.perf_counter(), 0.0
-    child = subprocess.Popen(
-        [sys.executable, "-m", "m1clip", *words], stdout=subprocess.PIPE, text=True, env=env
-    )
-    ended = threading.Event()
+    began = time.perf_counter()
+    most, out = watched([sys.executable, "-m", "m1clip", *words], {"M1CLIP_CACHE": str(cache.absolute())})
+    return json.loads(out.splitlines()[-1]), time.perf_counter() - began, most
+
+
+def watched(command: list[str], more: dict[str, str] | None = None) -> tuple[float, str]:
+    """The most memory of a command and its helpers, in GB, and what it printed."""
+    env = {**os.environ, **(more or {})}
+    most, ended = 0.0, threading.Event()
+    log = Path(tempfile.mkstemp(suffix=".log")[1])
+    with open(log, "w") as file:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=env)
 
     def watch() -> None:
         nonlocal most
-        while not ended.wait(0.2):
+        while not ended.wait(1.0):
             try:
                 whole = psutil.Process(child.pid)
-                most = max(most, sum(one.memory_info().rss for one in (whole, *whole.children(True))) / 1e9)
+                most = max(most, sum(fair_share(one) for one in (whole, *whole.children(True))) / 1e9)
             except psutil.Error:
                 pass
 
@@ -111,9 +118,17 @@ def measured(words: list[str], cache: Path) -> tuple[dict[str, Any], float, floa
     out, _ = child.communicate()
     ended.set()
     thread.join()
+    said = log.read_text()
+    log.unlink()
     if child.returncode:
-        sys.exit(f"{' '.join(words)} ended with {child.returncode}")
-    return json.loads(out.splitlines()[-1]), time.perf_counter() - began, most
+        raise RuntimeError(f"{' '.join(command)} ended with {child.returncode}\n{said[-3000:]}")
+    return round(most, 2), out
+
+
+def fair_share(process: psutil.Process) -> int:
+    """Its own memory, and its share of what it has in common with others, such as a loader's workers."""
+    found = process.memory_full_info()
+    return int(getattr(found, "pss", 0) or found.rss)
 
 
 def score(record: dict[str, Any]) -> float:

@@ -23,10 +23,7 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,10 +31,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import psutil
 import torch
 import tyro
-from finetune import encoders
+from finetune import encoders, watched
 from finetune import score as mean_score
 from peers import kept
 from PIL import Image
@@ -322,41 +318,6 @@ def ready(args: Args, side: int) -> dict[str, str]:
 def write(path: Path, pixels: Pixels) -> str:
     Image.fromarray(pixels).save(path, quality=95)
     return str(path)
-
-
-def watched(command: list[str], more: dict[str, str] | None = None) -> tuple[float, str]:
-    """The most memory of a command and its helpers, in GB, and what it printed."""
-    env = {**os.environ, **(more or {})}
-    most, ended = 0.0, threading.Event()
-    log = Path(tempfile.mkstemp(suffix=".log")[1])
-    with open(log, "w") as file:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=env)
-
-    def watch() -> None:
-        nonlocal most
-        while not ended.wait(1.0):
-            try:
-                whole = psutil.Process(child.pid)
-                most = max(most, sum(fair_share(one) for one in (whole, *whole.children(True))) / 1e9)
-            except psutil.Error:
-                pass
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    out, _ = child.communicate()
-    ended.set()
-    thread.join()
-    said = log.read_text()
-    log.unlink()
-    if child.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {child.returncode}\n{said[-3000:]}")
-    return round(most, 2), out
-
-
-def fair_share(process: psutil.Process) -> int:
-    """Its own memory, and its share of what it has in common with others, such as a loader's workers."""
-    found = process.memory_full_info()
-    return int(getattr(found, "pss", 0) or found.rss)
 
 
 def best_by(row: Row, seconds: float) -> float | None:

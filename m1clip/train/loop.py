@@ -367,9 +367,10 @@ def encode_once(
     place.for_encoding(config, model, batches, screen)
     bars, data = screen.working, setup.data
     held_out = encode.encoded(model, data.held_out, config, setup.locked, 1, bars)
-    until = None if setup.deadline is None else setup.deadline - HEADS * (config.budget_s or 0.0)
+    until = None  # a resumed run keeps its views
+    if setup.deadline is not None and not setup.views:
+        until = setup.deadline - HEADS * (config.budget_s or 0.0)
     views = setup.views or config.views
-    until = None if setup.views else until
     learned = encode.encoded(model, data.train, config, setup.locked, views, bars, until)
     if until is not None and 0 < len(learned.views) < config.views:
         screen.say(f"{len(learned.views)} of {config.views} views: there is no time for more")
