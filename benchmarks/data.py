@@ -21,20 +21,21 @@ import torch
 
 from m1clip import devices
 from m1clip.config import TrainConfig, preset
-from m1clip.data.augment import margin
 from m1clip.data.batches import Batch
 from m1clip.data.convert import convert
 from m1clip.data.pairs import silent
 from m1clip.data.sides import open_sides
 from m1clip.data.sources import open_sources
+from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import make
 from m1clip.train import loop
 from m1clip.train.learner import Learner
+from m1clip.train.screen import Screen
+from m1clip.train.setup import check
 from m1clip.train.step import train_step
 
 Stream = Callable[[], Iterator[Batch]]
-CPU = torch.device("cpu")
 AUGMENTED = {"crop": 0.5, "flip": True}
 
 
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     os.environ["M1CLIP_CACHE"] = str(args.out / "cache")
-    devices.prepare(CPU, 0)
+    devices.prepare(Plan("cpu"))
 
     files = f"flickr8k:{args.flickr8k}"
     base = replace(preset("nano"), data=files, device="cpu")
@@ -95,11 +96,8 @@ def main() -> None:
 
 
 def ours(config: TrainConfig) -> Stream:
-    size = config.model.vision.image_size
-    data = open_sides(config, size, margin(size, config.crop))
-    words = make("bpe", loop.captions(data.train), config.model.text.vocab)
-    setup = loop.Setup(CPU, "", data, words, 10**6, None, {})
-    return lambda: loop.prepare(config, setup).stream(0, 10**6)
+    setup = check(config, Path("."), None, Screen())
+    return lambda: loop.prepare(setup.config, setup).stream(0, 10**6)
 
 
 def theirs(args: argparse.Namespace, workers: int) -> Stream:

@@ -20,6 +20,7 @@ from m1clip.evals.embed import embed_captions, embed_pictures
 from m1clip.model.clip import load
 from m1clip.train import loop
 from m1clip.train.screen import Screen
+from m1clip.train.setup import check
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def measure(args: argparse.Namespace, seed: int, mask: bool) -> tuple[float, int
     pairs = Labelled(12000, seed, words=args.words), Labelled(1000, seed, "held-out", words=args.words)
     screen, size = Screen(), config.model.vision.image_size
     train, held_out = (Side([open_part(one, size, config, Faults(), screen.working)]) for one in pairs)
-    setup = loop.check(config, args.out, None, screen)
+    setup = check(config, args.out, None, screen)
     setup = replace(setup, data=replace(setup.data, train=train, held_out=held_out))
     run = runs.create(args.out, f"{args.words}-{mask}-{seed}", "nano", fresh=False)
     with run.owned():

@@ -350,6 +350,14 @@ def attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> T
     return plain_attention(q_BHLd, k_BHLd, v_BHLd, causal)
 
 
+def attention_of_one(q_BH1d: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, seen_BL: Tensor | None) -> Tensor:
+    """What one token of each item sees of all; little work, so in plain products on every device."""
+    score_BH1L = q_BH1d @ k_BHLd.transpose(-2, -1) * q_BH1d.shape[-1] ** -0.5
+    if seen_BL is not None:
+        score_BH1L = score_BH1L.masked_fill(~seen_BL[:, None, None], float("-inf"))
+    return torch.softmax(score_BH1L, dim=-1) @ v_BHLd
+
+
 def plain_attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> Tensor:
     score_BHLL = q_BHLd @ k_BHLd.transpose(-2, -1) * q_BHLd.shape[-1] ** -0.5
     if causal:

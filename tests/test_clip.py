@@ -70,10 +70,38 @@ def test_captions_are_read_with_others_of_their_length_and_come_back_in_their_or
         assert torch.allclose(weight.grad, apart[name], atol=1e-4), name
 
 
+@pytest.mark.parametrize("side", ["vision", "text"])
+def test_the_last_block_works_for_one_token_alone_and_nothing_else_changes(model, side):
+    """Features and every gradient are those of a tower that takes all tokens through, and then one."""
+    torch.manual_seed(0)
+    tower = getattr(model, side).train()
+    last, met = tower.blocks[-1], []
+    forward = last.forward
+
+    def slowly(x_BLD, part, key_B, only_B):
+        met.append(only_B)
+        every_BLD = forward(x_BLD, part, key_B)
+        return every_BLD[torch.arange(len(only_B)), only_B][:, None]
+
+    pixels = torch.randn(5, 3, model.config.vision.image_size, model.config.vision.image_size)
+    captions = ["a dog", "two dogs run over the grass", "a cat on a mat", "red", "a red ball and a dog"]
+    given = pixels if side == "vision" else model.tokenize(captions)
+    found = {}
+    for name, way in (("fast", forward), ("slow", slowly)):
+        last.forward = way
+        tower.zero_grad()
+        y_BD = tower(given)
+        (y_BD * torch.linspace(-1, 1, y_BD.numel()).view_as(y_BD)).sum().backward()
+        found[name] = [y_BD.detach(), *(weight.grad.clone() for weight in tower.parameters())]
+    assert met  # the slow way was taken
+    for fast, slow in zip(*found.values(), strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5)
+
+
 def test_text_is_causal_and_vision_is_not(model):
     tokens = model.tokenize("abcdef")
     states = {}
-    hook = model.text.blocks[-1].register_forward_hook(lambda m, i, out: states.__setitem__("x", out))
+    hook = model.text.blocks[0].register_forward_hook(lambda m, i, out: states.__setitem__("x", out))
     model.embed_tokens(tokens)
     before = states["x"].clone()
     tokens[0, 4] = 20

@@ -22,9 +22,10 @@ from m1clip.data.batches import Batches
 from m1clip.data.sides import open_sides
 from m1clip.model.clip import CLIP, load
 from m1clip.starts import RECIPES
-from m1clip.train import loop, origin, recipes
+from m1clip.train import origin, recipes
 from m1clip.train.encode import encoded
 from m1clip.train.recipes import Estimate
+from m1clip.train.setup import check
 from m1clip.verbs import train as verb
 from trained import Quiet, trained
 
@@ -368,7 +369,7 @@ def test_without_a_start_nothing_has_changed():
 )
 def test_what_does_not_go_together(changes, told, start, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError), match=told):
-        loop.check(replace(start, **changes), tmp_path / "runs", None, Quiet())
+        check(replace(start, **changes), tmp_path / "runs", None, Quiet())
 
 
 @pytest.mark.parametrize(
@@ -471,4 +472,4 @@ def test_a_tower_without_weights_is_not_locked(borrowed, tmp_path):
 
 def test_wise_ft_of_nothing_is_refused_at_once(tiny_run, tmp_path):
     with pytest.raises(ValueError, match="--wise-ft"):
-        loop.check(replace(tiny_run, wise_ft=0.5), tmp_path / "runs", None, Quiet())
+        check(replace(tiny_run, wise_ft=0.5), tmp_path / "runs", None, Quiet())

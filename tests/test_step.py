@@ -36,7 +36,7 @@ def test_a_divided_batch_gives_the_gradients_of_the_whole(tiny, loss, chunk, rec
     """With dropout and dropped tokens: noise belongs to the rows, so all passes see the same."""
     noisy = config_of(tiny, loss, dropout=0.3, drop_tokens=0.5, label_smoothing=0.1)
     whole = gradients(noisy, chunk=12)
-    assert furthest(gradients(replace(noisy, recompute=recompute), chunk), whole) < 1e-5
+    assert furthest(gradients(replace(noisy, recompute=recompute), chunk), whole) < 2e-5
     without = gradients(replace(noisy, dropout=0.0, drop_tokens=0.0), chunk=12)
     assert furthest(without, whole) > 1e-2  # the noise was really there
 

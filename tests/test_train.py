@@ -8,8 +8,8 @@ import torch
 from m1clip import run as runs
 from m1clip.config import preset
 from m1clip.model.clip import load
-from m1clip.train import loop
 from m1clip.train.optim import rate
+from m1clip.train.setup import check
 from m1clip.train.stop import Stop
 from trained import Quiet, trained
 
@@ -92,7 +92,7 @@ def test_a_sigmoid_run_trains_its_bias(tiny_run, tmp_path):
 
 def test_a_batch_larger_than_the_data_is_refused_before_anything_is_written(tiny_run, tmp_path):
     with pytest.raises(ValueError, match="batch 65 is larger than the 64 training pairs"):
-        loop.check(replace(tiny_run, batch=65), tmp_path / "runs", None, Quiet())
+        check(replace(tiny_run, batch=65), tmp_path / "runs", None, Quiet())
     assert not list(tmp_path.iterdir())
 
 
@@ -100,7 +100,7 @@ def test_no_room_for_checkpoints_is_refused_before_anything_is_written(tmp_path,
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**9))
     with pytest.raises(OSError, match=r"1\.00 GB free; checkpoints need 5\.48 GB"):
-        loop.check(preset("seed"), tmp_path / "deep" / "runs", None, Quiet())
+        check(preset("seed"), tmp_path / "deep" / "runs", None, Quiet())
     assert not list(tmp_path.iterdir())
 
 

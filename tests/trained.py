@@ -16,6 +16,7 @@ from m1clip.model.tokenizer import Tokenizer
 from m1clip.train import loop
 from m1clip.train.learner import Learner
 from m1clip.train.screen import Screen
+from m1clip.train.setup import check
 
 
 class Quiet(Screen):
@@ -41,7 +42,7 @@ def trained(
     run = old or runs.create(path.parent, path.name, "x", False)
     with run.owned():
         screen = screen or Quiet(stop_at)
-        return loop.train(loop.check(config, path.parent, old, screen), run, screen)
+        return loop.train(check(config, path.parent, old, screen), run, screen)
 
 
 def some_batch(size: int, seed: int = 1, twin_BB: torch.Tensor | None = None) -> Batch:

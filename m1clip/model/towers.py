@@ -35,11 +35,16 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        B, L, D = x_BLD.shape
+    def forward(self, x_BLD: Tensor, only_B: Tensor | None) -> Tensor:
+        B, L, _ = x_BLD.shape
         q_BHLd, k_BHLd, v_BHLd = self.qkv(x_BLD).view(B, L, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y_BHLd = devices.attention(q_BHLd, k_BHLd, v_BHLd, self.causal)
-        y_BLD: Tensor = self.out(y_BHLd.transpose(1, 2).reshape(B, L, D))
+        if only_B is None:
+            y_BHLd = devices.attention(q_BHLd, k_BHLd, v_BHLd, self.causal)
+        else:
+            q_BH1d = q_BHLd[torch.arange(B, device=only_B.device), :, only_B][:, :, None]
+            seen_BL = torch.arange(L, device=only_B.device) <= only_B[:, None] if self.causal else None
+            y_BHLd = devices.attention_of_one(q_BH1d, k_BHLd, v_BHLd, seen_BL)
+        y_BLD: Tensor = self.out(y_BHLd.transpose(1, 2).flatten(2))
         return y_BLD
 
 
@@ -56,7 +61,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: the residual stream itself is never normalised, so deep towers train."""
+    """Pre-norm: the residual stream itself is never normalised, so deep towers train.
+
+    Of the last one a single token is asked for, where the tower's output is that token: it alone (B, 1, D)
+    goes through. The others it looks at, as ever; nobody will look at what would become of them.
+    """
 
     def __init__(self, width: int, heads: int, inside: int, causal: bool, activation: str, salt: int):
         super().__init__()
@@ -66,8 +75,13 @@ class Block(nn.Module):
         self.mlp = MLP(width, inside, activation)
         self.salt = salt
 
-    def forward(self, x_BLD: Tensor, part: float, key_B: Tensor | None) -> Tensor:
-        x_BLD = x_BLD + dropout(self.attn(self.ln_1(x_BLD)), part, key_B, self.salt)
+    def forward(
+        self, x_BLD: Tensor, part: float, key_B: Tensor | None, only_B: Tensor | None = None
+    ) -> Tensor:
+        seen_BLD = self.attn(self.ln_1(x_BLD), only_B)
+        if only_B is not None:
+            x_BLD = x_BLD[torch.arange(len(only_B), device=only_B.device), only_B][:, None]
+        x_BLD = x_BLD + dropout(seen_BLD, part, key_B, self.salt)
         return x_BLD + dropout(self.mlp(self.ln_2(x_BLD)), part, key_B, self.salt + 1)
 
 
@@ -100,13 +114,16 @@ class Tower(nn.Module):
             return 0
         return len(self.blocks) - (int(rest.split(".")[0]) if first == "blocks" else -1)
 
-    def through(self, x_BLD: Tensor, key_B: Tensor | None) -> Tensor:
+    def through(self, x_BLD: Tensor, key_B: Tensor | None, only_B: Tensor | None = None) -> Tensor:
+        """All blocks; at the end all tokens, or one of each item."""
         for block in self.blocks:
+            ends = () if only_B is None or block is not self.blocks[-1] else (only_B,)
+            inputs = (x_BLD, self.dropout, key_B, *ends)
             if self.recompute and torch.is_grad_enabled():
-                inputs = (x_BLD, self.dropout, key_B)  # noise is a function of the keys: no state to restore
+                # Noise is a function of the keys, so there is no state to restore.
                 x_BLD = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_BLD = block(x_BLD, self.dropout, key_B)
+                x_BLD = block(*inputs)
         return x_BLD
 
 
@@ -148,9 +165,8 @@ class Vision(Tower):
         if self.class_token is not None:
             first_B1D = (self.class_token + first_1D).expand(len(x_BLD), 1, -1)
             x_BLD = torch.cat([first_B1D, x_BLD], dim=1)
-        x_BLD = self.through(self.ln_pre(x_BLD), key_B)
-        x_BD = x_BLD.mean(1) if self.class_token is None else x_BLD[:, 0]
-        y_BD: Tensor = self.ln_post(x_BD)
+        first_B = None if self.class_token is None else x_BLD.new_zeros(len(x_BLD), dtype=torch.long)
+        y_BD: Tensor = self.ln_post(self.through(self.ln_pre(x_BLD), key_B, first_B).mean(1))
         return y_BD
 
     def places(self, grid: int) -> tuple[Tensor, Tensor]:
@@ -193,10 +209,8 @@ class Text(Tower):
 
     def read(self, tokens_BL: Tensor, end_B: Tensor, key_B: Tensor | None) -> Tensor:
         x_BLD = self.token(tokens_BL) + self.position[: tokens_BL.shape[1]]
-        x_BLD = self.through(x_BLD, key_B)
         # Padding follows the end token, and causality hides it: no mask is needed.
-        x_BD = x_BLD[torch.arange(len(end_B), device=end_B.device), end_B]
-        y_BD: Tensor = self.ln_post(x_BD)
+        y_BD: Tensor = self.ln_post(self.through(x_BLD, key_B, end_B).squeeze(1))
         return y_BD
 
 

@@ -1,34 +1,25 @@
-"""One training run, top to bottom: check, set up, step until done, keep what was learned.
+"""One training run, top to bottom: lay it on the machine, step until done, keep what was learned.
 
 What a person sees goes through `Screen`; what lasts goes through `Run`.
 """
 
-import shutil
-import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from m1clip import __version__, devices, sensors
 from m1clip.config import TrainConfig, to_json
-from m1clip.data.augment import margin
 from m1clip.data.batches import Augment, Batch, Batches, growing
-from m1clip.data.sides import Side, Sides, open_sides
+from m1clip.data.sides import Side
 from m1clip.data.told import tell
-from m1clip.devices import Plan
 from m1clip.evals.retrieval import Retrieval
-from m1clip.model.clip import CLIP, read_tokenizer
+from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
-from m1clip.model.tokenizer import make as make_tokenizer
-from m1clip.model.tokenizer import require as require_tokenizer
 from m1clip.run import Run, write_whole
-from m1clip.sensors import readable
 from m1clip.shapes import VisionConfig
 from m1clip.train import checkpoint, encode, memory, origin, place, recipes, track
 from m1clip.train.checkpoint import Progress
@@ -36,46 +27,15 @@ from m1clip.train.keeper import Keeper
 from m1clip.train.learner import Learner
 from m1clip.train.meter import Meter
 from m1clip.train.optim import rate
-from m1clip.train.origin import Origin
 from m1clip.train.pace import Pace
 from m1clip.train.place import Placed
 from m1clip.train.scored import Scored
 from m1clip.train.screen import Screen
+from m1clip.train.setup import Setup, captions
 from m1clip.train.stop import Stop
 from m1clip.train.watch import Watch
 
-MOST_READ = 200_000
-"""Pictures whose captions a tokenizer is learned from."""
 HEADS = 0.1  # of a budget, kept for the heads that learn from what locked towers have encoded
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a configuration comes to on this machine."""
-
-    config: TrainConfig
-    """The same, with the model's shape as what it begins with has it."""
-    origin: Origin
-    why: str
-    """Of the recipe."""
-    data: Sides
-    tokenizer: Tokenizer
-    total: int
-    """Steps of the whole run."""
-    start: Path | None
-    """The checkpoint to go on from."""
-    damaged: dict[Path, str]
-    """Newer checkpoints that cannot be used, and what is wrong with each."""
-    before: Plan | None
-    """How the run was trained until now."""
-    deadline: float | None
-    """A time of time.monotonic at which everything has to be done."""
-    views: int = 0
-    """Ways the pictures were seen until now; 0 for a new run."""
-
-    @property
-    def locked(self) -> tuple[str, ...]:
-        return recipes.locked_sides(self.config, self.origin)
 
 
 @dataclass(frozen=True)
@@ -91,92 +51,6 @@ class Result:
         scores = self.scores.record() if self.scores else {}
         done = {"finished": self.finished, "step": self.step, "seconds": round(self.seconds, 2)}
         return {**done, "best_step": self.best_step, **scores}
-
-
-def check(
-    config: TrainConfig,
-    runs: Path,
-    resumed: Run | None,
-    screen: Screen,
-    why: str = "",
-    began: float | None = None,
-) -> Setup:
-    """Everything that can be refused, before the run is written: the data is read, its pictures prepared.
-
-    `why` is the reason for the recipe, where it was chosen. A budget counts from `began`, by time.monotonic.
-    """
-    began = time.monotonic() if began is None else began
-    place.wishes_of(config)  # a device that is not there is refused first
-    track.require(config.track)
-    config = replace(config, recipe="scratch") if config.recipe == "auto" else config
-    config, found = origin.find(config, resumed)
-    recipes.require_sense(config, found)
-    if not resumed:  # which has its own
-        require_tokenizer(config.tokenizer)
-    require_room(config, runs, resumed)
-    size = config.model.vision.image_size
-    was = began_with(resumed) if resumed else {}
-    data = open_sides(config, size, margin(size, config.crop), screen.working, was.get("live", ()))
-    pairs = data.train.per_epoch
-    config = settled(config, found, pairs)
-    if config.batch > pairs:
-        raise ValueError(f"batch {config.batch} is larger than the {pairs} training pairs")
-    total = config.steps or config.epochs * (pairs // config.batch)
-    if resumed and was.get("identity", data.train.identity) != data.train.identity:
-        raise ValueError(
-            f"the data is not what {resumed.path} began with (rows, captions or their order have changed); "
-            f"put it back, or start a new run"
-        )
-    start, damaged = checkpoint.newest_whole(resumed) if resumed else (None, {})
-    if start and checkpoint.step_of(start) > total and not config.budget_s:
-        done, asked = checkpoint.step_of(start), f"{config.epochs} epochs have"
-        asked = f"--steps {config.steps} are" if config.steps else asked
-        raise ValueError(f"{start.parent} is at step {done}; {asked} only {total}")
-    before = planned(resumed) if start and resumed else None
-    words = read_tokenizer(config.model, start / "tokenizer.json") if start else found.tokenizer
-    words = words or make_tokenizer(config.tokenizer, captions(data.train), config.model.text.vocab)
-    deadline = None
-    if config.budget_s:
-        spent = checkpoint.position(start).seconds if start else 0.0
-        deadline = began + max(0.0, config.budget_s - spent)
-    views = was.get("views", 0) if start else 0
-    return Setup(config, found, why, data, words, total, start, damaged, before, deadline, views)
-
-
-def settled(config: TrainConfig, found: Origin, pairs: int) -> TrainConfig:
-    """What was left open, so that a resumed run finds it decided; a small set is one batch."""
-    sides = recipes.locked_sides(config, found)
-    lock: Any = config.lock if not sides else "both" if len(sides) == 2 else sides[0]
-    batch = config.batch if config.recipe == "scratch" else min(config.batch, pairs)
-    return replace(config, lock=lock, batch=max(2, batch))
-
-
-def planned(run: Run) -> Plan | None:
-    """How a run was laid on the machine; None where that is not written."""
-    try:
-        return Plan(**run.read("machine.json")["plan"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def began_with(run: Run) -> dict[str, Any]:
-    """Which data a run is of: batch k rests on its rows and their order."""
-    try:
-        return run.read("data.json")
-    except FileNotFoundError:  # it ended before it began
-        return {}
-
-
-def require_room(config: TrainConfig, runs: Path, resumed: Run | None) -> None:
-    held = len(checkpoint.all_of(resumed)) if resumed else 0
-    with torch.device("meta"):
-        need = checkpoint.needed_bytes(CLIP(config.model), config, held)
-    there = next(folder for folder in (runs, *runs.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(there).free
-    if free < need:
-        raise OSError(
-            f"{there} has {readable(free)} free; checkpoints need {readable(need)} (--keep 1 needs less)"
-        )
 
 
 def train(setup: Setup, run: Run, screen: Screen) -> Result:
@@ -352,12 +226,6 @@ def arrange(run: Run, placed: Placed, learner: Learner, last: Batch, screen: Scr
 def most_captions(pairs: Side) -> int:
     """Of one picture, by the first thousand."""
     return max(len(pairs.captions(row)) for row in range(min(1000, len(pairs))))
-
-
-def captions(pairs: Side) -> Iterator[str]:
-    """All of them; of very many, those of pictures at equal distances."""
-    rows = range(0, len(pairs), max(1, len(pairs) // MOST_READ))
-    return (caption for row in rows for caption in islice(pairs.captions(row), 20))
 
 
 def encode_once(

@@ -143,10 +143,11 @@ def main(args: Args) -> int:
         with tables.loading():
             from m1clip.train import loop  # only now: torch takes seconds to import
             from m1clip.train.screen import Screen
+            from m1clip.train.setup import check
         screen, why = Screen(), ""
         if old is None:
             args, why = decided(args, screen)
-        setup = loop.check(args.training, args.runs, old, screen, why, began)
+        setup = check(args.training, args.runs, old, screen, why, began)
         run = old or runs.create(args.runs, args.name, args.training.preset, args.fresh)
         if old is None:
             held.enter_context(run.owned())
