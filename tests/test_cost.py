@@ -8,15 +8,18 @@ from m1clip.shapes import ModelConfig, TextConfig, VisionConfig
 
 
 def test_flops_equal_the_arithmetic_of_a_transformer():
+    """The last block of captions makes q, k and v of all tokens, and goes on with the one of the end."""
     vision, text = VisionConfig(64, 16, 128, 3, 4, pool="mean"), TextConfig(100, 20, 64, 2, 2)
-    made = cost(ModelConfig(vision, text, 32))
-    expected = 2 * (3 * 16 * 16) * 128 * 16 + 2 * (128 + 64) * 32  # patches and projections
-    for tower, tokens in ((vision, 16), (text, 20)):
-        matrices = 2 * 12 * tower.width**2 * tokens
-        attention = 4 * tokens**2 * tower.width
-        expected += tower.depth * (matrices + attention)
-    assert made.forward_gflop * 1e9 == pytest.approx(expected, rel=0.01)
-    assert made.step_gflop == pytest.approx(3 * made.forward_gflop, rel=0.05)
+
+    def block(width, tokens, onward):
+        return 2 * width**2 * (3 * tokens + 9 * onward) + 4 * onward * tokens * width
+
+    seen = 2 * (3 * 16 * 16) * 128 * 16 + 3 * block(128, 16, 16) + 2 * 128 * 32  # patches, blocks, projection
+    told = block(64, 20, 20) + block(64, 20, 1) + 2 * 64 * 32
+    for captions in (1, 5):
+        made = cost(ModelConfig(vision, text, 32), captions=captions)
+        assert made.forward_gflop * 1e9 == pytest.approx(seen + captions * told, rel=0.01)
+        assert made.step_gflop == pytest.approx(3 * made.forward_gflop, rel=0.05)
 
 
 def test_kept_activations_are_those_of_real_tensors(tiny):

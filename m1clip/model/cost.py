@@ -41,8 +41,8 @@ class Cost:
         }
 
 
-def cost(config: ModelConfig, pairs: int = 2, tokens: int | None = None) -> Cost:
-    """With captions of `tokens`, or as long as the model reads."""
+def cost(config: ModelConfig, pairs: int = 2, tokens: int | None = None, captions: int = 1) -> Cost:
+    """With captions of `tokens`, or as long as the model reads; so many of them in a pair."""
     side = config.vision.image_size
     with FakeTensorMode() if config.is_ours else nullcontext():  # others' nets look at their numbers
         model = CLIP(config)
@@ -56,9 +56,10 @@ def cost(config: ModelConfig, pairs: int = 2, tokens: int | None = None) -> Cost
             return tensor
 
         pixels_BCSS = torch.empty(pairs, 3, side, side)
-        tokens_BL = torch.zeros(pairs, tokens or config.text.length, dtype=torch.long)
+        tokens_BL = torch.zeros(pairs * captions, tokens or config.text.length, dtype=torch.long)
         with FlopCounterMode(display=False) as counter, saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = losses.softmax_loss(model(pixels_BCSS, tokens_BL))
+            told_BE = model.embed_tokens(tokens_BL).view(pairs, captions, -1).mean(1)
+            loss = losses.softmax_loss(model.logits(model.embed_pixels(pixels_BCSS), told_BE))
             forward = counter.get_total_flops()
             loss.backward()  # type: ignore[no-untyped-call]
     parts = {

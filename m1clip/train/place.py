@@ -171,7 +171,7 @@ def work_of(config: TrainConfig, batch: int, tokens: int, known: Measurements) -
     model = identity(config)
     for row in known.rows("cost", model=model, tokens=tokens):
         return Work(model, config.preset, row["parameters"], row["gflop"], batch, row["activation_gb"])
-    made = cost(config.model, tokens=tokens)
+    made = cost(config.model, tokens=tokens, captions=config.captions)
     kept_gb = made.activation_mb / 1e3
     counted = {"parameters": made.total, "gflop": made.step_gflop, "activation_gb": kept_gb}
     known.add("cost", model=model, tokens=tokens, **counted)
