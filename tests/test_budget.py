@@ -18,7 +18,12 @@ from m1clip.train.pace import Pace
 from photos import photos
 from trained import trained
 
-LADDER = [Rung("low", 0, {"batch": 8}), Rung("middle", 20, {"batch": 16}), Rung("high", 60, {"batch": 32})]
+CARE = ((0, {"crop": 0.9}), (20, {"crop": 0.5}))
+LADDER = [
+    Rung("low", 0, {"batch": 8}, CARE),
+    Rung("middle", 18_000, {"batch": 16}, CARE),
+    Rung("high", 54_000, {"batch": 32}),
+]
 
 
 class Clock:
@@ -105,18 +110,35 @@ def test_without_a_budget_steps_decide():
     ("speeds", "batch"),
     [([100.0, 10.0], 8), ([1000.0, 250.0, 20.0], 16), ([3000.0, 2000.0, 700.0], 32), ([0.1], 8)],
 )
-def test_the_largest_model_that_gets_its_looks_is_picked(speeds, batch):
+def test_the_largest_model_that_gets_to_see_its_pairs_is_picked(speeds, batch):
     picked = decide(100, 900, LADDER, speeds)
     assert picked.changes["batch"] == batch
     assert f"{900:,} pictures" in picked.why
 
 
+@pytest.mark.parametrize(("pictures", "crop"), [(900, 0.5), (4_500, 0.5), (4_600, 0.9), (10**6, 0.9)])
+def test_what_is_looked_at_often_is_kept_from_being_learned_by_heart(pictures, crop):
+    picked = decide(100, pictures, LADDER, [2000.0, 1000.0])  # 90,000 pairs
+    assert picked.changes["batch"] == 16
+    assert picked.changes["crop"] == crop
+    assert "e+" not in picked.why
+
+
+def test_many_pictures_of_which_few_are_seen_get_the_small_model_too():
+    """Two minutes of a laptop are the same number of pairs, however many more there are."""
+    few, many = (decide(120, n, [*budget.BAGS, *budget.READERS], [400.0, 250.0]) for n in (6_000, 10**6))
+    assert few.changes["model"] == many.changes["model"] == budget.BAGS[0].changes["model"]
+    assert "cache_gb" not in few.changes
+    assert many.changes["cache_gb"] == 0  # to decode a million would take all the time
+
+
 def test_a_small_set_gets_a_batch_that_fits_and_no_more_captions_than_it_has():
-    for rung in (*budget.FEW_PICTURES, *budget.MANY_PICTURES, *budget.SCENES):
+    for rung in (*budget.BAGS, *budget.READERS, *budget.SCENES):
         fitted = budget.fitted(rung, pictures=40, captions=1)
         assert fitted.changes["batch"] == 10
         assert fitted.changes["captions"] == 1
-        replace(TrainConfig(), **fitted.changes)  # is a configuration
+        for care in (*(changes for _, changes in rung.care), {}):
+            replace(TrainConfig(), **fitted.changes | care)  # is a configuration
 
 
 def test_scenes_are_not_mirrored_as_their_captions_say_left_and_right():
@@ -124,10 +146,10 @@ def test_scenes_are_not_mirrored_as_their_captions_say_left_and_right():
         assert not replace(TrainConfig(), **rung.changes).flip
 
 
-def test_rungs_want_more_looks_the_higher_they_are():
-    for ladder in (budget.FEW_PICTURES, budget.MANY_PICTURES):
-        assert ladder[0].looks == 0
-        assert [rung.looks for rung in ladder] == sorted({rung.looks for rung in ladder})
+def test_rungs_want_more_pairs_the_higher_they_are():
+    wanted = [rung.pairs for rung in (*budget.BAGS, *budget.READERS)]
+    assert wanted[0] == 0
+    assert wanted == sorted(set(wanted))
 
 
 def test_a_run_ends_on_time_with_its_schedule_complete(tmp_path, capsys, monkeypatch):
@@ -140,7 +162,7 @@ def test_a_run_ends_on_time_with_its_schedule_complete(tmp_path, capsys, monkeyp
         "--data",
         "photos",
         "--budget",
-        "12s",
+        "16s",
         "--device",
         "cpu",
         "--threads",
@@ -150,7 +172,7 @@ def test_a_run_ends_on_time_with_its_schedule_complete(tmp_path, capsys, monkeyp
     ]
     assert cli.run([*words, "--json", "--crop", "0.7"]) == 0
     took = time.monotonic() - began
-    assert 10.8 < took < 13.2
+    assert 14.4 < took < 17.6
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["finished"]
     config = from_json(TrainConfig, tmp_path / "runs/it/config.json")

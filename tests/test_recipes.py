@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from test_field import text_folder, vision_file
 
 import m1clip
+from m1clip import cli
 from m1clip import run as runs
 from m1clip.config import TrainConfig, from_json, preset, recipe_defaults, to_json
 from m1clip.data.batches import Batches
@@ -351,6 +352,15 @@ def test_locked_then_unfrozen_is_one_command(known, tmp_path, monkeypatch):
     )
     assert (first.recipe, second.recipe, second.unfreeze) == ("locked", "full", 1)
     assert {"vision", "text"} < moved(tmp_path / "runs" / "r-unfrozen")
+
+
+def test_a_shape_is_no_wish_one_can_have_of_a_model_that_is_there(capsys):
+    for flag in ("--model.text.mix=bag", "--model.embed=64"):
+        assert cli.run(["train", "--init", "some.pt", flag]) == 2
+        assert flag.partition("=")[0] in capsys.readouterr().err
+    assert (
+        verb.parse("m1clip train", ["--init", "some.pt", "--model.head", "mlp"]).training.model.head == "mlp"
+    )
 
 
 def test_without_a_start_nothing_has_changed():

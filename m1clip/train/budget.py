@@ -1,7 +1,8 @@
 """What to train from nothing in the time there is: by the number of pictures and by how fast this machine is.
 
-The rungs were found by experiment (docs/race.md). Each has the number of looks at every picture from which it
-beats the one below; how many looks the time allows is measured here, by real steps.
+The rungs were found by experiment (docs/race.md). How large a model pays is a matter of the pairs that it
+gets to see; how much it must be kept from learning by heart, of the looks at each picture. How many there
+will be is measured here, by real steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from m1clip.train.timing import contest, some_batch
 from m1clip.words import clock
 
 MANY = 50_000
-"""Pictures from which captions are worth reading in the order of their words."""
+"""Pictures from which, if they are seen often, captions are worth reading in the order of their words."""
 TOKENS = 16
 TRIAL_S = 0.3
 EVALUATIONS = 6
@@ -29,10 +30,12 @@ HOPE = 2.0  # a larger model may be so much faster than its products say
 @dataclass(frozen=True)
 class Rung:
     name: str
-    looks: float
-    """At each picture: with fewer, the rung below learns more."""
+    pairs: float
+    """To be seen in the time: with fewer, the rung below learns more."""
     changes: dict[str, Any]
     """Of the configuration."""
+    care: tuple[tuple[float, dict[str, Any]], ...] = ()
+    """Further changes, from so many looks at each picture on: against learning by heart."""
 
 
 def _bag(size: int, patch: int, width: int, depth: int, words: int, embed: int) -> ModelConfig:
@@ -49,16 +52,20 @@ def changes_of(preset: TrainConfig) -> dict[str, Any]:
 
 _SOON: dict[str, Any] = {"optimizer": "muon", "lr": 8e-3, "batch": 128, "captions": 5, "label_smoothing": 0.1}
 _SOON |= {"weight_decay": 0.1, "clip_norm": 5.0, "flip": True, "save_epochs": 0, "preset": "budget"}
-_MUCH = {**_SOON, "lr": 6e-3, "weight_decay": 0.3, "crop": 0.4, "colour": 0.2, "drop_words": 0.5}
-FEW_PICTURES: list[Rung] = [
-    Rung("a glance", 0, {**_SOON, "model": _bag(32, 8, 192, 2, 256, 256), "crop": 0.8, "drop_words": 0.1}),
-    Rung("a look", 6, {**_SOON, "model": _bag(48, 8, 192, 2, 256, 256), "crop": 0.6, "drop_words": 0.3}),
-    Rung("a long look", 15, {**_MUCH, "model": _bag(48, 8, 192, 3, 256, 256), "head_dropout": 0.2}),
+_CARE: tuple[tuple[float, dict[str, Any]], ...] = (
+    (0, {"crop": 0.8, "drop_words": 0.1}),
+    (10, {"crop": 0.6, "drop_words": 0.3}),
+    (15, {"crop": 0.4, "colour": 0.2, "drop_words": 0.5, "weight_decay": 0.3, "head_dropout": 0.2}),
+)
+BAGS: list[Rung] = [
+    Rung("a glance", 0, {**_SOON, "model": _bag(32, 8, 192, 2, 256, 256)}, _CARE),
+    Rung("a look", 36_000, {**_SOON, "model": _bag(48, 8, 192, 2, 256, 256)}, _CARE),
+    Rung("a long look", 90_000, {**_SOON, "model": _bag(48, 8, 192, 3, 256, 256), "lr": 6e-3}, _CARE),
 ]
 _WHOLE = {"crop": 0.6, "flip": True, "save_epochs": 0}
-MANY_PICTURES = [
-    Rung(name, looks, {**changes_of(PRESETS[name]), **_WHOLE})
-    for name, looks in (("nano", 0.0), ("tiny", 4.0), ("small", 8.0))
+READERS = [
+    Rung(name, pairs, {**changes_of(PRESETS[name]), **_WHOLE})
+    for name, pairs in (("tiny", 3e6), ("small", 2e7))
 ]
 SCENES = [Rung("nano", 0.0, changes_of(PRESETS["nano"]))]  # their captions say left and right: no flip
 
@@ -76,7 +83,7 @@ def pick(config: TrainConfig, with_flags: Callable[[dict[str, Any]], TrainConfig
     pictures = round(sum(one.weight * len(one.train) for one in sources))
     captions = max(len(one.train.captions(row)) for one in sources for row in range(min(20, len(one.train))))
     drawn = all(one.spec.startswith("synthetic:") for one in sources)
-    rungs = SCENES if drawn else MANY_PICTURES if pictures >= MANY else FEW_PICTURES
+    rungs = SCENES if drawn else [*BAGS, *READERS] if pictures >= MANY else BAGS
     rungs = [fitted(rung, pictures, captions) for rung in rungs]
     speeds: list[float] = []
     sizes: list[int] = []
@@ -85,7 +92,7 @@ def pick(config: TrainConfig, with_flags: Callable[[dict[str, Any]], TrainConfig
             wished = with_flags(rung.changes)
             sizes.append(size_of(wished))
             hope = HOPE * speeds[-1] * sizes[-2] / sizes[-1] if speeds else float("inf")
-            if looks(config.budget_s, hope, pictures) < rung.looks:
+            if seen_in(config.budget_s, hope) < rung.pairs:
                 break  # it and all larger ones are too slow
             speeds.append(pairs_per_second(wished))
             advance(1)
@@ -100,8 +107,9 @@ def fitted(rung: Rung, pictures: int, captions: int) -> Rung:
     return replace(rung, changes={**rung.changes, "captions": told, "batch": batch})
 
 
-def looks(budget_s: float, speed: float, pictures: int) -> float:
-    return (1 - PREPARING) * budget_s * speed / pictures
+def seen_in(budget_s: float, speed: float) -> float:
+    """Pairs, at so many a second."""
+    return (1 - PREPARING) * budget_s * speed
 
 
 def size_of(config: TrainConfig) -> int:
@@ -125,15 +133,25 @@ def pairs_per_second(config: TrainConfig) -> float:
 
 
 def decide(budget_s: float, pictures: int, rungs: Sequence[Rung], speeds: Sequence[float]) -> Picked:
-    """Pure: the highest rung that gets the looks it needs, or else the lowest."""
-    seen = [looks(budget_s, speed, pictures) for speed in speeds]
-    fits = [number for number, rung in enumerate(rungs[: len(seen)]) if seen[number] >= rung.looks]
-    best = max(fits, default=0)
-    rung, epochs = rungs[best], max(1, round(seen[best]))
-    why = f"{rung.name}; {clock(budget_s)} are about {seen[best]:.3g} looks at each of {pictures:,} pictures"
+    """Pure: the highest rung that gets to see the pairs it needs, or else the lowest."""
+    seen = [seen_in(budget_s, speed) for speed in speeds]
+    best = max((number for number, pairs in enumerate(seen) if pairs >= rungs[number].pairs), default=0)
+    rung, looks = rungs[best], seen[best] / pictures
+    care = [changes for least, changes in rung.care if looks >= least]
+    often = f"{looks:.1f}" if looks < 10 else f"{looks:,.0f}"
+    why = f"{rung.name}; {clock(budget_s)} are about {often} looks at each of {pictures:,} pictures"
     why += f" at {speeds[best]:,.0f} a second"
     if best + 1 < len(seen):
-        above = rungs[best + 1]
-        why += f"; the next larger model would get {seen[best + 1]:.2g} and wants {above.looks:g}"
-    every = max(1, epochs // EVALUATIONS)
-    return Picked({**rung.changes, "epochs": epochs, "eval_every": every}, why)
+        above = rungs[best + 1].pairs
+        why += f"; the next larger model would see {rounded(seen[best + 1])} pairs and wants {rounded(above)}"
+    epochs = max(1, round(looks))
+    changes = {**rung.changes, **(care or [{}])[-1], "epochs": epochs}
+    if looks < 1:
+        changes["cache_gb"] = 0.0
+        why += "; as not all will be seen, they are decoded when they are"
+    return Picked({**changes, "eval_every": max(1, epochs // EVALUATIONS)}, why)
+
+
+def rounded(number: float) -> str:
+    """To two figures."""
+    return f"{float(f'{number:.2g}'):,.0f}"
