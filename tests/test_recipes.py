@@ -307,21 +307,14 @@ def test_auto_says_what_and_why(what, pictures, cost, budget, want, told):
     assert told in why
 
 
+def words_of(known: Path, more: str) -> list[str]:
+    asked = f"--init KNOWN --data synthetic:48 --held-out 16 --device cpu --name r {more}"
+    return [str(known) if word == "KNOWN" else word for word in asked.split()]
+
+
 def test_auto_from_the_command_line_takes_the_recipes_defaults(known, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = [
-        "--init",
-        str(known),
-        "--data",
-        "synthetic:48",
-        "--held-out",
-        "16",
-        "--epochs",
-        "1",
-        "--device",
-        "cpu",
-    ]
-    args = verb.parse("m1clip train", [*words, "--name", "r"])
+    args = verb.parse("m1clip train", words_of(known, "--epochs 1"))
     assert args.training.recipe == "auto"
     assert verb.main(args) == 0
     config = from_json(TrainConfig, tmp_path / "runs" / "r" / "config.json")
@@ -333,19 +326,7 @@ def test_auto_from_the_command_line_takes_the_recipes_defaults(known, tmp_path, 
 
 def test_locked_then_unfrozen_is_one_command(known, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = [
-        "--init",
-        str(known),
-        "--data",
-        "synthetic:48",
-        "--held-out",
-        "16",
-        "--epochs",
-        "2",
-        "--device",
-        "cpu",
-    ]
-    args = verb.parse("m1clip train", [*words, "--recipe", "locked", "--unfreeze", "1", "--name", "r"])
+    args = verb.parse("m1clip train", words_of(known, "--epochs 2 --recipe locked --unfreeze 1"))
     assert verb.main(args) == 0
     first, second = (
         from_json(TrainConfig, tmp_path / "runs" / name / "config.json") for name in ("r", "r-unfrozen")
