@@ -26,7 +26,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,11 +39,17 @@ from peers import kept
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
+from m1clip.config import TrainConfig, from_json
 from m1clip.model.clip import load
 from m1clip.pictures import Pixels
+from m1clip.train.learner import Learner
+from m1clip.train.step import train_step
+from m1clip.train.timing import some_batch
 
 PEERS = str(Path(__file__).parent / "peers.py")
 TRIAL_S = 60.0
+EARLY = 0.97  # of the steps that its trial foretells, so that the schedule of a peer is over in time
+TOKENS = 14  # of a caption, about
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}
 """What m1clip tells glibc: to keep freed memory. Without it the convolutions of peers take thrice as long."""
 MARKS = (0.5, 1, 1.5, 2, 3, 4, 5, 7.5, 10, 12.5, 15, 17.5)
@@ -106,7 +112,7 @@ CLIP_NANO: Row = {
 def racers(args: Args) -> list[Racer]:
     """docs/race.md says by what the settings of the tuned ones were chosen."""
     workers = args.threads
-    hf = {"dataloader_num_workers": workers, "adam_beta2": 0.98, "warmup_steps": 100}
+    hf = {"dataloader_num_workers": workers, "adam_beta2": 0.98, "warmup_steps": 0.1}  # a part of all
     seen = {"aug-cfg": "scale=(0.4,1.0) color_jitter=(0.2,0.2,0.2,0.05) color_jitter_prob=0.8"}
     budget = ("--budget", f"{args.minutes:g}m")
     return [
@@ -162,8 +168,8 @@ def racers(args: Args) -> list[Racer]:
 
 def main(args: Args) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
-    kept = args.out / "results.json"
-    done: list[Row] = json.loads(kept.read_text()) if kept.exists() else []
+    results = args.out / "results.json"
+    done: list[Row] = json.loads(results.read_text()) if results.exists() else []
     for seed in range(args.seeds):
         for racer in racers(args):
             other = args.track not in ("both", racer.track) or (args.only and racer.name not in args.only)
@@ -173,11 +179,11 @@ def main(args: Args) -> None:
             print(f"{racer.name}, seed {seed} …", flush=True)
             try:
                 row = our_run(racer, seed, args) if not racer.peer else peer_run(racer, seed, args)
-            except RuntimeError as error:  # the others go on
+            except (RuntimeError, ValueError, LookupError) as error:  # the others go on
                 print(error, flush=True)
                 continue
             done.append(row)
-            kept.write_text(json.dumps(done, indent=1))
+            results.write_text(json.dumps(done, indent=1))
             print(f"  {row['points'][-1]}  {row['memory_gb']} GB", flush=True)
     for track in ("scratch", "pretrained"):
         rows = [row for row in done if row["track"] == track]
@@ -195,38 +201,42 @@ def our_run(racer: Racer, seed: int, args: Args) -> Row:
     memory, out = watched([sys.executable, "-m", "m1clip", *words], {"M1CLIP_CACHE": str(home / "cache")})
     wall, result = time.time() - began, json.loads(out.splitlines()[-1])
     lines = [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text().splitlines()]
-    first = next(line["time"] for line in lines if line["kind"] == "step") - began
+    first = min(line["time"] for line in lines if line["kind"] == "step") - began
     scored = [(line["time"] - began, line) for line in lines if line["kind"] == "eval"]
-    config = json.loads((home / "run" / "config.json").read_text())
-    pairs = result["step"] * config["batch"]
+    config = from_json(TrainConfig, home / "run" / "config.json")
     shutil.rmtree(home / "cache", ignore_errors=True)
     return {
         **{"name": racer.name, "track": racer.track, "seed": seed, "wall_s": round(wall, 1)},
         "points": [
             {"seconds": round(s, 1), "score": mean_score(one)} for s, one in [*scored, (wall, result)]
         ],
-        **{"ready_s": round(first, 1), "memory_gb": memory, "pairs": pairs},
-        "pflop": our_gflop(home / "run", config, pairs) / 1e6,
+        **{"ready_s": round(first, 1), "memory_gb": memory, "pairs": result["step"] * config.batch},
+        "pflop": our_gflop(home / "run", config, result["step"]) / 1e6,
     }
 
 
-def our_gflop(run: Path, config: Row, pairs: int) -> float:
-    """Products of all steps; where towers are locked, of encoding once and of the heads' steps."""
+def our_gflop(run: Path, config: TrainConfig, steps: int) -> float:
+    """Products of all steps, the optimiser's too; where towers are locked, of encoding and the heads."""
     model = load(run / "model")
+    if config.recipe != "locked":
+        batch = some_batch(config, config.batch, TOKENS)
+        several = batch.tokens_BL[:, None].repeat(1, config.captions, 1)
+        batch = replace(batch, tokens_BL=several if config.captions > 1 else batch.tokens_BL)
+        learner = Learner(model.train(), config)
+        return steps * counted(lambda: train_step(learner, batch))
     side = model.config.vision.image_size
-    picture = counted(lambda: model.vision(torch.zeros(1, 3, side, side)))
-    caption = counted(lambda: model.text(model.tokenize("a dog runs over the grass after a red ball")))
+    with torch.inference_mode():
+        picture = counted(lambda: model.vision(torch.zeros(1, 3, side, side)))
+        caption = counted(lambda: model.text(model.tokenize("a dog runs over the grass after a red ball")))
     heads = sum(weight.numel() for name, weight in model.named_parameters() if "projection" in name) * 2 / 1e9
-    if config["recipe"] != "locked":
-        return 3 * pairs * (picture + config["captions"] * caption + heads)
     known = json.loads((run / "data.json").read_text())
-    looked, told = known["train"] * config["views"] + known["held_out"], known["rows"]
-    return looked * picture + told * caption + 3 * pairs * heads
+    looked, told = known["train"] * config.views + known["held_out"], known["rows"]
+    return looked * picture + told * caption + 3 * steps * config.batch * heads
 
 
 def counted(work: Callable[[], Any]) -> float:
     """GFLOP of a call."""
-    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         work()
     return float(counter.get_total_flops() / 1e9)
 
@@ -251,11 +261,13 @@ def peer_run(racer: Racer, seed: int, args: Args) -> Row:
         *_, (late, more, _) = tried = kept(str(home / "trial"))
         early, few = tried[0][:2] if len(tried) > 1 else (0.0, 0)
         steps = few + (more - few) / (late - early) * (seconds - early)
-        lengthen(racer, files, about, int(steps), home)
+        lengthen(racer, files, about, int(EARLY * steps), home)
     run = job("run", seconds, tuple(60 * mark for mark in MARKS if mark < args.minutes))
     memory, _ = watched([sys.executable, PEERS, "train", str(run)], KEEPING)
     _, out = watched([sys.executable, PEERS, "score", str(run)])
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    if flags.get(racer.length, 0) > lines[-1]["steps"]:
+        print(f"  its schedule was not over: {lines[-1]['steps']} steps of {flags[racer.length]}", flush=True)
     factor = 1.0 if racer.track == "pretrained" else 3.0  # frozen towers have no backward pass
     return {
         **{"name": racer.name, "track": racer.track, "seed": seed, "wall_s": lines[-1]["seconds"]},
@@ -293,7 +305,6 @@ def ready(args: Args, side: int) -> dict[str, str]:
     home = args.out.absolute() / f"pictures-{side}"
     tables = {"train": str(home / "train.tsv"), "held_out": str(home / "held_out.json")}
     if not (home / "held_out.json").exists():
-        from m1clip.config import TrainConfig
         from m1clip.data.sides import open_sides
 
         data = open_sides(TrainConfig(data=args.data), side, side)
@@ -316,7 +327,7 @@ def ready(args: Args, side: int) -> dict[str, str]:
 
 
 def write(path: Path, pixels: Pixels) -> str:
-    Image.fromarray(pixels).save(path, quality=95)
+    Image.fromarray(pixels).save(path, quality=95, subsampling=0)
     return str(path)
 
 

@@ -34,6 +34,7 @@ from m1clip.model.convert import convert
 from m1clip.model.cost import cost
 from m1clip.model.tokenizer import make
 from m1clip.shapes import VisionConfig
+from m1clip.train.memory import keep_memory
 from m1clip.train.setup import captions
 
 CASES = {"seed": 12, "small": 64, "nano": 256}
@@ -154,6 +155,7 @@ def worker(who: str, where: str, threads: int) -> None:
     import open_clip  # noqa: F401  (what each imports is not its step's memory: everybody has everything)
     from transformers import AutoTokenizer, CLIPModel  # noqa: F401
 
+    keep_memory()  # everybody, though it is our doing
     before = sensors.memory_gb()
     held = torch.load(folder / "batch.pt")
     step = {"m1clip": ours, "open_clip": open_clips, "transformers": transformers_}[who](folder, held)
@@ -171,10 +173,8 @@ def ours(folder: Path, held: dict[str, torch.Tensor]) -> Any:
     import numpy as np
 
     from m1clip.train.learner import Learner
-    from m1clip.train.place import keep_memory
     from m1clip.train.step import train_step
 
-    keep_memory()
     about = json.loads((folder / "config.json").read_text())
     config = replace(PRESETS[about["preset"]], batch=about["batch"], optimizer="adamw")
     learner = Learner(load(folder / "m1clip").train(), config)

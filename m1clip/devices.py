@@ -119,8 +119,8 @@ def keep_memory() -> None:
     """
     with suppress(AttributeError, OSError):  # another C library
         library = ctypes.CDLL(None)
-        library.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
-        library.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+        if library.mallopt(-3, 1 << 30) or library.mallopt(-3, 1 << 25):  # M_MMAP_THRESHOLD; the old limit
+            library.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
 def give_memory_back() -> None:
@@ -347,20 +347,21 @@ def attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> T
     q_BHLd, k_BHLd, v_BHLd = q_BHLd.contiguous(), k_BHLd.contiguous(), v_BHLd.contiguous()
     if q_BHLd.shape[2] > 8:
         return F.scaled_dot_product_attention(q_BHLd, k_BHLd, v_BHLd, is_causal=causal)
-    return plain_attention(q_BHLd, k_BHLd, v_BHLd, causal)
+    L = q_BHLd.shape[2]
+    future_LL = torch.ones(L, L, dtype=torch.bool, device=q_BHLd.device).triu(1)
+    return plain_attention(q_BHLd, k_BHLd, v_BHLd, future_LL if causal else None)
 
 
-def attention_of_one(q_BH1d: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, seen_BL: Tensor | None) -> Tensor:
+def attention_of_one(q_BH1d: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, hidden_BL: Tensor | None) -> Tensor:
     """What one token of each item sees of all; little work, so in plain products on every device."""
-    score_BH1L = q_BH1d @ k_BHLd.transpose(-2, -1) * q_BH1d.shape[-1] ** -0.5
-    if seen_BL is not None:
-        score_BH1L = score_BH1L.masked_fill(~seen_BL[:, None, None], float("-inf"))
-    return torch.softmax(score_BH1L, dim=-1) @ v_BHLd
+    if q_BH1d.device.type == "mps":
+        k_BHLd, v_BHLd = k_BHLd.contiguous(), v_BHLd.contiguous()
+    return plain_attention(q_BH1d, k_BHLd, v_BHLd, None if hidden_BL is None else hidden_BL[:, None, None])
 
 
-def plain_attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> Tensor:
-    score_BHLL = q_BHLd @ k_BHLd.transpose(-2, -1) * q_BHLd.shape[-1] ** -0.5
-    if causal:
-        future_LL = torch.ones(score_BHLL.shape[-2:], dtype=torch.bool, device=q_BHLd.device).triu(1)
-        score_BHLL = score_BHLL.masked_fill(future_LL, float("-inf"))
-    return torch.softmax(score_BHLL, dim=-1) @ v_BHLd
+def plain_attention(q_BHKd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, hidden: Tensor | None) -> Tensor:
+    """Of K tokens that look at L, but not at what is hidden from them."""
+    score_BHKL = q_BHKd * q_BHKd.shape[-1] ** -0.5 @ k_BHLd.transpose(-2, -1)
+    if hidden is not None:
+        score_BHKL = score_BHKL.masked_fill(hidden, float("-inf"))
+    return torch.softmax(score_BHKL, dim=-1) @ v_BHLd

@@ -51,7 +51,7 @@ POSITIVE = (
 
 class Measurements:
     def __init__(self, folder: Path):
-        self.folder, self.path = folder, folder / "measurements-1.jsonl"  # another number if rows change
+        self.folder, self.path = folder, folder / "measurements-2.jsonl"  # another if rows change, or steps
         self.here: list[Row] = []
         self.unkept: str | None = None
 

@@ -10,13 +10,16 @@ import torch
 from m1clip import cli
 from m1clip import run as runs
 from m1clip.config import TrainConfig, from_json
+from m1clip.data.sources import open_sources
+from m1clip.model.clip import load
 from m1clip.model.towers import Vision
-from m1clip.train import budget, pace
-from m1clip.train.budget import Rung, decide
+from m1clip.train import budget, loop, pace
+from m1clip.train.budget import Rung, Time, Told, decide
 from m1clip.train.optim import rate
 from m1clip.train.pace import Pace
+from m1clip.train.setup import check
 from photos import photos
-from trained import trained
+from trained import Quiet, trained
 
 CARE = ((0, {"crop": 0.9}), (20, {"crop": 0.5}))
 LADDER = [
@@ -111,14 +114,14 @@ def test_without_a_budget_steps_decide():
     [([100.0, 10.0], 8), ([1000.0, 250.0, 20.0], 16), ([3000.0, 2000.0, 700.0], 32), ([0.1], 8)],
 )
 def test_the_largest_model_that_gets_to_see_its_pairs_is_picked(speeds, batch):
-    picked = decide(100, 900, LADDER, speeds)
+    picked = decide(Time(100, 900, 0.0), LADDER, speeds)
     assert picked.changes["batch"] == batch
     assert f"{900:,} pictures" in picked.why
 
 
 @pytest.mark.parametrize(("pictures", "crop"), [(900, 0.5), (4_500, 0.5), (4_600, 0.9), (10**6, 0.9)])
 def test_what_is_looked_at_often_is_kept_from_being_learned_by_heart(pictures, crop):
-    picked = decide(100, pictures, LADDER, [2000.0, 1000.0])  # 90,000 pairs
+    picked = decide(Time(100, pictures, 0.0), LADDER, [2000.0, 1000.0])  # 90,000 pairs
     assert picked.changes["batch"] == 16
     assert picked.changes["crop"] == crop
     assert "e+" not in picked.why
@@ -126,15 +129,43 @@ def test_what_is_looked_at_often_is_kept_from_being_learned_by_heart(pictures, c
 
 def test_many_pictures_of_which_few_are_seen_get_the_small_model_too():
     """Two minutes of a laptop are the same number of pairs, however many more there are."""
-    few, many = (decide(120, n, [*budget.BAGS, *budget.READERS], [400.0, 250.0]) for n in (6_000, 10**6))
+    ladder = [*budget.BAGS, *budget.READERS]
+    few, many = (decide(Time(120, n, n / 700), ladder, [400.0, 250.0]) for n in (6_000, 10**6))
     assert few.changes["model"] == many.changes["model"] == budget.BAGS[0].changes["model"]
     assert "cache_gb" not in few.changes
     assert many.changes["cache_gb"] == 0  # to decode a million would take all the time
+    assert "decode" in many.why
+
+
+def test_decoding_takes_time_from_the_steps():
+    assert Time(100, 1000, 0.0).pairs(10.0) == pytest.approx(900)
+    assert Time(100, 1000, 10.0).pairs(10.0) == pytest.approx(800)
+    assert Time(100, 1000, 50.0).pairs(10.0) == pytest.approx(90 / 0.15)  # as they are seen, each 0.05 s
+    assert Time(100, 1000, 50.0).pairs(0.0) == 0
+
+
+def test_a_model_that_cannot_take_a_step_is_a_sentence():
+    with pytest.raises(ValueError, match="--batch 32 needs less memory"):
+        decide(Time(100, 900, 0.0), LADDER, [0.0])
+
+
+def test_what_is_learned_from_is_known_by_a_sample(tmp_path):
+    """Of pictures at equal distances, not of the first."""
+    lines = [
+        f"{name}\ta dog on the {'left' if i > 30 else 'grass'} of it"
+        for i, name in enumerate(photos(tmp_path, 60))
+    ]
+    (tmp_path / "all.tsv").write_text("\n".join(["filepath\ttitle", *lines]))
+    told = Told.of(open_sources(TrainConfig(data=str(tmp_path / "all.tsv"), held_out=10)))
+    assert (told.pictures, told.captions, told.words, told.drawn) == (50, 1, 7, False)
+    assert 0.3 < told.sides < 0.6
+    assert not budget.fitted(budget.BAGS[0], told).changes["flip"]
+    assert budget.fitted(budget.BAGS[0], replace(told, sides=0.0)).changes["flip"]
 
 
 def test_a_small_set_gets_a_batch_that_fits_and_no_more_captions_than_it_has():
     for rung in (*budget.BAGS, *budget.READERS, *budget.SCENES):
-        fitted = budget.fitted(rung, pictures=40, captions=1)
+        fitted = budget.fitted(rung, Told(40, 1, 8.0, 0.0, False))
         assert fitted.changes["batch"] == 10
         assert fitted.changes["captions"] == 1
         for care in (*(changes for _, changes in rung.care), {}):
@@ -170,14 +201,14 @@ def test_a_run_ends_on_time_with_its_schedule_complete(tmp_path, capsys, monkeyp
         "--name",
         "it",
     ]
-    assert cli.run([*words, "--json", "--crop", "0.7"]) == 0
+    assert cli.run([*words, "--json", "--crop", "0.7", "--model.text.mix", "attention"]) == 0
     took = time.monotonic() - began
     assert 14.4 < took < 17.6
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["finished"]
     config = from_json(TrainConfig, tmp_path / "runs/it/config.json")
     assert config.crop == 0.7  # what is asked for is not picked
-    assert config.model.text.mix == "bag"
+    assert config.model.text.mix == "attention"  # whose words are not dropped
     lines = [json.loads(line) for line in (tmp_path / "runs/it/metrics.jsonl").read_text().splitlines()]
     rates = [line["lr"] for line in lines if line["kind"] == "step"]
     assert rates[-1] < 0.15 * max(rates)  # there is time for a few steps only
@@ -234,6 +265,20 @@ def test_a_run_that_its_budget_ended_is_finished_until_it_gets_more(timed_run, t
 def test_a_budget_that_is_over_before_the_first_step_is_a_sentence(timed_run, tmp_path):
     with pytest.raises(ValueError, match="over before a step"):
         trained(replace(timed_run, budget="0.001s"), tmp_path / "r")
+
+
+def test_what_was_stopped_just_before_its_end_is_finished_without_a_step(timed_run, tmp_path):
+    long = replace(timed_run, budget="60s")
+    first = trained(long, tmp_path / "r", stop_at=2)
+    assert not first.finished
+    run, screen = runs.Run(tmp_path / "r"), Quiet()
+    with run.owned():
+        setup = check(long, tmp_path, run, screen, began=time.monotonic() - 60)
+        result = loop.train(setup, run, screen)
+    assert result.finished
+    assert result.step == first.step
+    assert result.scores is not None
+    assert load(run.path)
 
 
 def test_what_is_learned_already_gets_no_more_than_its_recipe_has(tiny_run, tmp_path):

@@ -16,7 +16,7 @@ def test_flops_equal_the_arithmetic_of_a_transformer():
 
     seen = 2 * (3 * 16 * 16) * 128 * 16 + 3 * block(128, 16, 16) + 2 * 128 * 32  # patches, blocks, projection
     told = block(64, 20, 20) + block(64, 20, 1) + 2 * 64 * 32
-    for captions in (1, 5):
+    for captions in (1, 5, 12):
         made = cost(ModelConfig(vision, text, 32), captions=captions)
         assert made.forward_gflop * 1e9 == pytest.approx(seen + captions * told, rel=0.01)
         assert made.step_gflop == pytest.approx(3 * made.forward_gflop, rel=0.05)

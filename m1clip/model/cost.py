@@ -56,9 +56,9 @@ def cost(config: ModelConfig, pairs: int = 2, tokens: int | None = None, caption
             return tensor
 
         pixels_BCSS = torch.empty(pairs, 3, side, side)
-        tokens_BL = torch.zeros(pairs * captions, tokens or config.text.length, dtype=torch.long)
+        tokens_BL = torch.zeros(pairs, tokens or config.text.length, dtype=torch.long)
         with FlopCounterMode(display=False) as counter, saved_tensors_hooks(keep, lambda tensor: tensor):
-            told_BE = model.embed_tokens(tokens_BL).view(pairs, captions, -1).mean(1)
+            told_BE = torch.stack([model.embed_tokens(tokens_BL) for _ in range(captions)]).mean(0)
             loss = losses.softmax_loss(model.logits(model.embed_pixels(pixels_BCSS), told_BE))
             forward = counter.get_total_flops()
             loss.backward()  # type: ignore[no-untyped-call]

@@ -42,8 +42,8 @@ class Attention(nn.Module):
             y_BHLd = devices.attention(q_BHLd, k_BHLd, v_BHLd, self.causal)
         else:
             q_BH1d = q_BHLd[torch.arange(B, device=only_B.device), :, only_B][:, :, None]
-            seen_BL = torch.arange(L, device=only_B.device) <= only_B[:, None] if self.causal else None
-            y_BHLd = devices.attention_of_one(q_BH1d, k_BHLd, v_BHLd, seen_BL)
+            later_BL = torch.arange(L, device=only_B.device) > only_B[:, None] if self.causal else None
+            y_BHLd = devices.attention_of_one(q_BH1d, k_BHLd, v_BHLd, later_BL)
         y_BLD: Tensor = self.out(y_BHLd.transpose(1, 2).flatten(2))
         return y_BLD
 
@@ -209,7 +209,7 @@ class Text(Tower):
 
     def read(self, tokens_BL: Tensor, end_B: Tensor, key_B: Tensor | None) -> Tensor:
         x_BLD = self.token(tokens_BL) + self.position[: tokens_BL.shape[1]]
-        # Padding follows the end token, and causality hides it: no mask is needed.
+        # Padding follows the end token, and causality hides it.
         y_BD: Tensor = self.ln_post(self.through(x_BLD, key_B, end_B).squeeze(1))
         return y_BD
 

@@ -5,13 +5,20 @@ gets to see; how much it must be kept from learning by heart, of the looks at ea
 will be is measured here, by real steps.
 """
 
+import os
+import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median, median_high
 from typing import Any
 
 from m1clip import devices
 from m1clip.config import PRESETS, TrainConfig
-from m1clip.data.sources import open_sources
+from m1clip.data.augment import margin
+from m1clip.data.cache import Store
+from m1clip.data.sources import Source, open_sources
+from m1clip.data.workers import decode_rows
 from m1clip.devices import Plan
 from m1clip.shapes import ModelConfig, TextConfig, VisionConfig
 from m1clip.train.screen import Screen
@@ -20,10 +27,13 @@ from m1clip.words import clock
 
 MANY = 50_000
 """Pictures from which, if they are seen often, captions are worth reading in the order of their words."""
-TOKENS = 16
 TRIAL_S = 0.3
 EVALUATIONS = 6
-PREPARING = 0.1  # of the time, for reading, decoding, evaluating
+PREPARING = 0.1  # of the time, for reading, evaluating and saving
+MOST_DECODING = 0.2  # of the time; where it would take more, pictures are decoded as they are seen
+SAMPLE = 100  # pictures, whose captions are looked at
+SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
+SAYS_SIDES = 0.02  # of the captions: pictures are not mirrored then
 HOPE = 2.0  # a larger model may be so much faster than its products say
 
 
@@ -52,10 +62,14 @@ def changes_of(preset: TrainConfig) -> dict[str, Any]:
 
 _SOON: dict[str, Any] = {"optimizer": "muon", "lr": 8e-3, "batch": 128, "captions": 5, "label_smoothing": 0.1}
 _SOON |= {"weight_decay": 0.1, "clip_norm": 5.0, "flip": True, "save_epochs": 0, "preset": "budget"}
+_ENOUGH = {"patience": 4, "best_by": "t2i_r10"}  # where it is learned by heart after all, the best is kept
 _CARE: tuple[tuple[float, dict[str, Any]], ...] = (
     (0, {"crop": 0.8, "drop_words": 0.1}),
     (10, {"crop": 0.6, "drop_words": 0.3}),
-    (15, {"crop": 0.4, "colour": 0.2, "drop_words": 0.5, "weight_decay": 0.3, "head_dropout": 0.2}),
+    (
+        15,
+        {"crop": 0.4, "colour": 0.2, "drop_words": 0.5, "weight_decay": 0.3, "head_dropout": 0.2, **_ENOUGH},
+    ),
 )
 BAGS: list[Rung] = [
     Rung("a glance", 0, {**_SOON, "model": _bag(32, 8, 192, 2, 256, 256)}, _CARE),
@@ -71,6 +85,57 @@ SCENES = [Rung("nano", 0.0, changes_of(PRESETS["nano"]))]  # their captions say 
 
 
 @dataclass(frozen=True)
+class Told:
+    """What is to be learned from, by a sample."""
+
+    pictures: int
+    captions: int
+    """Of a picture."""
+    words: float
+    """Of a caption."""
+    sides: float
+    """Captions that say left or right, as a part of all."""
+    drawn: bool
+
+    @classmethod
+    def of(cls, sources: Sequence[Source]) -> "Told":
+        largest = max((one.train for one in sources), key=len)
+        told = [largest.captions(row) for row in spread(len(largest), SAMPLE)]
+        every = [caption for some in told for caption in some]
+        return cls(
+            pictures=round(sum(one.weight * len(one.train) for one in sources)),
+            captions=median_high(len(some) for some in told),
+            words=median(len(caption.split()) for caption in every),
+            sides=sum(bool(SIDES.search(caption)) for caption in every) / len(every),
+            drawn=all(one.spec.startswith("synthetic:") for one in sources),
+        )
+
+
+@dataclass(frozen=True)
+class Time:
+    """A budget, and how much of it is for steps."""
+
+    budget_s: float
+    pictures: int
+    decode_s: float
+    """For all pictures that are not in the cache."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether pictures are better decoded as they are seen."""
+        return self.decode_s > MOST_DECODING * self.budget_s
+
+    def pairs(self, speed: float) -> float:
+        """That are seen, at so many a second."""
+        seconds = (1 - PREPARING) * self.budget_s
+        if not speed:
+            return 0.0
+        if self.is_live:
+            return seconds / (1 / speed + self.decode_s / self.pictures)
+        return (seconds - self.decode_s) * speed
+
+
+@dataclass(frozen=True)
 class Picked:
     changes: dict[str, Any]
     why: str
@@ -80,11 +145,11 @@ def pick(config: TrainConfig, with_flags: Callable[[dict[str, Any]], TrainConfig
     """The defaults for this budget, and why these. `with_flags` has what was asked for besides."""
     assert config.budget_s is not None
     sources = open_sources(config, screen.working)
-    pictures = round(sum(one.weight * len(one.train) for one in sources))
-    captions = max(len(one.train.captions(row)) for one in sources for row in range(min(20, len(one.train))))
-    drawn = all(one.spec.startswith("synthetic:") for one in sources)
-    rungs = SCENES if drawn else [*BAGS, *READERS] if pictures >= MANY else BAGS
-    rungs = [fitted(rung, pictures, captions) for rung in rungs]
+    told = Told.of(sources)
+    rungs = SCENES if told.drawn else [*BAGS, *READERS] if told.pictures >= MANY else BAGS
+    rungs = [fitted(rung, told) for rung in rungs]
+    least = with_flags({**rungs[0].changes, **dict(rungs[0].care).get(0, {})})
+    there = Time(config.budget_s, told.pictures, decode_s(sources, least))
     speeds: list[float] = []
     sizes: list[int] = []
     with screen.working("timing models of several sizes", len(rungs)) as advance:
@@ -92,24 +157,44 @@ def pick(config: TrainConfig, with_flags: Callable[[dict[str, Any]], TrainConfig
             wished = with_flags(rung.changes)
             sizes.append(size_of(wished))
             hope = HOPE * speeds[-1] * sizes[-2] / sizes[-1] if speeds else float("inf")
-            if seen_in(config.budget_s, hope) < rung.pairs:
+            if there.pairs(hope) < rung.pairs:
                 break  # it and all larger ones are too slow
-            speeds.append(pairs_per_second(wished))
+            speeds.append(pairs_per_second(wished, round(1.3 * told.words) + 2))
             advance(1)
-    return decide(config.budget_s, pictures, rungs, speeds)
+    picked = decide(there, rungs, speeds)
+    mirror = "" if told.sides <= SAYS_SIDES else "; captions say left and right, so nothing is mirrored"
+    return replace(picked, why=picked.why + mirror)
 
 
-def fitted(rung: Rung, pictures: int, captions: int) -> Rung:
-    """The same for so many pictures with so many captions each."""
+def fitted(rung: Rung, told: Told) -> Rung:
+    """The same for so many pictures with such captions."""
     plain = TrainConfig()
-    batch = max(2, min(rung.changes.get("batch", plain.batch), pictures // 4))
-    told = min(captions, rung.changes.get("captions", plain.captions))
-    return replace(rung, changes={**rung.changes, "captions": told, "batch": batch})
+    changes = dict(rung.changes)
+    changes["batch"] = max(2, min(changes.get("batch", plain.batch), told.pictures // 4))
+    changes["captions"] = min(told.captions, changes.get("captions", plain.captions))
+    if told.sides > SAYS_SIDES:
+        changes["flip"] = False
+    return replace(rung, changes=changes)
 
 
-def seen_in(budget_s: float, speed: float) -> float:
-    """Pairs, at so many a second."""
-    return (1 - PREPARING) * budget_s * speed
+def spread(number: int, most: int) -> range:
+    """Rows at equal distances, from the first to the last."""
+    return range(0, number, -(-number // most))
+
+
+def decode_s(sources: Sequence[Source], config: TrainConfig) -> float:
+    """Seconds to decode what the cache does not have, by a few of the pictures."""
+    side = margin(config.model.vision.image_size, config.crop)
+    missing = [one for one in sources if Store(one.train, side).need]
+    if not missing:
+        return 0.0
+    largest = max((one.train for one in missing), key=len)
+    rows = list(spread(len(largest), SAMPLE // 2))
+    decode_rows(largest, side, rows[:2])  # what is imported when first needed
+    began = time.perf_counter()
+    decode_rows(largest, side, rows)
+    each = (time.perf_counter() - began) / len(rows) / (config.workers or os.cpu_count() or 1)
+    return each * sum(len(one.train) for one in missing)
 
 
 def size_of(config: TrainConfig) -> int:
@@ -119,36 +204,40 @@ def size_of(config: TrainConfig) -> int:
     return vision.tokens * vision.depth * vision.width**2
 
 
-def pairs_per_second(config: TrainConfig) -> float:
-    """Of real steps of this model, on random pictures and captions."""
+def pairs_per_second(config: TrainConfig, tokens: int) -> float:
+    """Of real steps of this model, on random pictures and captions; 0 where they do not fit."""
     plan = Plan(str(devices.choose("auto")[0]) if config.device == "auto" else config.device)
     plan = replace(plan, threads=config.threads)
-    batch = some_batch(config, config.batch, TOKENS)
+    batch = some_batch(config, config.batch, max(3, min(tokens, config.model.text.length)))
     if config.captions > 1:
         batch = replace(batch, tokens_BL=batch.tokens_BL[:, None].repeat(1, config.captions, 1))
     timing = contest(config, [plan], batch, TRIAL_S)[0]
-    if timing.failed:
-        return 0.0
-    return 1e3 * config.batch / min(timing.step_ms)
+    return 0.0 if timing.failed else 1e3 * config.batch / min(timing.step_ms)
 
 
-def decide(budget_s: float, pictures: int, rungs: Sequence[Rung], speeds: Sequence[float]) -> Picked:
+def decide(there: Time, rungs: Sequence[Rung], speeds: Sequence[float]) -> Picked:
     """Pure: the highest rung that gets to see the pairs it needs, or else the lowest."""
-    seen = [seen_in(budget_s, speed) for speed in speeds]
+    if not speeds[0]:
+        raise ValueError(
+            "not even the smallest model of --budget could take a step; --batch 32 needs less memory"
+        )
+    seen = [there.pairs(speed) for speed in speeds]
     best = max((number for number, pairs in enumerate(seen) if pairs >= rungs[number].pairs), default=0)
-    rung, looks = rungs[best], seen[best] / pictures
+    rung, looks = rungs[best], seen[best] / there.pictures
     care = [changes for least, changes in rung.care if looks >= least]
     often = f"{looks:.1f}" if looks < 10 else f"{looks:,.0f}"
-    why = f"{rung.name}; {clock(budget_s)} are about {often} looks at each of {pictures:,} pictures"
+    why = (
+        f"{rung.name}; {clock(there.budget_s)} are about {often} looks at each of {there.pictures:,} pictures"
+    )
     why += f" at {speeds[best]:,.0f} a second"
     if best + 1 < len(seen):
         above = rungs[best + 1].pairs
         why += f"; the next larger model would see {rounded(seen[best + 1])} pairs and wants {rounded(above)}"
     epochs = max(1, round(looks))
     changes = {**rung.changes, **(care or [{}])[-1], "epochs": epochs}
-    if looks < 1:
+    if there.is_live:
         changes["cache_gb"] = 0.0
-        why += "; as not all will be seen, they are decoded when they are"
+        why += f"; to decode all would take {clock(there.decode_s)}, so they are when they are seen"
     return Picked({**changes, "eval_every": max(1, epochs // EVALUATIONS)}, why)
 
 

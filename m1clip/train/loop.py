@@ -72,7 +72,8 @@ def train(setup: Setup, run: Run, screen: Screen) -> Result:
     tracker = track.mirrored(run, config, progress.step, screen.warn)
     with Stop(screen.say) as stop, tracker, screen.training(progress.step, setup.total):
         end, ending = pace.last_step(), False
-        if keeper.out_of_patience or progress.step == end or progress.has_ended(config.budget_s):
+        done = progress.step == end or progress.has_ended(config.budget_s) or (progress.step and pace.is_late)
+        if keeper.out_of_patience or done:
             end, ending = progress.step, True
         elif pace.is_late:
             raise ValueError(f"the {config.budget} of --budget were over before a step could be taken")
@@ -137,7 +138,7 @@ def ready(setup: Setup, screen: Screen) -> tuple[Learner, Placed, Batches, Score
     last = batches.at(setup.total - 1)
     placed = place.settle(config, model, last, setup.total, setup.before, screen)
     devices.prepare(placed.plan)
-    place.keep_memory()
+    memory.keep_memory()
     if setup.origin and not setup.start:
         recipes.meet(model, setup.origin, batches)
     return Learner(model, config, replace(placed.plan, compile=False)), placed, batches, held_out

@@ -16,6 +16,13 @@ SHARE = 0.7
 # kernels. Measured 1.1 for nano and 1.0 for small, and 2.9 for nano with --recompute, which holds one whole
 # block at a time (2 AVX2 cores, November 2026).
 PEAK, PEAK_RECOMPUTED = 1.3, 3.2
+PLENTY_GB = 4.0
+
+
+def keep_memory() -> None:
+    """Where there is plenty; where it is short, what is kept for one size lacks for another."""
+    if sensors.available_gb() > PLENTY_GB:
+        devices.keep_memory()
 
 
 def kept_bytes(learner: Learner, batch: Batch) -> int:

@@ -23,7 +23,6 @@ from m1clip.train.step import embed_captions, embed_pictures
 from m1clip.train.timing import Timing
 
 TRIED = 8  # pairs by which a device is compared with the CPU before it encodes
-PLENTY_GB = 4.0
 MOMENT_S = 1.0
 """Given to each plan where nothing was measured before."""
 
@@ -49,15 +48,9 @@ def settle(
     return placed if config.trust_device else trusted(placed, model, batch, screen, config)
 
 
-def keep_memory() -> None:
-    """Where there is plenty; where it is short, what is kept for one size lacks for another."""
-    if sensors.available_gb() > PLENTY_GB:
-        devices.keep_memory()
-
-
 def for_encoding(config: TrainConfig, model: CLIP, batches: Batches, screen: Screen) -> None:
     """Put the model where its locked towers will encode."""
-    keep_memory()
+    memory.keep_memory()
     asked = devices.choose("auto")[0].type if config.device == "auto" else config.device
     placed = Placed(Plan(asked), "")
     if not config.trust_device:

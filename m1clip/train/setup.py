@@ -1,5 +1,6 @@
 """What a run is before it begins: what can be refused is refused here, and what was open is settled."""
 
+import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -24,8 +25,8 @@ from m1clip.train import checkpoint, origin, place, recipes, track
 from m1clip.train.origin import Origin
 from m1clip.train.screen import Screen
 
-MOST_READ = 200_000
-"""Pictures whose captions a tokenizer is learned from."""
+MOST_READ = 50_000
+"""Captions that a tokenizer is learned from, about."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,8 @@ def require_room(config: TrainConfig, runs: Path, resumed: Run | None) -> None:
 
 
 def captions(pairs: Side) -> Iterator[str]:
-    """All of them; of very many, those of pictures at equal distances."""
-    rows = range(0, len(pairs), max(1, len(pairs) // MOST_READ))
+    """All of them; of very many, those of pictures at equal distances, from the first to the last."""
+    first = range(min(100, len(pairs)))
+    each = sum(len(pairs.captions(row)) for row in first) / len(first)
+    rows = range(0, len(pairs), math.ceil(len(pairs) * each / MOST_READ))
     return (caption for row in rows for caption in islice(pairs.captions(row), 20))

@@ -135,6 +135,7 @@ def peak_of(learner: Learner, batch: Batch) -> tuple[float, float]:
     before = sum(devices.memory_gb(place) or 0.0 for place in gpus)
     with sensors.Peak() as peak:
         seconds = timed(learner, batch)[0] / 1e3
+    memory.keep_memory()  # as in a run; what was freed had been given back, to be seen
     grown = sum(devices.peak_gb(place) or 0.0 for place in gpus) - before
     on_host = peak.gb if len(gpus) < len(places) else 0.0
     return memory.kept_gb(learner) + grown + on_host, seconds

@@ -187,6 +187,8 @@ def within_budget(args: Args, screen: "Screen") -> tuple[Args, str]:
     words, why = list(args.words), ""
 
     def with_flags(changes: dict[str, Any]) -> Args:
+        if value_of("--model.text.mix", words) == "attention":  # which is not known to lose words
+            changes = {key: value for key, value in changes.items() if key != "drop_words"}
         return parse("m1clip train", words, replace(TrainConfig(), **changes))
 
     if args.training.budget_s and not given("--preset", words) and not given("--config", words):
