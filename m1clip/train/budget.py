@@ -73,8 +73,8 @@ _CARE: tuple[tuple[float, dict[str, Any]], ...] = (
 )
 BAGS: list[Rung] = [
     Rung("a glance", 0, {**_SOON, "model": _bag(32, 8, 192, 2, 256, 256)}, _CARE),
-    Rung("a look", 36_000, {**_SOON, "model": _bag(48, 8, 192, 2, 256, 256)}, _CARE),
-    Rung("a long look", 90_000, {**_SOON, "model": _bag(48, 8, 192, 3, 256, 256), "lr": 6e-3}, _CARE),
+    Rung("a look", 45_000, {**_SOON, "model": _bag(48, 8, 192, 2, 256, 256)}, _CARE),
+    Rung("a long look", 110_000, {**_SOON, "model": _bag(48, 8, 192, 3, 256, 256), "lr": 6e-3}, _CARE),
 ]
 _WHOLE = {"crop": 0.6, "flip": True, "save_epochs": 0}
 READERS = [
