@@ -62,7 +62,8 @@ def changes_of(preset: TrainConfig) -> dict[str, Any]:
 
 _SOON: dict[str, Any] = {"optimizer": "muon", "lr": 8e-3, "batch": 128, "captions": 5, "label_smoothing": 0.1}
 _SOON |= {"weight_decay": 0.1, "clip_norm": 5.0, "flip": True, "save_epochs": 0, "preset": "budget"}
-_ENOUGH = {"patience": 4, "best_by": "t2i_r10"}  # where it is learned by heart after all, the best is kept
+# Patience without end, which keeps the best state for the case that all is learned by heart after all.
+_ENOUGH = {"patience": 10**6, "best_by": "t2i_r10"}
 _CARE: tuple[tuple[float, dict[str, Any]], ...] = (
     (0, {"crop": 0.8, "drop_words": 0.1}),
     (10, {"crop": 0.6, "drop_words": 0.3}),
