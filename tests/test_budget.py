@@ -13,7 +13,7 @@ from m1clip.config import TrainConfig, from_json
 from m1clip.data.sources import open_sources
 from m1clip.model.clip import load
 from m1clip.model.towers import Vision
-from m1clip.train import budget, loop, pace
+from m1clip.train import budget, loop, pace, timing
 from m1clip.train.budget import Rung, Time, Told, decide
 from m1clip.train.optim import rate
 from m1clip.train.pace import Pace
@@ -141,12 +141,24 @@ def test_decoding_takes_time_from_the_steps():
     assert Time(100, 1000, 0.0).pairs(10.0) == pytest.approx(900)
     assert Time(100, 1000, 10.0).pairs(10.0) == pytest.approx(800)
     assert Time(100, 1000, 50.0).pairs(10.0) == pytest.approx(90 / 0.15)  # as they are seen, each 0.05 s
-    assert Time(100, 1000, 50.0).pairs(0.0) == 0
 
 
-def test_a_model_that_cannot_take_a_step_is_a_sentence():
-    with pytest.raises(ValueError, match="--batch 32 needs less memory"):
-        decide(Time(100, 900, 0.0), LADDER, [0.0])
+def test_where_no_model_can_take_a_step_the_reason_is_told(tmp_path, monkeypatch):
+    """And where only the larger ones cannot, a smaller one is taken."""
+    for number, name in enumerate(photos(tmp_path, 24)):
+        (tmp_path / name).with_suffix(".txt").write_text(f"picture {number}")
+    config, most = TrainConfig(data=str(tmp_path), budget="10m", device="cpu", threads=1), 0
+
+    def step(learner, batch, mark=None):
+        if learner.model.config.vision.image_size > most:
+            raise MemoryError("there is no more")
+
+    monkeypatch.setattr(timing, "train_step", step)
+    with pytest.raises(ValueError, match="no step of 5 pairs could be taken on cpu: it ran out of memory"):
+        budget.pick(config, lambda changes: replace(config, **changes), Quiet())
+    most = 32
+    picked = budget.pick(config, lambda changes: replace(config, **changes), Quiet())
+    assert picked.changes["model"] == budget.BAGS[0].changes["model"]
 
 
 def test_what_is_learned_from_is_known_by_a_sample(tmp_path):

@@ -129,8 +129,6 @@ class Time:
     def pairs(self, speed: float) -> float:
         """That are seen, at so many a second."""
         seconds = (1 - PREPARING) * self.budget_s
-        if not speed:
-            return 0.0
         if self.is_live:
             return seconds / (1 / speed + self.decode_s / self.pictures)
         return (seconds - self.decode_s) * speed
@@ -160,7 +158,12 @@ def pick(config: TrainConfig, with_flags: Callable[[dict[str, Any]], TrainConfig
             hope = HOPE * speeds[-1] * sizes[-2] / sizes[-1] if speeds else float("inf")
             if there.pairs(hope) < rung.pairs:
                 break  # it and all larger ones are too slow
-            speeds.append(pairs_per_second(wished, round(1.3 * told.words) + 2))
+            try:
+                speeds.append(pairs_per_second(wished, round(1.3 * told.words) + 2))
+            except ValueError:
+                if not speeds:
+                    raise
+                break  # the smaller ones can
             advance(1)
     picked = decide(there, rungs, speeds)
     mirror = "" if told.sides <= SAYS_SIDES else "; captions say left and right, so nothing is mirrored"
@@ -206,22 +209,20 @@ def size_of(config: TrainConfig) -> int:
 
 
 def pairs_per_second(config: TrainConfig, tokens: int) -> float:
-    """Of real steps of this model, on random pictures and captions; 0 where they do not fit."""
+    """Of real steps of this model, on random pictures and captions."""
     plan = Plan(str(devices.choose("auto")[0]) if config.device == "auto" else config.device)
     plan = replace(plan, threads=config.threads)
     batch = some_batch(config, config.batch, max(3, min(tokens, config.model.text.length)))
     if config.captions > 1:
         batch = replace(batch, tokens_BL=batch.tokens_BL[:, None].repeat(1, config.captions, 1))
     timing = contest(config, [plan], batch, TRIAL_S)[0]
-    return 0.0 if timing.failed else 1e3 * config.batch / min(timing.step_ms)
+    if timing.failed:
+        raise ValueError(f"no step of {config.batch} pairs could be taken on {plan.device}: {timing.failed}")
+    return 1e3 * config.batch / min(timing.step_ms)
 
 
 def decide(there: Time, rungs: Sequence[Rung], speeds: Sequence[float]) -> Picked:
     """Pure: the highest rung that gets to see the pairs it needs, or else the lowest."""
-    if not speeds[0]:
-        raise ValueError(
-            "not even the smallest model of --budget could take a step; --batch 32 needs less memory"
-        )
     seen = [there.pairs(speed) for speed in speeds]
     best = max((number for number, pairs in enumerate(seen) if pairs >= rungs[number].pairs), default=0)
     rung, looks = rungs[best], seen[best] / there.pictures
