@@ -26,7 +26,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -220,8 +220,6 @@ def our_gflop(run: Path, config: TrainConfig, steps: int) -> float:
     model = load(run / "model")
     if config.recipe != "locked":
         batch = some_batch(config, config.batch, TOKENS)
-        several = batch.tokens_BL[:, None].repeat(1, config.captions, 1)
-        batch = replace(batch, tokens_BL=several if config.captions > 1 else batch.tokens_BL)
         learner = Learner(model.train(), config)
         return steps * counted(lambda: train_step(learner, batch))
     side = model.config.vision.image_size

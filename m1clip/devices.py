@@ -348,8 +348,8 @@ def attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> T
     if q_BHLd.shape[2] > 8:
         return F.scaled_dot_product_attention(q_BHLd, k_BHLd, v_BHLd, is_causal=causal)
     L = q_BHLd.shape[2]
-    future_LL = torch.ones(L, L, dtype=torch.bool, device=q_BHLd.device).triu(1)
-    return plain_attention(q_BHLd, k_BHLd, v_BHLd, future_LL if causal else None)
+    future_LL = torch.ones(L, L, dtype=torch.bool, device=q_BHLd.device).triu(1) if causal else None
+    return plain_attention(q_BHLd, k_BHLd, v_BHLd, future_LL)
 
 
 def attention_of_one(q_BH1d: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, hidden_BL: Tensor | None) -> Tensor:

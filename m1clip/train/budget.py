@@ -22,6 +22,7 @@ from m1clip.data.workers import decode_rows
 from m1clip.devices import Plan
 from m1clip.shapes import ModelConfig, TextConfig, VisionConfig
 from m1clip.train.screen import Screen
+from m1clip.train.setup import spread
 from m1clip.train.timing import contest, some_batch
 from m1clip.words import clock
 
@@ -181,11 +182,6 @@ def fitted(rung: Rung, told: Told) -> Rung:
     return replace(rung, changes=changes)
 
 
-def spread(number: int, most: int) -> range:
-    """Rows at equal distances, from the first to the last."""
-    return range(0, number, -(-number // most))
-
-
 def decode_s(sources: Sequence[Source], config: TrainConfig) -> float:
     """Seconds to decode what the cache does not have, by a few of the pictures."""
     side = margin(config.model.vision.image_size, config.crop)
@@ -213,8 +209,6 @@ def pairs_per_second(config: TrainConfig, tokens: int) -> float:
     plan = Plan(str(devices.choose("auto")[0]) if config.device == "auto" else config.device)
     plan = replace(plan, threads=config.threads)
     batch = some_batch(config, config.batch, max(3, min(tokens, config.model.text.length)))
-    if config.captions > 1:
-        batch = replace(batch, tokens_BL=batch.tokens_BL[:, None].repeat(1, config.captions, 1))
     timing = contest(config, [plan], batch, TRIAL_S)[0]
     if timing.failed:
         raise ValueError(f"no step of {config.batch} pairs could be taken on {plan.device}: {timing.failed}")

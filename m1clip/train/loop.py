@@ -56,8 +56,7 @@ class Result:
 def train(setup: Setup, run: Run, screen: Screen) -> Result:
     """Start the run, or go on from its last whole checkpoint if it has one."""
     config = setup.config
-    learner, placed, batches, held_out = ready(setup, screen)
-    last = batches.at(setup.total - 1)  # its pictures are the largest
+    learner, placed, batches, held_out, last = ready(setup, screen)
     progress = checkpoint.load(setup.start, learner) if setup.start else Progress()
     introduce(run, learner, setup, progress, screen, len(batches.features.views))
     meter, keeper = Meter(config, learner.device), Keeper(run, learner, progress, screen.warn)
@@ -71,12 +70,8 @@ def train(setup: Setup, run: Run, screen: Screen) -> Result:
 
     tracker = track.mirrored(run, config, progress.step, screen.warn)
     with Stop(screen.say) as stop, tracker, screen.training(progress.step, setup.total):
-        end, ending = pace.last_step(), False
-        done = progress.step == end or progress.has_ended(config.budget_s) or (progress.step and pace.is_late)
-        if keeper.out_of_patience or done:
-            end, ending = progress.step, True
-        elif pace.is_late:
-            raise ValueError(f"the {config.budget} of --budget were over before a step could be taken")
+        ending = is_over(config, pace, keeper, progress)
+        end = progress.step if ending else pace.last_step()
         for batch in meter.timed(batches.stream(progress.step, end)):
             lr = learner.set_rate(rate(*pace.place(progress.step), config))
             here = learner.take(batch)
@@ -118,6 +113,15 @@ def train(setup: Setup, run: Run, screen: Screen) -> Result:
     return Result(finished, progress.step, progress.seconds, scores, progress.best_step)
 
 
+def is_over(config: TrainConfig, pace: Pace, keeper: Keeper, progress: Progress) -> bool:
+    """Whether no step is to be taken, as all were before, or the time was; a run needs one at least."""
+    if keeper.out_of_patience or progress.step == pace.last_step() or progress.has_ended(config.budget_s):
+        return True
+    if pace.is_late and not progress.step:
+        raise ValueError(f"the {config.budget} of --budget were over before a step could be taken")
+    return pace.is_late
+
+
 def paced(setup: Setup, progress: Progress) -> Pace:
     """From nothing, all the time is used; what is learned already is spoilt by more than it needs."""
     config = setup.config
@@ -126,8 +130,8 @@ def paced(setup: Setup, progress: Progress) -> Pace:
     return Pace(setup.total, setup.deadline, config.budget_s or 0.0, most, progress.seconds, evaluations)
 
 
-def ready(setup: Setup, screen: Screen) -> tuple[Learner, Placed, Batches, Scored]:
-    """The model where it will learn, what it learns from, and what it is scored on."""
+def ready(setup: Setup, screen: Screen) -> tuple[Learner, Placed, Batches, Scored, Batch]:
+    """The model where it will learn, what it learns from and is scored on, and the last batch."""
     config = setup.config
     torch.manual_seed(config.seed)
     model = origin.begin(config, setup.origin, setup.tokenizer)
@@ -135,13 +139,14 @@ def ready(setup: Setup, screen: Screen) -> tuple[Learner, Placed, Batches, Score
     batches, held_out = prepare(config, setup), Scored(setup.data.held_out)
     if setup.locked:
         batches, held_out = encode_once(config, setup, model, batches, screen)
-    last = batches.at(setup.total - 1)
+    last = batches.at(setup.total - 1)  # its pictures are the largest
     placed = place.settle(config, model, last, setup.total, setup.before, screen)
     devices.prepare(placed.plan)
     memory.keep_memory()
     if setup.origin and not setup.start:
         recipes.meet(model, setup.origin, batches)
-    return Learner(model, config, replace(placed.plan, compile=False)), placed, batches, held_out
+    learner = Learner(model, config, replace(placed.plan, compile=False))
+    return learner, placed, batches, held_out, last
 
 
 def introduce(

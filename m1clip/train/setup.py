@@ -1,6 +1,5 @@
 """What a run is before it begins: what can be refused is refused here, and what was open is settled."""
 
-import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -146,7 +145,12 @@ def require_room(config: TrainConfig, runs: Path, resumed: Run | None) -> None:
 
 def captions(pairs: Side) -> Iterator[str]:
     """All of them; of very many, those of pictures at equal distances, from the first to the last."""
-    first = range(min(100, len(pairs)))
-    each = sum(len(pairs.captions(row)) for row in first) / len(first)
-    rows = range(0, len(pairs), math.ceil(len(pairs) * each / MOST_READ))
+    some = spread(len(pairs), 100)
+    each = sum(len(pairs.captions(row)) for row in some) / len(some)
+    rows = spread(len(pairs), max(1, int(MOST_READ / each)))
     return (caption for row in rows for caption in islice(pairs.captions(row), 20))
+
+
+def spread(number: int, most: int) -> range:
+    """Rows at equal distances, from the first to the last."""
+    return range(0, number, -(-number // most))

@@ -195,6 +195,8 @@ def some_batch(config: TrainConfig, size: int, tokens: int) -> Batch:
     rng, side = torch.Generator().manual_seed(0), config.model.vision.image_size
     tokens_BL = torch.randint(3, config.model.text.vocab, (size, tokens), generator=rng)
     tokens_BL[:, 0], tokens_BL[:, -1] = 1, 2
+    if config.captions > 1:
+        tokens_BL = tokens_BL[:, None].repeat(1, config.captions, 1)
     bytes_BSSC = torch.randint(0, 256, (size, side, side, 3), generator=rng, dtype=torch.uint8)
     key_B = torch.randint(0, 2**32, (size,), generator=rng)
     return Batch(bytes_BSSC, tokens_BL, key_B, None, np.arange(size))

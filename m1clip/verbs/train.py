@@ -39,6 +39,7 @@ FIXED = (
     *("vision_weights", "text", "features", "lock", "views", "rank", "adapt"),
 )
 LENGTHS = ("--epochs", "--steps")
+SHAPES = ("--model.vision", "--model.text", "--model.embed")
 COMPATIBLE = {("--fresh", "--config"), ("--fresh", "--preset")}
 
 
@@ -107,14 +108,12 @@ def defaults(words: list[str]) -> TrainConfig:
     named = {key: value_of(f"--{key}", words) or "" for key in ("init", "vision", "text")}
     recipe: Any = value_of("--recipe", words) or "auto"
     if named["init"]:  # a preset's activation is no wish about other weights
-        shape = [
-            word.partition("=")[0] for word in words if word.startswith(("--model.vision", "--model.text"))
-        ]
-        if shape or given("--model.embed", words):
-            wish = (*shape, "--model.embed")[0]
-            raise ValueError(
-                f"--init brings a model whose shape is settled; {wish} would be another's: leave it out"
-            )
+        for word in words:
+            if word.startswith(SHAPES):
+                wish = word.partition("=")[0]
+                raise ValueError(
+                    f"--init brings a model whose shape is settled; {wish} would be another's: leave it out"
+                )
         base = replace(base, model=replace(base.model, activation="gelu"))
     if not any(named.values()) or recipe not in RECIPES:
         return base
