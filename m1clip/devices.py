@@ -347,21 +347,13 @@ def attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> T
     q_BHLd, k_BHLd, v_BHLd = q_BHLd.contiguous(), k_BHLd.contiguous(), v_BHLd.contiguous()
     if q_BHLd.shape[2] > 8:
         return F.scaled_dot_product_attention(q_BHLd, k_BHLd, v_BHLd, is_causal=causal)
-    L = q_BHLd.shape[2]
-    future_LL = torch.ones(L, L, dtype=torch.bool, device=q_BHLd.device).triu(1) if causal else None
-    return plain_attention(q_BHLd, k_BHLd, v_BHLd, future_LL)
+    return plain_attention(q_BHLd, k_BHLd, v_BHLd, causal)
 
 
-def attention_of_one(q_BH1d: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, hidden_BL: Tensor | None) -> Tensor:
-    """What one token of each item sees of all; little work, so in plain products on every device."""
-    if q_BH1d.device.type == "mps":
-        k_BHLd, v_BHLd = k_BHLd.contiguous(), v_BHLd.contiguous()
-    return plain_attention(q_BH1d, k_BHLd, v_BHLd, None if hidden_BL is None else hidden_BL[:, None, None])
-
-
-def plain_attention(q_BHKd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, hidden: Tensor | None) -> Tensor:
-    """Of K tokens that look at L, but not at what is hidden from them."""
-    score_BHKL = q_BHKd * q_BHKd.shape[-1] ** -0.5 @ k_BHLd.transpose(-2, -1)
-    if hidden is not None:
-        score_BHKL = score_BHKL.masked_fill(hidden, float("-inf"))
-    return torch.softmax(score_BHKL, dim=-1) @ v_BHLd
+def plain_attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> Tensor:
+    score_BHLL = q_BHLd * q_BHLd.shape[-1] ** -0.5 @ k_BHLd.transpose(-2, -1)
+    if causal:
+        score_BHLL = score_BHLL.masked_fill(
+            score_BHLL.new_ones(score_BHLL.shape[-2:]).triu(1) > 0, float("-inf")
+        )
+    return torch.softmax(score_BHLL, dim=-1) @ v_BHLd

@@ -118,9 +118,9 @@ def test_flops_of_a_pair_by_hand(tiny):
     made = cost(tiny, tokens=12)
     D, patches = 32, 4
     vision, text = patches + 1, 12
-    linear = 2 * D * D * (12 + 3) * (vision + text)  # both towers have two blocks, and the last goes on
-    linear += 2 * D * D * 9 * 2  # with one token of each
-    attention = 4 * D * (vision**2 + text**2 + vision + text)
+    linear = 2 * D * D * 12 * (vision + text)  # both towers have two blocks, and the last
+    linear += 2 * D * D * 12 * 2  # works for one token of each, at which its two heads look whole
+    attention = 4 * D * (vision**2 + text**2 + 2 * (vision + text))
     ends = 2 * (3 * 16 * 16 * D * patches + 2 * D * tiny.embed)
     logits = 2 * 2 * tiny.embed  # a batch of two, per pair
     assert made.forward_gflop * 1e9 == pytest.approx(linear + attention + ends + logits, rel=0.02)

@@ -169,7 +169,7 @@ def test_info_counts_the_seed_preset(capsys):
     _, out, _ = said(capsys, "info", "--preset", "seed", "--json")
     row = json.loads(out)
     assert row["total"] == 105_426_433
-    assert row["forward_gflop"] == pytest.approx(35.5, rel=0.01)  # 38.1 if the last blocks did all tokens
+    assert row["forward_gflop"] == pytest.approx(34.7, rel=0.01)  # 38.1 if the last blocks did all tokens
     assert row["memory_gb"]["optimiser"] == pytest.approx(2 * row["memory_gb"]["parameters"])
     assert "105,426,433" in said(capsys, "info", "seed")[1]
 

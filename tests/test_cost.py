@@ -8,14 +8,14 @@ from m1clip.shapes import ModelConfig, TextConfig, VisionConfig
 
 
 def test_flops_equal_the_arithmetic_of_a_transformer():
-    """The last block of captions makes q, k and v of all tokens, and goes on with the one of the end."""
+    """The last block of captions works for the token of the end alone; its heads look at all tokens whole."""
     vision, text = VisionConfig(64, 16, 128, 3, 4, pool="mean"), TextConfig(100, 20, 64, 2, 2)
 
-    def block(width, tokens, onward):
-        return 2 * width**2 * (3 * tokens + 9 * onward) + 4 * onward * tokens * width
+    def block(width, tokens):
+        return 24 * width**2 * tokens + 4 * tokens**2 * width
 
-    seen = 2 * (3 * 16 * 16) * 128 * 16 + 3 * block(128, 16, 16) + 2 * 128 * 32  # patches, blocks, projection
-    told = block(64, 20, 20) + block(64, 20, 1) + 2 * 64 * 32
+    seen = 2 * (3 * 16 * 16) * 128 * 16 + 3 * block(128, 16) + 2 * 128 * 32  # patches, blocks, projection
+    told = block(64, 20) + 24 * 64**2 + 4 * 20 * 64 * text.heads + 2 * 64 * 32
     for captions in (1, 5, 12):
         made = cost(ModelConfig(vision, text, 32), captions=captions)
         assert made.forward_gflop * 1e9 == pytest.approx(seen + captions * told, rel=0.01)
@@ -45,6 +45,6 @@ def test_memory_of_the_seed_preset_is_weights_four_times_and_activations():
     memory = cost(PRESETS["seed"].model).memory_gb(12)
     assert memory["parameters"] == memory["gradients"] == pytest.approx(0.4217, abs=1e-3)
     assert memory["optimiser"] == pytest.approx(0.8434, abs=1e-3)
-    # 16 numbers per token, block and feature: norms, q k v, attention, and the wide layer twice
-    expected = 12 * 16 * 4 * (197 * 768 * 12 + 77 * 512 * 6) / 1e9
+    # 10 numbers per token, block and feature: two inputs of norms, q k v, attention, and the wide layer
+    expected = 12 * 10 * 4 * (197 * 768 * 11 + 77 * 512 * 5) / 1e9
     assert memory["activations"] == pytest.approx(expected, rel=0.1)

@@ -42,7 +42,7 @@ def test_a_wish_is_taken_at_its_word(learner):
 def test_the_largest_chunk_that_fits_is_found_by_trying(learner, monkeypatch, one_mb, fits):
     """Room is 0.7 of 60 MB, and 3 MB are kept a pair, so 8 are tried; a pair really takes `one_mb`."""
     monkeypatch.setattr(memory, "free_gb", lambda device: 0.06)
-    monkeypatch.setattr(memory, "state_gb", lambda learner: 0.0)
+    monkeypatch.setattr(memory, "gradients_gb", lambda learner: 0.0)
     monkeypatch.setattr(memory, "trial", lambda learner, batch, chunk: chunk * one_mb / 1e3)
     chunk, why = memory.choose_chunk(learner, some_batch(64), pair_bytes=3_000_000)
     assert chunk == fits
@@ -51,14 +51,14 @@ def test_the_largest_chunk_that_fits_is_found_by_trying(learner, monkeypatch, on
 
 def test_a_trial_that_runs_out_is_halved_and_one_that_sees_nothing_is_not_believed(learner, monkeypatch):
     monkeypatch.setattr(memory, "free_gb", lambda device: 0.06)
-    monkeypatch.setattr(memory, "state_gb", lambda learner: 0.0)
+    monkeypatch.setattr(memory, "gradients_gb", lambda learner: 0.0)
     monkeypatch.setattr(memory, "trial", lambda learner, batch, chunk: None if chunk > 2 else 0.0)
     assert memory.choose_chunk(learner, some_batch(64), pair_bytes=3_000_000)[0] == 4
 
 
 def test_where_not_even_one_pair_fits_it_is_said(learner, monkeypatch):
     monkeypatch.setattr(memory, "trial", lambda *a: None)
-    for free, words in ((0.01, "not even one pair fits"), (0.0, "gradients and moments need")):
+    for free, words in ((0.01, "not even one pair fits"), (0.0, "gradients need")):
         monkeypatch.setattr(memory, "free_gb", lambda device, free=free: free)
         with pytest.raises(MemoryError, match=words):
             memory.choose_chunk(learner, some_batch(64), pair_bytes=3_000_000)

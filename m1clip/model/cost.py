@@ -48,11 +48,13 @@ def cost(config: ModelConfig, pairs: int = 2, tokens: int | None = None, caption
         model = CLIP(config)
         weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
         kept: dict[int, int] = {}
+        alive: list[Tensor] = []  # or an address might be used, and counted, twice
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage._cdata not in weights:  # a layer also keeps a view of its weight
                 kept[storage._cdata] = storage.nbytes()
+                alive.append(tensor)
             return tensor
 
         pixels_BCSS = torch.empty(pairs, 3, side, side)

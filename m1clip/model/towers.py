@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from m1clip import devices
+from m1clip.model.lean import linear_after
 from m1clip.model.noise import dropout, some_of, uniform
 from m1clip.shapes import TextConfig, VisionConfig
 
@@ -35,17 +36,41 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x_BLD: Tensor, only_B: Tensor | None) -> Tensor:
+    def forward(self, x_BLD: Tensor, norm: nn.LayerNorm, only_B: Tensor | None) -> Tensor:
+        if only_B is not None and type(self.qkv) is nn.Linear:  # adapters stand beside the whole of it
+            one_BD: Tensor = self.out(self.of_one(norm(x_BLD), only_B))
+            return one_BD[:, None]
         B, L, _ = x_BLD.shape
-        q_BHLd, k_BHLd, v_BHLd = self.qkv(x_BLD).view(B, L, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        if only_B is None:
-            y_BHLd = devices.attention(q_BHLd, k_BHLd, v_BHLd, self.causal)
-        else:
-            q_BH1d = q_BHLd[torch.arange(B, device=only_B.device), :, only_B][:, :, None]
-            later_BL = torch.arange(L, device=only_B.device) > only_B[:, None] if self.causal else None
-            y_BHLd = devices.attention_of_one(q_BH1d, k_BHLd, v_BHLd, later_BL)
+        qkv_BLX = linear_after(norm, self.qkv, x_BLD)
+        q_BHLd, k_BHLd, v_BHLd = qkv_BLX.view(B, L, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y_BHLd = devices.attention(q_BHLd, k_BHLd, v_BHLd, self.causal)
         y_BLD: Tensor = self.out(y_BHLd.transpose(1, 2).flatten(2))
-        return y_BLD
+        return y_BLD if only_B is None else one_of_each(y_BLD, only_B)
+
+    def of_one(self, x_BLD: Tensor, only_B: Tensor) -> Tensor:
+        """What one token of each item sees of all.
+
+        The key and the value of a token are matrices times the token. With one query the matrices can be put
+        to the other side: q · (K x) = (q K) · x, and the sum of p V x is V times the sum of p x. So no key
+        and no value is made. The keys' bias would add the same to all scores, which softmax does not notice.
+        """
+        B, L, D = x_BLD.shape
+        (q_DD, k_DD, v_DD), (q_D, _, v_D) = self.qkv.weight.chunk(3), self.qkv.bias.chunk(3)
+        q_HBd = F.linear(one_of_each(x_BLD, only_B)[:, 0], q_DD, q_D).view(B, self.heads, -1).transpose(0, 1)
+        wish_BHD = (q_HBd @ k_DD.view(self.heads, -1, D)).transpose(0, 1)
+        score_BHL = wish_BHD * q_HBd.shape[-1] ** -0.5 @ x_BLD.mT
+        if self.causal:
+            later_BL = torch.arange(L, device=only_B.device) > only_B[:, None]
+            score_BHL = score_BHL.masked_fill(later_BL[:, None], float("-inf"))
+        seen_HBD = (score_BHL.softmax(-1) @ x_BLD).transpose(0, 1)
+        y_HBd = seen_HBD @ v_DD.view(self.heads, -1, D).mT
+        y_BD: Tensor = y_HBd.transpose(0, 1).flatten(1) + v_D
+        return y_BD
+
+
+def one_of_each(x_BLD: Tensor, only_B: Tensor) -> Tensor:
+    """(B, 1, D): of each item, one token."""
+    return x_BLD[torch.arange(len(only_B), device=only_B.device), only_B][:, None]
 
 
 class MLP(nn.Module):
@@ -55,9 +80,8 @@ class MLP(nn.Module):
         self.activation = ACTIVATIONS[activation]()
         self.narrow = nn.Linear(inside, width)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        y_BLD: Tensor = self.narrow(self.activation(self.wide(x_BLD)))
-        return y_BLD
+    def forward(self, x_BLD: Tensor, norm: nn.LayerNorm) -> Tensor:
+        return linear_after(self.activation, self.narrow, linear_after(norm, self.wide, x_BLD))
 
 
 class Block(nn.Module):
@@ -78,11 +102,11 @@ class Block(nn.Module):
     def forward(
         self, x_BLD: Tensor, part: float, key_B: Tensor | None, only_B: Tensor | None = None
     ) -> Tensor:
-        seen_BLD = self.attn(self.ln_1(x_BLD), only_B)
+        seen_BLD = self.attn(x_BLD, self.ln_1, only_B)
         if only_B is not None:
-            x_BLD = x_BLD[torch.arange(len(only_B), device=only_B.device), only_B][:, None]
+            x_BLD = one_of_each(x_BLD, only_B)
         x_BLD = x_BLD + dropout(seen_BLD, part, key_B, self.salt)
-        return x_BLD + dropout(self.mlp(self.ln_2(x_BLD)), part, key_B, self.salt + 1)
+        return x_BLD + dropout(self.mlp(x_BLD, self.ln_2), part, key_B, self.salt + 1)
 
 
 class Thought(nn.Module):
@@ -95,7 +119,7 @@ class Thought(nn.Module):
         self.salt = salt
 
     def forward(self, x_BD: Tensor, part: float, key_B: Tensor | None) -> Tensor:
-        return x_BD + dropout(self.mlp(self.ln_2(x_BD)), part, key_B, self.salt)
+        return x_BD + dropout(self.mlp(x_BD, self.ln_2), part, key_B, self.salt)
 
 
 class Tower(nn.Module):

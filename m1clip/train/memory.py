@@ -51,13 +51,13 @@ def choose_chunk(learner: Learner, batch: Batch, pair_bytes: int) -> tuple[int, 
     if wish != "auto":
         return min(wish, size), f"asked for with --chunk {wish}"
     free = free_gb(learner.device)
-    room = SHARE * free - state_gb(learner)
+    room = SHARE * free - gradients_gb(learner)
     pair = (PEAK_RECOMPUTED if learner.config.recompute else PEAK) * pair_bytes / 1e9
     measured = f"{pair_bytes / 1e6:.1f} MB kept a pair, {free:.1f} GB free"
     if pair * size <= room:
         return size, f"the whole batch: {measured}"
     if room <= 0:
-        raise MemoryError(f"gradients and moments need {state_gb(learner):.1f} GB, {free:.1f} GB are free")
+        raise MemoryError(f"gradients need {gradients_gb(learner):.1f} GB, {free:.1f} GB are free")
     chunk = power_of_two(room / pair)
     while (took := trial(learner, batch, chunk)) is None:
         if chunk == 1:
@@ -148,9 +148,9 @@ def gb(tensors: list[Tensor] | list[torch.nn.Parameter]) -> float:
     return sum(tensor.nbytes for tensor in tensors) / 1e9
 
 
-def state_gb(learner: Learner) -> float:
-    """What will be held beside the activations, and is not yet: gradients and moments."""
-    return 3 * gb(list(learner.weights.values()))
+def gradients_gb(learner: Learner) -> float:
+    """What will be held beside the activations, and is not yet; the moments are there."""
+    return gb(list(learner.weights.values()))
 
 
 def free_gb(device: torch.device) -> float:

@@ -37,6 +37,10 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
     made: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(rest, lr=config.lr, betas=(0.9, config.beta2), eps=1e-6, fused=True)
     ]
+    for weight in (weight for group in made[0].param_groups for weight in group["params"]):
+        # AdamW itself would at its first step, whose gradients would leave holes between them in memory.
+        moments = {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
+        made[0].state[weight] = {"step": weight.new_zeros(()), **moments}
     if turned_groups:
         made.append(Muon(turned_groups, config.lr))
     return made
@@ -66,6 +70,8 @@ class Muon(torch.optim.Optimizer):
         """Steps are as long as AdamW's, so that one rate suits both."""
         turning = {"ns_coefficients": (3.4445, -4.775, 2.0315), "ns_steps": 5, "eps": 1e-7}
         super().__init__(groups, {"lr": lr, "momentum": 0.95, "weight_decay": 0.1, **turning})
+        for weight in (weight for group in self.param_groups for weight in group["params"]):
+            self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -86,11 +92,8 @@ class Muon(torch.optim.Optimizer):
 
     def _ahead(self, weight: Tensor, group: dict[str, Any], live: Tensor | float) -> Tensor:
         """The moving mean of the gradients and, as Nesterov has it, a step on: a wide matrix."""
-        grad, state, memory = weight.grad, self.state[weight], group["momentum"]
+        grad, moving, memory = weight.grad, self.state[weight]["momentum_buffer"], group["momentum"]
         assert grad is not None
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(weight)
-        moving = state["momentum_buffer"]
         if isinstance(live, Tensor):
             grad = torch.where(live > 0, grad, moving)  # 0 times what is not finite would not be 0
         moving.lerp_(grad, 1 - memory)
