@@ -7,9 +7,9 @@ losses agree is checked first. Each lives in a process of its own and they take 
 captions are real: we cut a batch to its longest one, where open_clip's trainer and transformers'
 run_clip.py fill every caption up to the length that the model can read. Ours starts from bytes, as in
 training; the peers are given finished pixels. Optimiser: AdamW, as each one's trainer makes it. Memory is
-the most that the process had above what it held before it made the model. The peak against which our use of
-the processor is held is that of plain products of matrices, a second of them before each round, because
-what this machine can do changes from minute to minute.
+the most that the process had above what it held before it made the model. GFLOP are products, counted in a
+real step. The peak is what plain products of matrices make, a second of them before each round, because
+what a machine can do changes from minute to minute.
 """
 
 import json
@@ -26,6 +26,7 @@ from typing import Annotated, Any
 
 import torch
 import tyro
+from torch.utils.flop_counter import FlopCounterMode
 
 from m1clip import devices, sensors
 from m1clip.config import PRESETS, TrainConfig
@@ -34,7 +35,6 @@ from m1clip.data.sides import open_sides
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP, load
 from m1clip.model.convert import convert
-from m1clip.model.cost import cost
 from m1clip.model.tokenizer import make
 from m1clip.shapes import VisionConfig
 from m1clip.train.memory import keep_memory
@@ -66,8 +66,8 @@ def main(args: Args) -> None:
         "ours / theirs",
         "memory GB",
         "ours / theirs",
+        "GFLOP",
         "of peak",
-        "GFLOP/s",
     )
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for name in args.only:
@@ -82,8 +82,7 @@ def rows(name: str, size: int, args: Args) -> list[list[str]]:
     plain = replace(vision, stem="patch", pool="class")  # what all three have
     config = replace(config, model=replace(config.model, vision=plain))
     with tempfile.TemporaryDirectory() as folder:
-        batch = prepared(config, Path(folder))
-        made = cost(config.model, tokens=batch.tokens_BL.shape[1])
+        prepared(config, Path(folder))
         workers = {who: start(who, Path(folder), args) for who in NAMES}
         losses = {who: ask(worker, "loss")["loss"] for who, worker in workers.items()}
         assert max(losses.values()) - min(losses.values()) < 1e-3, losses
@@ -96,27 +95,28 @@ def rows(name: str, size: int, args: Args) -> list[list[str]]:
             for who in NAMES if number % 2 else NAMES[::-1]:
                 times[who].append(ask(workers[who], "step")["seconds"])
         held = {who: ask(worker, "peak")["gb"] for who, worker in workers.items()}
+        work = {who: ask(worker, "work")["gflop"] for who, worker in workers.items()}
         for worker in workers.values():
             worker.kill()
     lines = []
     for who in NAMES:
         seconds = median(times[who])
         ratios = [theirs / ours for theirs, ours in zip(times[who], times["m1clip"], strict=True)]
-        ours, speeds = who == "m1clip", [made.step_gflop * size / second for second in times["m1clip"]]
+        ours, speeds = who == "m1clip", [work[who] / second for second in times[who]]
         lines.append(
             [
                 *(name, str(size), who, f"{1e3 * seconds:.0f}", f"{size / seconds:.1f}"),
                 "" if ours else f"{median(ratios):.2f} × as fast",
                 f"{held[who]:.2f}",
                 "" if ours else f"{held['m1clip'] / held[who]:.2f}",
-                f"{median(map(truediv, speeds, peaks)):.0%}" if ours else "",
-                f"{median(speeds):.0f} of {median(peaks):.0f}" if ours else "",
+                f"{work[who]:.0f}",
+                f"{median(map(truediv, speeds, peaks)):.0%}",
             ]
         )
     return lines
 
 
-def prepared(config: TrainConfig, folder: Path) -> Batch:
+def prepared(config: TrainConfig, folder: Path) -> None:
     """The same model as everybody reads it, and a batch of real pairs."""
     side = config.model.vision.image_size
     data = open_sides(config, side, side)
@@ -134,7 +134,6 @@ def prepared(config: TrainConfig, folder: Path) -> Batch:
     (folder / "captions.json").write_text(json.dumps(told))
     torch.save({"bytes": batch.bytes_BSSC, "tokens": batch.tokens_BL}, folder / "batch.pt")
     (folder / "config.json").write_text(json.dumps({"preset": config.preset, "batch": config.batch}))
-    return batch
 
 
 def start(who: str, folder: Path, args: Args) -> "subprocess.Popen[str]":
@@ -169,6 +168,10 @@ def worker(who: str, where: str, threads: int) -> None:
         found: dict[str, float] = {}
         if line.strip() == "peak":
             found = {"gb": sensors.peak_gb() - before}
+        elif line.strip() == "work":
+            with FlopCounterMode(display=False) as counter:
+                step(True)
+            found = {"gflop": counter.get_total_flops() / 1e9}
         else:
             began = time.perf_counter()
             found = {"loss": step(line.strip() == "loss"), "seconds": time.perf_counter() - began}
