@@ -1,7 +1,5 @@
 """Layers that keep less, against the same layers as torch has them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -85,7 +83,7 @@ def test_a_step_of_lean_layers_is_the_same_and_keeps_less(tiny, monkeypatch, rec
     results = []
     for wide in (10**6, 1):
         monkeypatch.setattr(lean, "WIDE", wide)
-        learner = some_learner(replace(config), 5)
+        learner = some_learner(config, 5)
         kept = memory.kept_bytes(learner, some_batch(12))
         stats, *_ = train_step(learner, some_batch(12))
         results.append((kept, stats, {name: weight.grad.clone() for name, weight in learner.weights.items()}))
