@@ -21,19 +21,19 @@ import torch
 
 from m1clip import devices
 from m1clip.config import TrainConfig, preset
+from m1clip.console import Screen
 from m1clip.data.batches import Batch
 from m1clip.data.convert import convert
 from m1clip.data.pairs import silent
-from m1clip.data.sides import open_sides
 from m1clip.data.sources import open_sources
+from m1clip.data.splits import open_sides
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import make
-from m1clip.train import loop
-from m1clip.train.learner import Learner
-from m1clip.train.screen import Screen
-from m1clip.train.setup import check
-from m1clip.train.step import train_step
+from m1clip.training import loop
+from m1clip.training.setup import check
+from m1clip.training.state import Learner
+from m1clip.training.step import train_step
 
 Stream = Callable[[], Iterator[Batch]]
 AUGMENTED = {"crop": 0.5, "flip": True}

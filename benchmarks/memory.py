@@ -53,8 +53,8 @@ def one(name: str, batch: int, chunk: int, recompute: int) -> dict[str, float]:
     from m1clip.config import preset
     from m1clip.data.batches import Batch
     from m1clip.model.clip import CLIP
-    from m1clip.train.learner import Learner
-    from m1clip.train.step import train_step
+    from m1clip.training.state import Learner
+    from m1clip.training.step import train_step
 
     config = replace(preset(name), batch=batch, recompute=bool(recompute))
     vision, text = config.model.vision, config.model.text

@@ -18,7 +18,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # longlog writes what the tests read
 from longlog import write_run
 from m1clip.monitor.log import Followed
-from m1clip.monitor.views import learning
+from m1clip.monitor.terminal_views import learning
 from m1clip.run import Run
 
 REPEATS = 5

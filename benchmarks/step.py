@@ -31,14 +31,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from m1clip import devices, sensors
 from m1clip.config import PRESETS, TrainConfig
 from m1clip.data.batches import Batch, Batches
-from m1clip.data.sides import open_sides
+from m1clip.data.splits import open_sides
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP, load
-from m1clip.model.convert import convert
+from m1clip.model.export_clip import convert
 from m1clip.model.tokenizer import make
 from m1clip.shapes import VisionConfig
-from m1clip.train.memory import keep_memory
-from m1clip.train.setup import captions
+from m1clip.training.memory import keep_memory
+from m1clip.training.setup import captions
 
 CASES = {"seed": 12, "small": 64, "nano": 256}
 """Presets, and the pairs of a batch: the documents' model, ViT-S/16 at 112 pixels, and the smallest."""
@@ -181,8 +181,8 @@ def worker(who: str, where: str, threads: int) -> None:
 def ours(folder: Path, held: dict[str, torch.Tensor]) -> Any:
     import numpy as np
 
-    from m1clip.train.learner import Learner
-    from m1clip.train.step import train_step
+    from m1clip.training.state import Learner
+    from m1clip.training.step import train_step
 
     about = json.loads((folder / "config.json").read_text())
     config = replace(PRESETS[about["preset"]], batch=about["batch"], optimizer="adamw")

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from m1clip import run as runs
 from m1clip.config import preset
+from m1clip.console import Screen
 from m1clip.data.rows import Faults
-from m1clip.data.sides import Side, open_part
-from m1clip.data.synthetic import Synthetic
+from m1clip.data.splits import Side, open_part
+from m1clip.data.synthetic.scenes import Synthetic
 from m1clip.evals.embed import embed_captions, embed_pictures
 from m1clip.model.clip import load
-from m1clip.train import loop
-from m1clip.train.screen import Screen
-from m1clip.train.setup import check
+from m1clip.training import loop
+from m1clip.training.setup import check
 
 
 @dataclass(frozen=True)

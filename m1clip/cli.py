@@ -59,7 +59,7 @@ def run(words: list[str]) -> int:
         verb, flags = split_verb(words)
         if verb is None:
             return 0
-        module = import_module(f"m1clip.verbs.{verb.replace(' ', '_')}")
+        module = import_module(f"m1clip.commands.{verb.replace(' ', '_')}")
         code: int = module.main(module.parse(f"m1clip {verb}", flags))
         return code
     except BrokenPipeError:  # the reader has had enough, as in `m1clip info | head`

@@ -8,7 +8,7 @@ from pathlib import Path
 from m1clip.config import DataConfig
 from m1clip.data.index import Indexed
 from m1clip.data.sources import Source, open_sources
-from m1clip.data.synthetic import Synthetic
+from m1clip.data.synthetic.scenes import Synthetic
 
 SCENES = Synthetic(200)
 

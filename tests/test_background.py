@@ -12,9 +12,9 @@ import pytest
 
 from m1clip import cli
 from m1clip import run as runs
+from m1clip.commands import stop as stopping
+from m1clip.commands.runs import ago
 from m1clip.config import to_json
-from m1clip.verbs import stop as stopping
-from m1clip.verbs.runs import ago
 
 
 def said(capfd, *words: str) -> tuple[int, str, str]:

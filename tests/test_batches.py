@@ -7,8 +7,8 @@ import torch
 
 from m1clip.data import augment
 from m1clip.data.batches import Augment, Batches, draws, growing, looks_of, twins
-from m1clip.data.sides import Part, Side, Stored
-from m1clip.data.synthetic import Synthetic
+from m1clip.data.splits import Part, Side, Stored
+from m1clip.data.synthetic.scenes import Synthetic
 from m1clip.data.workers import decode_rows
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.shapes import VisionConfig

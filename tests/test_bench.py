@@ -13,14 +13,14 @@ import torch
 from fakes import fake_gpu
 from m1clip import cli, devices, measurements, sensors
 from m1clip.bench import crossover, operations, report, scaling, sweep
+from m1clip.commands import doctor
 from m1clip.config import PRESETS, preset, to_json
 from m1clip.devices import Plan
 from m1clip.measurements import Measurements
 from m1clip.model.cost import cost
-from m1clip.train import place, timing
-from m1clip.train.learner import Learner
-from m1clip.train.step import train_step
-from m1clip.verbs import doctor
+from m1clip.training import device_plan, timing
+from m1clip.training.state import Learner
+from m1clip.training.step import train_step
 from test_advisor import row
 from trained import some_batch, some_learner
 
@@ -341,13 +341,13 @@ def test_bench_with_two_devices_compares_them(capsys, monkeypatch, tmp_path):
 
 
 def test_scaling_measures_what_fits_and_plans_the_rest(capsys, monkeypatch, tmp_path):
-    real = place.work_of
+    real = device_plan.work_of
 
     def huge(config, *rest):
         work = real(config, *rest)
         return replace(work, parameters=10**12) if config.preset == "midi" else work
 
-    monkeypatch.setattr(place, "work_of", huge)
+    monkeypatch.setattr(device_plan, "work_of", huge)
     monkeypatch.setattr(scaling, "SECONDS", 0.05)
     code, out, _ = ran(capsys, "bench", "scaling", "--presets", "mini", "midi", "--out", "here", "--json")
     assert code == 0
@@ -384,7 +384,7 @@ def test_advise_answers_from_what_was_measured(capsys, monkeypatch, tmp_path):
 
 
 def test_advise_measures_for_a_moment_what_it_does_not_know(capsys, monkeypatch):
-    monkeypatch.setattr(place, "MOMENT_S", 0.05)
+    monkeypatch.setattr(device_plan, "MOMENT_S", 0.05)
     code, out, _ = ran(capsys, "advise", "--preset", "mini", "--batch", "8")
     assert code == 0
     assert "measured on" in out
@@ -401,7 +401,7 @@ def test_advise_knows_nothing_and_says_so(capsys):
 def test_the_documents_rule_is_marked_when_it_is_wrong(capsys, monkeypatch):
     fake_gpu(monkeypatch)
     known, config = measurements.here(), preset("mini")
-    work = place.work_of(config, 32, 24, known)
+    work = device_plan.work_of(config, 32, 24, known)
     for plan, ms in ((Plan("cpu"), 100.0), (Plan("mps"), 20.0)):
         one = row(plan, ms, 32, model=work.model, gflop=work.gflop, peak_gb=0.1)
         known.add("step", **{key: value for key, value in one.items() if key not in ("kind", "time")})

@@ -13,11 +13,11 @@ from m1clip.config import TrainConfig, from_json
 from m1clip.data.sources import open_sources
 from m1clip.model.clip import load
 from m1clip.model.towers import Vision
-from m1clip.train import budget, loop, pace, timing
-from m1clip.train.budget import Rung, Time, Told, decide
-from m1clip.train.optim import rate
-from m1clip.train.pace import Pace
-from m1clip.train.setup import check
+from m1clip.training import autoconfig, loop, schedule, timing
+from m1clip.training.autoconfig import Rung, Time, Told, decide
+from m1clip.training.optim import rate
+from m1clip.training.schedule import Pace
+from m1clip.training.setup import check
 from photos import photos
 from trained import Quiet, trained
 
@@ -34,7 +34,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
-        monkeypatch.setattr(pace.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(schedule.time, "monotonic", lambda: self.now)
 
 
 @pytest.fixture
@@ -129,9 +129,9 @@ def test_what_is_looked_at_often_is_kept_from_being_learned_by_heart(pictures, c
 
 def test_many_pictures_of_which_few_are_seen_get_the_small_model_too():
     """Two minutes of a laptop are the same number of pairs, however many more there are."""
-    ladder = [*budget.BAGS, *budget.READERS]
+    ladder = [*autoconfig.BAGS, *autoconfig.READERS]
     few, many = (decide(Time(120, n, n / 700), ladder, [400.0, 250.0]) for n in (6_000, 10**6))
-    assert few.changes["model"] == many.changes["model"] == budget.BAGS[0].changes["model"]
+    assert few.changes["model"] == many.changes["model"] == autoconfig.BAGS[0].changes["model"]
     assert "cache_gb" not in few.changes
     assert many.changes["cache_gb"] == 0  # to decode a million would take all the time
     assert "decode" in many.why
@@ -155,10 +155,10 @@ def test_where_no_model_can_take_a_step_the_reason_is_told(tmp_path, monkeypatch
 
     monkeypatch.setattr(timing, "train_step", step)
     with pytest.raises(ValueError, match="no step of 5 pairs could be taken on cpu: it ran out of memory"):
-        budget.pick(config, lambda changes: replace(config, **changes), Quiet())
+        autoconfig.pick(config, lambda changes: replace(config, **changes), Quiet())
     most = 32
-    picked = budget.pick(config, lambda changes: replace(config, **changes), Quiet())
-    assert picked.changes["model"] == budget.BAGS[0].changes["model"]
+    picked = autoconfig.pick(config, lambda changes: replace(config, **changes), Quiet())
+    assert picked.changes["model"] == autoconfig.BAGS[0].changes["model"]
 
 
 def test_what_is_learned_from_is_known_by_a_sample(tmp_path):
@@ -171,13 +171,13 @@ def test_what_is_learned_from_is_known_by_a_sample(tmp_path):
     told = Told.of(open_sources(TrainConfig(data=str(tmp_path / "all.tsv"), held_out=10)))
     assert (told.pictures, told.captions, told.words, told.drawn) == (50, 1, 7, False)
     assert 0.3 < told.sides < 0.6
-    assert not budget.fitted(budget.BAGS[0], told).changes["flip"]
-    assert budget.fitted(budget.BAGS[0], replace(told, sides=0.0)).changes["flip"]
+    assert not autoconfig.fitted(autoconfig.BAGS[0], told).changes["flip"]
+    assert autoconfig.fitted(autoconfig.BAGS[0], replace(told, sides=0.0)).changes["flip"]
 
 
 def test_a_small_set_gets_a_batch_that_fits_and_no_more_captions_than_it_has():
-    for rung in (*budget.BAGS, *budget.READERS, *budget.SCENES):
-        fitted = budget.fitted(rung, Told(40, 1, 8.0, 0.0, False))
+    for rung in (*autoconfig.BAGS, *autoconfig.READERS, *autoconfig.SCENES):
+        fitted = autoconfig.fitted(rung, Told(40, 1, 8.0, 0.0, False))
         assert fitted.changes["batch"] == 10
         assert fitted.changes["captions"] == 1
         for care in (*(changes for _, changes in rung.care), {}):
@@ -185,12 +185,12 @@ def test_a_small_set_gets_a_batch_that_fits_and_no_more_captions_than_it_has():
 
 
 def test_scenes_are_not_mirrored_as_their_captions_say_left_and_right():
-    for rung in budget.SCENES:
+    for rung in autoconfig.SCENES:
         assert not replace(TrainConfig(), **rung.changes).flip
 
 
 def test_rungs_want_more_pairs_the_higher_they_are():
-    wanted = [rung.pairs for rung in (*budget.BAGS, *budget.READERS)]
+    wanted = [rung.pairs for rung in (*autoconfig.BAGS, *autoconfig.READERS)]
     assert wanted[0] == 0
     assert wanted == sorted(set(wanted))
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from m1clip.data import cache, disk
-from m1clip.data.cache import Store, decoded, stored
+from m1clip.data import cache_space, pixel_cache
 from m1clip.data.decode import BadPicture
-from m1clip.data.sides import Live
-from m1clip.data.synthetic import Synthetic
+from m1clip.data.pixel_cache import Store, decoded, stored
+from m1clip.data.splits import Live
+from m1clip.data.synthetic.scenes import Synthetic
 from m1clip.data.workers import decode_rows
 
 
@@ -63,7 +63,7 @@ def test_a_byte_that_the_disk_has_changed_is_noticed_and_only_its_part_made_agai
         file.seek(9 * 16 * 16 * 3 + 5)  # in the second part
         file.write(b"\xff")
     again = []
-    monkeypatch.setattr(cache, "decode_rows", lambda *args: again.append(args[2]) or decode_rows(*args))
+    monkeypatch.setattr(pixel_cache, "decode_rows", lambda *args: again.append(args[2]) or decode_rows(*args))
     del store
     assert np.array_equal(stored(Synthetic(20), 16, 1, 1).pixels(), sound)
     assert again == [range(8, 16)]
@@ -83,8 +83,9 @@ def test_a_store_that_is_not_whole_is_completed(damage):
 
 BUILD = """
 import sys, time
-from m1clip.data import cache, store
-from m1clip.data.synthetic import Synthetic
+from m1clip.data import pixel_cache
+from m1clip.data import row_store
+from m1clip.data.synthetic.scenes import Synthetic
 store.PART = 8
 
 class Slow(Synthetic):
@@ -93,7 +94,7 @@ class Slow(Synthetic):
         return super().image(index)
 
 done = []
-cache.stored(Slow(200), 16, 1, 1, lambda n: print(n, flush=True))
+pixel_cache.stored(Slow(200), 16, 1, 1, lambda n: print(n, flush=True))
 """
 
 
@@ -153,7 +154,7 @@ def test_a_build_that_fails_lets_go(monkeypatch):
     def fail(*_):
         raise OSError("no")
 
-    monkeypatch.setattr(cache, "decode_rows", fail)
+    monkeypatch.setattr(pixel_cache, "decode_rows", fail)
     with pytest.raises(OSError, match="no"):
         stored(Synthetic(20), 16, 1, 1)
     monkeypatch.undo()
@@ -175,7 +176,7 @@ def test_a_worker_that_is_killed_is_one_sentence():
 
 def test_what_does_not_fit_into_the_cache_is_not_stored():
     assert stored(Synthetic(20), 16, 10e-6, 1) is None
-    assert not [one for one in disk.cache_folder().iterdir() if one.name.startswith("pixels-")]
+    assert not [one for one in cache_space.cache_folder().iterdir() if one.name.startswith("pixels-")]
 
 
 def test_older_pictures_make_room_for_newer_unless_in_use():
@@ -191,7 +192,7 @@ def test_older_pictures_make_room_for_newer_unless_in_use():
 
 
 def test_a_disk_without_room_is_refused_with_a_way_out(monkeypatch):
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(cache_space, "free_bytes", lambda folder: 1000)
     with pytest.raises(OSError, match=r"M1CLIP_CACHE.*--cache-gb 0"):
         stored(Synthetic(20), 16, 1, 1)
 

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from m1clip import cli
+from m1clip.commands import train
 from m1clip.config import PRESETS, to_json
-from m1clip.verbs import train
 
 TINY = [
     *("--data", "synthetic:32", "--held-out", "8", "--batch", "8", "--epochs", "1", "--device", "cpu"),

@@ -11,7 +11,7 @@ from PIL import Image
 import m1clip
 from m1clip.config import PRESETS
 from m1clip.model.clip import CLIP
-from m1clip.model.convert import convert
+from m1clip.model.export_clip import convert
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.shapes import ModelConfig
 
@@ -273,7 +273,7 @@ def test_a_failed_save_leaves_the_old_model(model, tmp_path, monkeypatch):
     model.save(tmp_path / "m")
     before = (tmp_path / "m" / "model.safetensors").read_bytes()
     monkeypatch.setattr(
-        "m1clip.model.archive.save_file", lambda *a: (_ for _ in ()).throw(OSError(28, "No space"))
+        "m1clip.model.safe_load.save_file", lambda *a: (_ for _ in ()).throw(OSError(28, "No space"))
     )
     with pytest.raises(OSError, match="No space"):
         model.save(tmp_path / "m")

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from m1clip import cli
 from m1clip.config import DataConfig
-from m1clip.data.survey import alike, examine
+from m1clip.data.check import alike, examine
 from photos import SCENES, jpeg, opened, photos
 from trained import Quiet, trained
 

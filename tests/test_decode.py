@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from m1clip.data.decode import BadPicture, decode, header, heic
-from m1clip.pictures import rgb, square
+from m1clip.images import rgb, square
 from photos import SCENES, jpeg
 
 

@@ -8,10 +8,10 @@ from m1clip.config import TrainConfig, preset
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
-from m1clip.train import checkpoint, parity, timing
-from m1clip.train.checkpoint import Progress
-from m1clip.train.learner import Learner
-from m1clip.train.step import train_step
+from m1clip.training import checkpoint, parity, timing
+from m1clip.training.checkpoint import Progress
+from m1clip.training.state import Learner
+from m1clip.training.step import train_step
 from trained import some_batch, some_learner
 
 GPUS = ["cuda", "mps"]

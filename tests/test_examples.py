@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from m1clip.data.sides import Part, Side, Stored
-from m1clip.evals.difficulty import TIERS, by_difficulty, none_of, places, similarity
+from m1clip.data.splits import Part, Side, Stored
 from m1clip.evals.examples import examples
+from m1clip.evals.hard_negatives import TIERS, by_difficulty, none_of, places, similarity
 from trained import trained
 
 CAPTIONS = [

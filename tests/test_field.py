@@ -12,11 +12,11 @@ from tokenizers import models, pre_tokenizers, processors
 import m1clip
 from m1clip.model.clip import CLIP
 from m1clip.model.cost import cost
-from m1clip.model.field import open_text, open_vision, picture_features, require_extra
 from m1clip.model.fit import DoesNotFit
+from m1clip.model.pretrained import open_text, open_vision, picture_features, require_extra
 from m1clip.model.tokenizer import Marked
 from m1clip.shapes import ModelConfig, TextConfig
-from m1clip.train.encode import inference_form
+from m1clip.training.features import inference_form
 
 timm = pytest.importorskip("timm", reason="needs m1clip[timm]")
 transformers = pytest.importorskip("transformers", reason="needs m1clip[hf]")

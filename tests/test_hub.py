@@ -3,7 +3,7 @@
 import datasets
 import pytest
 
-from m1clip.data import hub
+from m1clip.data import hf_datasets
 from m1clip.data.index import Indexed
 from photos import jpeg, listed, opened, photos
 
@@ -75,7 +75,7 @@ def test_an_image_folder_of_the_library(tmp_path):
 
 
 def test_a_stream_is_kept_as_it_comes_and_goes_on_where_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "STREAMED", 5)
+    monkeypatch.setattr(hf_datasets, "STREAMED", 5)
     (tmp_path / "big").mkdir()
     rows(0, 40).to_parquet(tmp_path / "big" / "train.parquet")
     spec = f"hf:{tmp_path}/big?stream=18"

@@ -16,12 +16,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import m1clip
-from m1clip.model.archive import read_tensors
 from m1clip.model.clip import CLIP
-from m1clip.model.convert import convert
+from m1clip.model.export_clip import convert
 from m1clip.model.fit import DoesNotFit
-from m1clip.model.known import OPEN_CLIP, VOCABULARY, Hints, shape_of
-from m1clip.model.known import open_known as open_and_tell
+from m1clip.model.import_clip import OPEN_CLIP, VOCABULARY, Hints, shape_of
+from m1clip.model.import_clip import open_known as open_and_tell
+from m1clip.model.safe_load import read_tensors
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.shapes import ModelConfig, TextConfig, VisionConfig
 

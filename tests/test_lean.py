@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from m1clip.config import TrainConfig
-from m1clip.model import lean
+from m1clip.model import fast
 from m1clip.model.towers import QuickGELU
-from m1clip.train import memory
-from m1clip.train.step import train_step
+from m1clip.training import memory
+from m1clip.training.step import train_step
 from trained import some_batch, some_learner
 
 CHEAP = {"norm": lambda: nn.LayerNorm(8), "gelu": nn.GELU, "quick": QuickGELU}
@@ -17,7 +17,7 @@ CHEAP = {"norm": lambda: nn.LayerNorm(8), "gelu": nn.GELU, "quick": QuickGELU}
 @pytest.fixture
 def always(monkeypatch):
     """Narrow layers too: wide ones would make slow tests."""
-    monkeypatch.setattr(lean, "WIDE", 1)
+    monkeypatch.setattr(fast, "WIDE", 1)
 
 
 def found(way, cheap, linear, x):
@@ -38,7 +38,7 @@ def test_results_and_gradients_are_those_of_plain_layers(always, kind, shape):
     torch.manual_seed(0)
     cheap, linear, x = CHEAP[kind](), nn.Linear(8, 5), torch.randn(shape, requires_grad=True)
     for ours, theirs in zip(
-        *(found(way, cheap, linear, x) for way in (lean.linear_after, plainly)), strict=True
+        *(found(way, cheap, linear, x) for way in (fast.linear_after, plainly)), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
 
@@ -47,7 +47,7 @@ def test_a_norm_that_does_not_move_is_left_out(always):
     norm, linear = nn.LayerNorm(8).requires_grad_(False), nn.Linear(8, 5)
     x = torch.randn(3, 8, requires_grad=True)
     for ours, theirs in zip(
-        *(found(way, norm, linear, x) for way in (lean.linear_after, plainly)), strict=True
+        *(found(way, norm, linear, x) for way in (fast.linear_after, plainly)), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
 
@@ -56,25 +56,25 @@ def test_only_the_input_is_kept(always):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         linear = nn.Linear(8, 5)
-        lean.linear_after(nn.LayerNorm(8), linear, torch.randn(3, 8))
+        fast.linear_after(nn.LayerNorm(8), linear, torch.randn(3, 8))
     assert [tuple(tensor.shape) for tensor in kept] == [(3, 8), (5, 8)]
     assert kept[1].data_ptr() == linear.weight.data_ptr()
 
 
 def test_where_it_would_not_pay_or_be_wrong_the_layers_are_as_they_are(always, monkeypatch):
     linear, x = nn.Linear(8, 5), torch.randn(3, 8)
-    assert lean.pays(linear, x)
+    assert fast.pays(linear, x)
     with torch.no_grad():
-        assert not lean.pays(linear, x)
+        assert not fast.pays(linear, x)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not lean.pays(linear, x)
-        assert lean.linear_after(nn.GELU(), linear, x).dtype == torch.bfloat16
+        assert not fast.pays(linear, x)
+        assert fast.linear_after(nn.GELU(), linear, x).dtype == torch.bfloat16
     heard = linear.register_full_backward_hook(lambda *_: None)
-    assert not lean.pays(linear, x)
+    assert not fast.pays(linear, x)
     heard.remove()
-    assert not lean.pays(nn.Linear(8, 5).requires_grad_(False), x)
-    monkeypatch.setattr(lean, "WIDE", 6)
-    assert not lean.pays(linear, x)
+    assert not fast.pays(nn.Linear(8, 5).requires_grad_(False), x)
+    monkeypatch.setattr(fast, "WIDE", 6)
+    assert not fast.pays(linear, x)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -82,7 +82,7 @@ def test_a_step_of_lean_layers_is_the_same_and_keeps_less(tiny, monkeypatch, rec
     config = TrainConfig(model=tiny, batch=12, dropout=0.2, recompute=recompute)
     results = []
     for wide in (10**6, 1):
-        monkeypatch.setattr(lean, "WIDE", wide)
+        monkeypatch.setattr(fast, "WIDE", wide)
         learner = some_learner(config, 5)
         kept = memory.kept_bytes(learner, some_batch(12))
         stats, *_ = train_step(learner, some_batch(12))

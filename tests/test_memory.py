@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from m1clip.model.cost import cost
-from m1clip.train import memory
+from m1clip.training import memory
 from trained import some_batch, some_learner
 
 

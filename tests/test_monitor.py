@@ -14,9 +14,9 @@ import pytest
 from longlog import put, write_run, write_step
 from m1clip import run as runs
 from m1clip.cli import run as command
-from m1clip.monitor import braille, curves, views
+from m1clip.monitor import curves, terminal_views, text_plot
 from m1clip.monitor.log import Followed, Log
-from m1clip.monitor.tui import Monitor
+from m1clip.monitor.terminal import Monitor
 
 
 @pytest.fixture(scope="module")
@@ -228,8 +228,8 @@ def test_minutes_are_those_of_the_steps(night):
 
 
 def test_a_curve_is_drawn_where_it_is_and_its_level_is_dotted():
-    line = braille.Line(np.arange(10.0), np.arange(10.0), "blue")
-    rows = braille.plot("title", [line], 40, 8, "{:.0f}".format, [0.0]).plain.split("\n")
+    line = text_plot.Line(np.arange(10.0), np.arange(10.0), "blue")
+    rows = text_plot.plot("title", [line], 40, 8, "{:.0f}".format, [0.0]).plain.split("\n")
     assert len(rows) == 8
     assert rows[1].strip().startswith("9")
     assert rows[6].strip().startswith("0")
@@ -240,9 +240,9 @@ def test_a_curve_is_drawn_where_it_is_and_its_level_is_dotted():
 
 
 def test_bars_have_eighths():
-    assert braille.bar(0.5, 4) == "██  "
-    assert braille.bar(1 / 32, 4) == "▏   "
-    assert braille.bar(7.0, 2) == "██"
+    assert text_plot.bar(0.5, 4) == "██  "
+    assert text_plot.bar(1 / 32, 4) == "▏   "
+    assert text_plot.bar(7.0, 2) == "██"
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -253,13 +253,13 @@ def test_every_view_fits_its_width_whatever_the_log_holds(night, tmp_path, width
         one = Followed(runs.Run(path))
         one.refresh()
         for text in (
-            views.header(one, width),
-            views.learning([one], width, 20),
-            views.speed(one, width, 20),
+            terminal_views.header(one, width),
+            terminal_views.learning([one], width, 20),
+            terminal_views.speed(one, width, 20),
         ):
             assert all(len(row) <= width for row in text.plain.split("\n")), text.plain
-        views.events(one, width)
-        rows = views.gradients(one, width).plain.split("\n")
+        terminal_views.events(one, width)
+        rows = terminal_views.gradients(one, width).plain.split("\n")
         assert all(len(row) <= width for row in rows if ".blocks." in row)
 
 
@@ -278,14 +278,14 @@ def test_odd_values_do_not_stop_a_view(tmp_path):
     append(run.path / "metrics.jsonl", '{"kind": "event", "step": 1}\n')
     one = Followed(run)
     one.refresh()
-    text = views.snapshot([one], 80).plain
+    text = terminal_views.snapshot([one], 80).plain
     assert "\x1b" not in text
 
 
 def test_a_dead_run_is_shown_as_dead_with_its_reason(night):
     one = Followed(runs.Run(night))
     one.refresh()
-    text = views.header(one, 100).plain
+    text = terminal_views.header(one, 100).plain
     assert "dead" in text
     assert "its process 1 is gone" in text
 
@@ -469,7 +469,7 @@ def test_little_is_imported_before_the_first_picture():
     times = []
     for _ in range(3):
         before = os.times()
-        subprocess.run([sys.executable, "-c", "import m1clip.monitor.tui"], check=True)
+        subprocess.run([sys.executable, "-c", "import m1clip.monitor.terminal"], check=True)
         after = os.times()
         times.append(sum(after[2:4]) - sum(before[2:4]))
     assert min(times) < 1.0
@@ -477,7 +477,7 @@ def test_little_is_imported_before_the_first_picture():
 
 def test_an_error_of_the_application_is_one_sentence_and_not_0(night, monkeypatch, capsys):
     """As any error of the program; Textual alone would print its traceback and let the command end well."""
-    monkeypatch.setattr(views, "learning", lambda *_: 1 / 0)
+    monkeypatch.setattr(terminal_views, "learning", lambda *_: 1 / 0)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)

@@ -1,9 +1,9 @@
 import torch
 import torch.nn.functional as F
 
-from m1clip.data.synthetic import Synthetic
-from m1clip.evals import negatives
-from m1clip.evals.negatives import edit_scores, is_editable
+from m1clip.data.synthetic.scenes import Synthetic
+from m1clip.evals import edits
+from m1clip.evals.edits import edit_scores, is_editable
 
 
 def test_a_picture_that_prefers_the_truth_scores_and_one_that_does_not_does_not(monkeypatch):
@@ -17,7 +17,7 @@ def test_a_picture_that_prefers_the_truth_scores_and_one_that_does_not_does_not(
         better, worse = 2 * truth, -truth
         return torch.stack([(worse if what == "colour" else better)[row] for row, what in owners])
 
-    monkeypatch.setattr(negatives, "embed_captions", embed)
+    monkeypatch.setattr(edits, "embed_captions", embed)
     scores = {score.changed: score.accuracy for score in edit_scores(None, pairs, truth, truth)}
     assert scores.pop("colour") == 1.0
     assert set(scores.values()) == {0.0}
@@ -27,6 +27,6 @@ def test_a_tie_is_half_a_win_as_a_guess_would_be(monkeypatch):
     pairs = Synthetic(5, split="held-out")
     same = F.normalize(torch.ones(5, 4), dim=1)
     monkeypatch.setattr(
-        negatives, "embed_captions", lambda model, captions: same[:1].expand(len(captions), -1)
+        edits, "embed_captions", lambda model, captions: same[:1].expand(len(captions), -1)
     )
     assert {score.accuracy for score in edit_scores(None, pairs, same, same)} == {0.5}

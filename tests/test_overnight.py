@@ -20,8 +20,8 @@ from m1clip import run as runs
 from m1clip.config import TrainConfig, to_json
 from m1clip.data.batches import Batches
 from m1clip.model.clip import load
-from m1clip.train import checkpoint, keeper
-from m1clip.train.checkpoint import Progress
+from m1clip.training import checkpoint, checkpoint_manager
+from m1clip.training.checkpoint import Progress
 from trained import Quiet, some_learner, trained
 
 HERE = Path(__file__).parent
@@ -135,13 +135,15 @@ def test_where_every_checkpoint_is_damaged_nothing_is_begun_anew(tiny_run, tmp_p
 
 def test_the_best_is_kept_beside_the_newest(tiny_run, tmp_path, monkeypatch):
     scores = iter([0.2, 0.9, 0.3, 0.3, 0.5, 0.4])
-    monkeypatch.setattr(keeper.Retrieval, "record", lambda self: {"mean_r1": next(scores), "pictures": 16})
+    monkeypatch.setattr(
+        checkpoint_manager.Retrieval, "record", lambda self: {"mean_r1": next(scores), "pictures": 16}
+    )
     learner, run = some_learner(tiny_run), runs.create(tmp_path, "r", "x", False)
     progress = Progress()
-    watched = keeper.Keeper(run, learner, progress, lambda text: None)
+    watched = checkpoint_manager.Keeper(run, learner, progress, lambda text: None)
     for step in (4, 8, 12, 16, 20, 24):
         progress.step = step
-        watched.judge(keeper.Retrieval(*4 * [None]))
+        watched.judge(checkpoint_manager.Retrieval(*4 * [None]))
         watched.save()
     assert {path.name for path in run.checkpoints.iterdir()} == {"step_000008", "step_000020", "step_000024"}
     assert (run.path / "best").resolve().name == "step_000008"
@@ -157,7 +159,7 @@ class Judged:
     def __init__(self, config, tmp_path, monkeypatch):
         self.learner, self.run = some_learner(config), runs.create(tmp_path, "r", "x", False)
         self.progress, self.warnings, self.full = Progress(), list[str](), False
-        self.keeper = keeper.Keeper(self.run, self.learner, self.progress, self.warnings.append)
+        self.keeper = checkpoint_manager.Keeper(self.run, self.learner, self.progress, self.warnings.append)
         plain = checkpoint.save
 
         def save(*args, **kwargs):
@@ -166,11 +168,13 @@ class Judged:
             return plain(*args, **kwargs)
 
         monkeypatch.setattr(checkpoint, "save", save)
-        monkeypatch.setattr(keeper.Retrieval, "record", lambda scores: {"mean_r1": scores.pictures})
+        monkeypatch.setattr(
+            checkpoint_manager.Retrieval, "record", lambda scores: {"mean_r1": scores.pictures}
+        )
 
     def evaluate(self, step: int, score: float, full: bool = False) -> None:
         self.progress.step, self.full = step, full
-        self.keeper.judge(keeper.Retrieval(None, None, score, 0))
+        self.keeper.judge(checkpoint_manager.Retrieval(None, None, score, 0))
         self.keeper.save()
 
     @property
@@ -218,7 +222,9 @@ def test_a_best_that_is_lost_is_told_and_another_is_found(tiny_run, tmp_path, mo
     judged.keeper.finish(final=True)  # at the end: the model is the last state
     assert "the model is the last state" in judged.warnings[-1]
     assert judged.run.model.is_dir()
-    keeper.Keeper(judged.run, judged.learner, judged.progress, judged.warnings.append)  # on a resume
+    checkpoint_manager.Keeper(
+        judged.run, judged.learner, judged.progress, judged.warnings.append
+    )  # on a resume
     assert "another will be found" in judged.warnings[-1]
     assert judged.best == (None, None, 0)
 
@@ -270,7 +276,7 @@ class Filling(Quiet):
 def test_a_full_disk_is_told_training_goes_on_and_it_saves_when_there_is_room(
     tiny_run, tmp_path, small_disk, monkeypatch
 ):
-    monkeypatch.setattr(keeper, "RETRY_S", 0.0)
+    monkeypatch.setattr(checkpoint_manager, "RETRY_S", 0.0)
     config = replace(tiny_run, epochs=4, save_steps=1, log_every=1)
     screen = Filling(small_disk, full_at=5, free_at=11)
     assert trained(config, small_disk / "r", screen=screen).finished
@@ -284,8 +290,8 @@ def test_a_full_disk_is_told_training_goes_on_and_it_saves_when_there_is_room(
 
 
 def test_what_cannot_be_saved_at_the_end_is_waited_for_and_then_an_error(tiny_run, small_disk, monkeypatch):
-    monkeypatch.setattr(keeper, "RETRY_S", 0.01)
-    monkeypatch.setattr(keeper, "PATIENCE_S", {"stopping": 0.05, "finishing": 0.05})
+    monkeypatch.setattr(checkpoint_manager, "RETRY_S", 0.01)
+    monkeypatch.setattr(checkpoint_manager, "PATIENCE_S", {"stopping": 0.05, "finishing": 0.05})
     screen = Filling(small_disk, full_at=6, free_at=99)
     with pytest.raises(OSError, match=r"step 8 could not be saved; the last good state is .*step_000004"):
         trained(replace(tiny_run, log_every=1), small_disk / "r", screen=screen)

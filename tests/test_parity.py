@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from m1clip import losses
 from m1clip.model.clip import CLIP
-from m1clip.model.names import OPEN_CLIP, TRANSFORMERS
+from m1clip.model.weight_names import OPEN_CLIP, TRANSFORMERS
 from m1clip.shapes import ModelConfig, TextConfig, VisionConfig
 
 TOLERANCE = 1e-5

@@ -4,8 +4,8 @@ import torch
 from PIL import Image
 
 from m1clip.config import PRESETS
+from m1clip.images import square
 from m1clip.model.clip import CLIP
-from m1clip.pictures import square
 
 
 @pytest.mark.parametrize("size", [(300, 200), (200, 300), (10, 10), (64, 64), (1, 500), (65, 64)])

@@ -11,9 +11,9 @@ from m1clip import run as runs
 from m1clip.config import TrainConfig
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
-from m1clip.train import parity, place, timing
-from m1clip.train.learner import LOSS_SCALE, Learner
-from m1clip.train.step import train_step
+from m1clip.training import device_plan, parity, timing
+from m1clip.training.state import LOSS_SCALE, Learner
+from m1clip.training.step import train_step
 from trained import Quiet, some_batch, some_learner, trained
 
 SPLIT = Plan("vision=cpu,text=cpu")
@@ -32,7 +32,7 @@ def one_thread():
 
 def settled(config, model=None, before=None, screen=None):
     batch = some_batch(config.batch)
-    return place.settle(config, model or CLIP(config.model), batch, 10, before, screen or Quiet())
+    return device_plan.settle(config, model or CLIP(config.model), batch, 10, before, screen or Quiet())
 
 
 @pytest.mark.parametrize("chunk", [8, 3])
@@ -185,7 +185,7 @@ def test_with_a_cpu_alone_nothing_is_measured(tiny_run, monkeypatch):
 
 def test_with_two_devices_a_moment_of_real_steps_decides_and_is_remembered(tiny_run, monkeypatch):
     fake_gpu(monkeypatch)
-    monkeypatch.setattr(place, "MOMENT_S", 0.05)
+    monkeypatch.setattr(device_plan, "MOMENT_S", 0.05)
     placed = settled(replace(tiny_run, device="auto"))
     tried = {row["device"] for row in measurements.here().rows("step")}
     assert {"cpu", "mps", "vision=cpu,text=mps", "vision=mps,text=cpu"} <= tried
@@ -197,7 +197,7 @@ def test_with_two_devices_a_moment_of_real_steps_decides_and_is_remembered(tiny_
 
 def test_what_a_device_refuses_is_told_and_the_others_go_on(tiny_run, monkeypatch):
     fake_gpu(monkeypatch)
-    monkeypatch.setattr(place, "MOMENT_S", 0.05)
+    monkeypatch.setattr(device_plan, "MOMENT_S", 0.05)
     real = timing.warm_up
 
     def refuse(timing_, *rest):
@@ -249,7 +249,7 @@ def test_the_scale_of_the_loss_belongs_to_the_precision(tiny, first, then):
 
 
 def test_an_overflow_in_fp16_is_no_skip_that_counts(tiny_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("m1clip.train.learner.LOSS_SCALE", 1e9)
+    monkeypatch.setattr("m1clip.training.state.LOSS_SCALE", 1e9)
     config = replace(tiny_run, precision="fp16", max_skips=0)
     assert trained(config, tmp_path / "r").finished
     events = [one for one in runs.Run(tmp_path / "r").records("event") if one["event"] == "loss scale halved"]
@@ -258,9 +258,9 @@ def test_an_overflow_in_fp16_is_no_skip_that_counts(tiny_run, tmp_path, monkeypa
 
 def test_parity_takes_the_step_itself_with_its_noise(tiny, monkeypatch):
     """The noise of dropped tokens goes wrong on the device alone: no module shows it."""
-    from m1clip.model import noise
+    from m1clip.model import rng
 
-    real, calls = noise.uniform, []
+    real, calls = rng.uniform, []
 
     def wrong(key_B, salt, shape):
         calls.append(salt)
@@ -268,7 +268,7 @@ def test_parity_takes_the_step_itself_with_its_noise(tiny, monkeypatch):
         return drawn.flip(1) if calls.count(0) == 2 and salt == 0 else drawn
 
     fake_gpu(monkeypatch)
-    monkeypatch.setattr(noise, "uniform", wrong)
+    monkeypatch.setattr(rng, "uniform", wrong)
     config = TrainConfig(model=tiny, batch=8, drop_tokens=0.5)
     found = parity.check(CLIP(tiny), some_batch(8), Plan("mps"), config)
     assert "the loss of a whole step" in str(found)

@@ -18,16 +18,16 @@ from test_field import text_folder, vision_file
 import m1clip
 from m1clip import cli
 from m1clip import run as runs
+from m1clip.commands import train as verb
 from m1clip.config import TrainConfig, from_json, preset, recipe_defaults, to_json
 from m1clip.data.batches import Batches
-from m1clip.data.sides import open_sides
+from m1clip.data.splits import open_sides
 from m1clip.model.clip import CLIP, load
 from m1clip.starts import RECIPES
-from m1clip.train import origin, recipes
-from m1clip.train.encode import encoded
-from m1clip.train.recipes import Estimate
-from m1clip.train.setup import check
-from m1clip.verbs import train as verb
+from m1clip.training import init, recipes
+from m1clip.training.features import encoded
+from m1clip.training.recipes import Estimate
+from m1clip.training.setup import check
 from trained import Quiet, trained
 
 
@@ -180,15 +180,15 @@ def test_between_the_start_and_what_was_learned(start, tmp_path):
 
 
 def test_new_heads_on_a_known_clip_begin_as_the_old_ones(known):
-    model = origin.with_head(load(known), "mlp", 16)
+    model = init.with_head(load(known), "mlp", 16)
     assert torch.allclose(model.encode_text(["a cat"]), load(known).encode_text(["a cat"]), atol=1e-6)
 
 
 def test_features_are_those_of_the_towers(start):
     config = replace(start, recipe="locked")
-    config, found = origin.find(config, None)
+    config, found = init.find(config, None)
     data = open_sides(config, 32, 40)
-    model = origin.begin(config, found, found.tokenizer)
+    model = init.begin(config, found, found.tokenizer)
     made = encoded(model, data.train, config, ("vision", "text"), 2, Quiet().working)
     assert len(made.views) == 2
     pixels = data.held_out  # of the size that the tower sees
@@ -208,20 +208,20 @@ def test_features_are_those_of_the_towers(start):
 ENCODE = """
 import sys, time
 from m1clip.config import TrainConfig, from_json
-from m1clip.data import store
+from m1clip.data import row_store
 from m1clip.model import clip
-from m1clip.train import encode
-store.PART = 8
-encode.SIZES = (4, 8)
-real = encode.seen
+from m1clip.training import features
+row_store.PART = 8
+features.SIZES = (4, 8)
+real = features.seen
 def slow(*args):
     time.sleep(0.1)
     return real(*args)
-encode.seen = slow
-write = store.Store._write
+features.seen = slow
+write = row_store.Store._write
 def told(self, missing, made, progress):
     write(self, missing, made, lambda n: (progress(n), print("made", self.folder.name, n, flush=True)))
-store.Store._write = told
+row_store.Store._write = told
 sys.path.insert(0, sys.argv[3])
 from pathlib import Path
 from trained import trained
@@ -279,12 +279,12 @@ def test_features_of_other_weights_are_not_taken(start, known, tmp_path):
 FAST, SLOW = Estimate(1e-3, 1e-3), Estimate(10.0, 10.0)
 
 
-def at_hand(what: str) -> origin.Origin:
+def at_hand(what: str) -> init.Origin:
     tower = object()
     return {
-        "a clip": origin.Origin(known=tower),
-        "two towers": origin.Origin(vision=tower, text=tower),
-        "one tower": origin.Origin(vision=tower),
+        "a clip": init.Origin(known=tower),
+        "two towers": init.Origin(vision=tower, text=tower),
+        "one tower": init.Origin(vision=tower),
     }[what]
 
 

@@ -5,10 +5,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from m1clip.data import synthetic
-from m1clip.data.drawings import COLOURS, PLACES, POSITIONS, SIZES, SKIES, SUBJECTS, TIMES
-from m1clip.data.paint import paint
-from m1clip.data.synthetic import Synthetic, shuffled
+from m1clip.data.synthetic import scenes
+from m1clip.data.synthetic.drawings import COLOURS, PLACES, POSITIONS, SIZES, SKIES, SUBJECTS, TIMES
+from m1clip.data.synthetic.render import paint
+from m1clip.data.synthetic.scenes import Synthetic, shuffled
 
 WORDS = {
     **{"subject": SUBJECTS, "colour": COLOURS, "count": (1, 2), "size": SIZES},
@@ -37,7 +37,7 @@ def test_no_two_scenes_say_the_same(split):
     pairs = Synthetic(5000, split=split)
     looks = {pairs.look(i) for i in range(5000)}
     assert len(looks) == 5000
-    assert len({synthetic.caption(look, 0) for look in looks}) == 5000
+    assert len({scenes.caption(look, 0) for look in looks}) == 5000
 
 
 def test_held_out_combinations_are_never_seen_in_training_whatever_the_seed():
@@ -46,7 +46,7 @@ def test_held_out_combinations_are_never_seen_in_training_whatever_the_seed():
         combination(Synthetic(5000, seed=s, split="held-out").look(i)) for s in (0, 7) for i in range(5000)
     }
     assert not seen & held
-    assert len(seen) + len(held) == len(synthetic.COMBINATIONS)
+    assert len(seen) + len(held) == len(scenes.COMBINATIONS)
 
 
 def test_each_part_of_a_held_out_combination_is_seen_in_training():
@@ -80,8 +80,8 @@ def test_an_edit_changes_exactly_one_word():
 
 
 def test_every_subject_and_place_of_the_grammar_is_drawn():
-    assert {s for subjects, _ in synthetic.CATEGORIES.values() for s in subjects} == set(SUBJECTS)
-    assert {p for _, places in synthetic.CATEGORIES.values() for p in places} == set(PLACES)
+    assert {s for subjects, _ in scenes.CATEGORIES.values() for s in subjects} == set(SUBJECTS)
+    assert {p for _, places in scenes.CATEGORIES.values() for p in places} == set(PLACES)
 
 
 def test_changing_any_one_word_changes_the_picture():

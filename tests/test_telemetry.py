@@ -13,9 +13,9 @@ import torch
 from m1clip import run as runs
 from m1clip import sensors
 from m1clip.evals.health import effective_rank, health, uniformity
-from m1clip.train import track, watch
-from m1clip.train.diagnose import History, diagnose
-from m1clip.train.meter import PHASES, Meter
+from m1clip.training import logger, trackers
+from m1clip.training.diagnose import History, diagnose
+from m1clip.training.metrics import PHASES, Meter
 from trained import Quiet, some_batch, some_learner, trained
 
 
@@ -131,7 +131,7 @@ def test_norms_are_those_written_out(tiny_run):
     for weight in learner.weights.values():
         weight.grad = torch.full_like(weight, 2.0)
     learner.weights["logit_scale"].grad = None
-    grads, weights = watch.norms(learner)
+    grads, weights = logger.norms(learner)
     block = [weight for name, weight in learner.weights.items() if name.startswith("text.blocks.1.")]
     assert grads["text.blocks.1"] == pytest.approx(2 * math.sqrt(sum(weight.numel() for weight in block)))
     assert weights["text.blocks.1"] == pytest.approx(torch.cat([w.flatten() for w in block]).norm().item())
@@ -287,7 +287,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(tiny_run, tmp_path
 
         return send, lambda: None
 
-    monkeypatch.setitem(track.OPEN, "tensorboard", broken)
+    monkeypatch.setitem(trackers.OPEN, "tensorboard", broken)
     screen = Quiet()
     assert trained(replace(tiny_run, track="tensorboard"), tmp_path / "r", screen=screen).finished
     assert len(calls) == 1
@@ -295,9 +295,9 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(tiny_run, tmp_path
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_extra(monkeypatch):
-    monkeypatch.setattr(track, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'm1clip\[wandb\]'"):
-        track.require("wandb")
+        trackers.require("wandb")
 
 
 def test_telemetry_costs_less_than_a_hundredth_of_a_step(tiny_run, tmp_path):
@@ -317,6 +317,6 @@ def test_telemetry_costs_less_than_a_hundredth_of_a_step(tiny_run, tmp_path):
                 run.log("step", **row)
             run.status("running", step)
         if step % 50 == 0:
-            run.log("watch", step, norms=watch.norms(learner), **health(image_BE, text_BE))
+            run.log("watch", step, norms=logger.norms(learner), **health(image_BE, text_BE))
             sensors.readings(tmp_path)
     assert (time.perf_counter() - began) / 100 < 0.004

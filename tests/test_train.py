@@ -8,9 +8,9 @@ import torch
 from m1clip import run as runs
 from m1clip.config import preset
 from m1clip.model.clip import load
-from m1clip.train.optim import rate
-from m1clip.train.setup import check
-from m1clip.train.stop import Stop
+from m1clip.training.optim import rate
+from m1clip.training.setup import check
+from m1clip.training.signals import Stop
 from trained import Quiet, trained
 
 
@@ -154,7 +154,7 @@ def test_a_lost_link_loses_no_work(tiny_run, tmp_path):
 
 def test_a_second_ctrl_c_means_at_once_but_not_within_a_second(monkeypatch):
     said, clock = [], iter((100.0, 100.1, 105.0))
-    monkeypatch.setattr("m1clip.train.stop.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("m1clip.training.signals.time.monotonic", lambda: next(clock))
     with Stop(said.append) as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.asked

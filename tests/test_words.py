@@ -2,7 +2,7 @@
 
 import pytest
 
-from m1clip.words import clock, percent
+from m1clip.format import clock, percent
 
 
 @pytest.mark.parametrize(

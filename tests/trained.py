@@ -10,13 +10,13 @@ import torch
 
 from m1clip import run as runs
 from m1clip.config import TrainConfig
+from m1clip.console import Screen
 from m1clip.data.batches import Batch
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
-from m1clip.train import loop
-from m1clip.train.learner import Learner
-from m1clip.train.screen import Screen
-from m1clip.train.setup import check
+from m1clip.training import loop
+from m1clip.training.setup import check
+from m1clip.training.state import Learner
 
 
 class Quiet(Screen):

@@ -10,7 +10,7 @@ from m1clip import plots
 from m1clip.bench.report import short
 from m1clip.pages import Page
 from m1clip.run import Run
-from m1clip.train.timing import quartiles
+from m1clip.training.timing import quartiles
 
 Row = dict[str, Any]
 COLUMNS = (

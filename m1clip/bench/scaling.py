@@ -15,10 +15,10 @@ from m1clip.bench.report import short
 from m1clip.config import preset
 from m1clip.devices import Plan
 from m1clip.estimates import foretell, plan_of
+from m1clip.format import clock
 from m1clip.measurements import Measurements
 from m1clip.pages import Page
-from m1clip.train import memory, place, timing
-from m1clip.words import clock
+from m1clip.training import device_plan, memory, timing
 
 Row = dict[str, Any]
 BATCHES = (4, 2)  # small, so that a large model's activations fit beside its state
@@ -73,7 +73,7 @@ def run(
             continue
         config = preset(name)
         tokens = config.model.text.length
-        work = place.work_of(config, BATCHES[0], tokens, known)
+        work = device_plan.work_of(config, BATCHES[0], tokens, known)
         free = sensors.available_gb()
         batch = next((b for b in BATCHES if need_gb(work, b, len(devices)) < 0.9 * free), None)
         if batch is None:
@@ -82,10 +82,10 @@ def run(
             known.add("skipped", session=session, preset=name, batch=BATCHES[-1], reason=reason)
             continue
         config = replace(config, batch=batch, optimizer="adamw")  # one for all sizes
-        work = place.work_of(config, batch, tokens, known)
+        work = device_plan.work_of(config, batch, tokens, known)
         plans = [Plan(device) for device in devices]
         timings = timing.contest(config, plans, timing.some_batch(config, batch, tokens), SECONDS)
-        place.keep_contest(known, config, work, tokens, timings, session=session)
+        device_plan.keep_contest(known, config, work, tokens, timings, session=session)
 
 
 def need_gb(work: Any, batch: int, copies: int) -> float:
@@ -100,7 +100,7 @@ def sizes(known: Measurements, session: str, names: Sequence[str], devices: Sequ
     made = []
     for name in names:
         config = replace(preset(name), optimizer="adamw")
-        work = place.work_of(config, BATCHES[0], config.model.text.length, known)
+        work = device_plan.work_of(config, BATCHES[0], config.model.text.length, known)
         mine = {row["device"]: row for row in rows if row["preset"] == name}
         batch = next(iter(mine.values()))["batch"] if mine else BATCHES[-1]
         others = [row for row in first if row["preset"] != name]

@@ -14,7 +14,7 @@ from m1clip.devices import Plan
 from m1clip.estimates import Work
 from m1clip.measurements import Measurements
 from m1clip.run import locked
-from m1clip.train import memory, place, timing
+from m1clip.training import device_plan, memory, timing
 
 Row = dict[str, Any]
 FRESH_S = 24 * 3600  # a sweep that was interrupted longer ago is begun anew
@@ -110,7 +110,7 @@ def plans(config: TrainConfig, settings: Settings, gains: dict[str, list[str]]) 
     here = [name for name in settings.devices if "=" not in name]
     split = [Plan(name) for name in settings.devices if "=" in name]
     yield from (Plan(name) for name in here)
-    yield from split or (place.splits(here) if here else [])
+    yield from split or (device_plan.splits(here) if here else [])
     if "cpu" in here:
         yield from (Plan("cpu", threads=number) for number in settings.threads)
     for name in here:
@@ -165,7 +165,7 @@ def run_steps(
         step(f"{config.preset}, batch {config.batch}")
         if group.key in done:
             continue
-        work = place.work_of(config, config.batch, group.tokens, known)
+        work = device_plan.work_of(config, config.batch, group.tokens, known)
         reason = too_large(group, work)
         if reason:
             known.add("skipped", session=name, preset=config.preset, batch=config.batch, reason=reason)
@@ -173,7 +173,7 @@ def run_steps(
             tried = [plan for plan in group.plans if work.step_gflop < SLOW_GFLOP or plan.threads == 0]
             batch = timing.some_batch(config, config.batch, group.tokens)
             timings = timing.contest(config, tried, batch, seconds)
-            place.keep_contest(known, config, work, group.tokens, timings, session=name)
+            device_plan.keep_contest(known, config, work, group.tokens, timings, session=name)
         known.add("contest", session=name, group=group.key)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from m1clip.pictures import Pixels
+from m1clip.images import Pixels
 
 MARGIN = 1.25
 """Side of a stored picture against that of a crop: few crops have to be enlarged."""

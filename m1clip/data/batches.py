@@ -18,9 +18,9 @@ from m1clip import devices
 from m1clip.data import augment
 from m1clip.data.features import Features
 from m1clip.data.index import Rows
-from m1clip.data.sides import Side
-from m1clip.data.told import Told
-from m1clip.pictures import Pixels
+from m1clip.data.splits import Side
+from m1clip.data.token_cache import Told
+from m1clip.images import Pixels
 from m1clip.shapes import VisionConfig
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from m1clip.pictures import rgb
+from m1clip.images import rgb
 
 MOST_PIXELS = 200_000_000
 """Larger is taken for a decompression bomb; the largest cameras and panoramas stay below."""

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from m1clip.config import DataConfig
-from m1clip.data import captions
+from m1clip.data import caption_datasets
 from m1clip.data.rows import MOST_TEXT, Fault, Listing, Row
 from m1clip.data.tables import PICTURE, TABLES, table
 
@@ -36,7 +36,7 @@ def folder(path: Path, config: DataConfig) -> Listing:
     text, labels, flat = _look(path, config)
     if text:
         return Listing(str(path), _beside(path, config))
-    if known := captions.recognised(path, config):
+    if known := caption_datasets.recognised(path, config):
         return known
     if len(lonely) == 1:
         return table(lonely[0], config)

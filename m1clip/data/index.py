@@ -21,7 +21,7 @@ from PIL import Image
 
 from m1clip.config import DataConfig
 from m1clip.data.decode import MOST_BYTES, BadPicture, decode
-from m1clip.data.fetch import fetched
+from m1clip.data.download import fetched
 from m1clip.data.folders import SIDES
 from m1clip.data.rows import Fault, Faults, Listing, Row, checked, place
 

@@ -14,13 +14,13 @@ from braceexpand import braceexpand
 from numpy.typing import NDArray
 
 from m1clip.config import DataConfig, nearest
-from m1clip.data import captions, folders, hub, index, shards, tables
+from m1clip.data import caption_datasets, folders, hf_datasets, index, tables, webdataset
+from m1clip.data.cache_space import explained_if_full, own_folder
 from m1clip.data.decode import BadPicture
-from m1clip.data.disk import explained_if_full, own_folder
 from m1clip.data.index import Builder, Indexed, Rows
 from m1clip.data.pairs import Bars, Pairs, silent
 from m1clip.data.rows import Faults, Listing
-from m1clip.data.synthetic import Synthetic
+from m1clip.data.synthetic.scenes import Synthetic
 from m1clip.run import cache_folder
 
 KINDS = ("synthetic", "coco", "flickr30k", "flickr8k", "hf")
@@ -111,12 +111,16 @@ def _synthetic(spec: str, weight: float, config: DataConfig) -> Source:
 def listing(spec: str, config: DataConfig) -> Listing:
     kind, mark, rest = spec.partition(":")
     if mark and kind == "hf":
-        return hub.hub(rest, config, cache_folder())
+        return hf_datasets.hub(rest, config, cache_folder())
     if mark and kind in KINDS:
         path = Path(rest).expanduser()
         if not path.is_dir():
             raise FileNotFoundError(f"{kind}:{rest} needs the folder of {kind}; there is no folder {rest!r}")
-        return captions.coco(path, config) if kind == "coco" else captions.flickr(path, kind, config)
+        return (
+            caption_datasets.coco(path, config)
+            if kind == "coco"
+            else caption_datasets.flickr(path, kind, config)
+        )
     return _files(files_of(spec), config)
 
 
@@ -124,9 +128,9 @@ def _files(paths: list[Path], config: DataConfig) -> Listing:
     """Shards and tables with pictures inside are read together, others one by one."""
     endings = {path.suffix.lower() for path in paths if path.is_file()}
     if endings == {".tar"} and not any(path.is_dir() for path in paths):
-        return shards.shards(paths)
+        return webdataset.shards(paths)
     if endings == {".parquet"} and tables.has_pictures(paths[0]):
-        return hub.parquet(paths, config, cache_folder())
+        return hf_datasets.parquet(paths, config, cache_folder())
     return folders.joined([_one(path, config) for path in paths])
 
 
@@ -136,17 +140,17 @@ def _one(path: Path, config: DataConfig) -> Listing:
             if inside:
                 return _files(inside, config)
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
-            return hub.hub(str(path), config, cache_folder())
+            return hf_datasets.hub(str(path), config, cache_folder())
         return folders.folder(path, config)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     if path.suffix.lower() in (".txt", ".token"):
-        return captions.text_table(path, config)
+        return caption_datasets.text_table(path, config)
     if path.suffix.lower() not in tables.TABLES:
         raise ValueError(
             f"{path} is nothing m1clip can read: a folder, {', '.join(tables.TABLES)} or plain .tar shards"
         )
-    known = captions.known_json(path) if path.suffix.lower() == ".json" else None
+    known = caption_datasets.known_json(path) if path.suffix.lower() == ".json" else None
     return known or tables.table(path, config)
 
 

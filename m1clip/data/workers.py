@@ -14,7 +14,7 @@ import numpy as np
 
 from m1clip.data.decode import BadPicture
 from m1clip.data.pairs import Pairs
-from m1clip.pictures import Pixels, square
+from m1clip.images import Pixels, square
 
 T = TypeVar("T")
 AHEAD = 4  # tasks for each worker that may be waiting, done or not: memory stays bounded

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from m1clip import devices
-from m1clip.data.sides import Side
+from m1clip.data.splits import Side
 from m1clip.model.clip import CLIP
 
 CHUNK = 256

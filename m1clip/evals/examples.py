@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from m1clip.data.sides import Side
+from m1clip.data.splits import Side
 
 CHUNK = 1024
 FIRST = 5

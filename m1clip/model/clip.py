@@ -19,14 +19,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from m1clip import config as configs
-from m1clip.model import adapters
-from m1clip.model.archive import write_tensors
-from m1clip.model.field import HFText, TimmVision
+from m1clip.images import square
+from m1clip.model import lora
 from m1clip.model.fit import require_fit
 from m1clip.model.heads import Head
+from m1clip.model.pretrained import HFText, TimmVision
+from m1clip.model.safe_load import write_tensors
 from m1clip.model.tokenizer import Marked, Tokenizer
 from m1clip.model.towers import Bag, Text, Vision, initialise
-from m1clip.pictures import square
 from m1clip.run import replacing_folder
 from m1clip.shapes import HFConfig, ModelConfig, TimmConfig
 
@@ -154,7 +154,7 @@ class CLIP(nn.Module):
         if self.tokenizer is None:
             raise ValueError("a model is saved with its tokenizer; this one has none")
         (folder / "config.json").write_text(configs.to_json(self.config))
-        held = adapters.write_apart(self, folder) if apart else adapters.ordinary_weights(self)
+        held = lora.write_apart(self, folder) if apart else lora.ordinary_weights(self)
         weights = {name: weight.cpu().contiguous() for name, weight in held.items()}
         write_tensors(folder / "model.safetensors", weights)
         self.tokenizer.save(folder / "tokenizer.json")
@@ -203,8 +203,8 @@ def load(folder: str | os.PathLike[str]) -> CLIP:
     with torch.device("meta") if config.is_ours else nullcontext():  # theirs hold more than weights
         model = CLIP(config, tokenizer)
     weights = read_weights(path / "model.safetensors", model.state_dict())
-    if (path / adapters.FILES[0]).is_file():
-        adapters.merge(path, weights)
+    if (path / lora.FILES[0]).is_file():
+        lora.merge(path, weights)
     model.load_state_dict(weights, assign=True)
     return model.eval()
 

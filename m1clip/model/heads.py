@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from m1clip.model.noise import row_masks
+from m1clip.model.rng import row_masks
 
 
 class Head(nn.Module):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from m1clip import devices
-from m1clip.model.lean import linear_after
-from m1clip.model.noise import dropout, some_of, uniform
+from m1clip.model.fast import linear_after
+from m1clip.model.rng import dropout, some_of, uniform
 from m1clip.shapes import TextConfig, VisionConfig
 
 

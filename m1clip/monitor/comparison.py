@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from m1clip.monitor import curves, figures, views
+from m1clip.format import clock, percent
+from m1clip.monitor import curves, figures, terminal_views
 from m1clip.monitor.log import Followed, Record, number, tree
 from m1clip.monitor.report import again, made_with, oddities, parameters, standing, trained
 from m1clip.monitor.values import Z, figure, most, part, spread, with_interval
 from m1clip.pages import Page
-from m1clip.words import clock, percent
 
 
 def write(runs: Sequence[Followed], folder: Path) -> Path:
@@ -156,7 +156,7 @@ def speed(page: Page, runs: Sequence[Followed]) -> None:
                 figure(pairs[0] if pairs else None, ",.0f"),
                 trained(one).partition(" of steps")[0],
                 clock(reached(one, goal)) if goal is not None else "–",
-                views.gb(peak),
+                terminal_views.gb(peak),
                 figure(None if drawn is None else drawn / 3600, ".2f"),
             ]
         )
@@ -186,7 +186,7 @@ def reached(one: Followed, goal: float) -> float | None:
 def said(page: Page, runs: Sequence[Followed]) -> None:
     page.heading("What the diagnoses said")
     points: list[Any] = [
-        f"{one.name}, step {event['step']:,}, line {event['line']}: {views.told(event)}"
+        f"{one.name}, step {event['step']:,}, line {event['line']}: {terminal_views.told(event)}"
         for one in runs
         for event in one.log.events
         if event.get("event") == "diagnosis"

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from m1clip.format import percent
 from m1clip.monitor import figures
 from m1clip.monitor.log import Followed, Record
 from m1clip.monitor.values import figure, part, shown
 from m1clip.pages import Page
-from m1clip.words import percent
 
 
 def negatives(page: Page, one: Followed, folder: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from m1clip.monitor import curves, figures, views
+from m1clip.format import clock, percent
+from m1clip.monitor import curves, figures, terminal_views
 from m1clip.monitor.finds import examples, negatives
 from m1clip.monitor.log import Followed, Record, number
 from m1clip.monitor.values import (
@@ -24,7 +25,6 @@ from m1clip.monitor.values import (
 )
 from m1clip.monitor.workings import energy, gradients, memory, step_time, temperature
 from m1clip.pages import Page
-from m1clip.words import clock, percent
 
 FIRST = (1, 5, 10)
 
@@ -214,12 +214,15 @@ def happened(page: Page, one: Followed, folder: Path) -> None:
     found = [event for event in one.log.events if event.get("event") == "diagnosis"]
     rest = [event for event in one.log.events if event.get("event") != "diagnosis"]
     if found:
-        page.points([f"Step {event['step']:,}, line {event['line']}: {views.told(event)}" for event in found])
+        page.points(
+            [f"Step {event['step']:,}, line {event['line']}: {terminal_views.told(event)}" for event in found]
+        )
     else:
         page.text("The run's own diagnoses found nothing to say.")
     if kept := picked(rest):
         rows = [
-            [when(one.get("time")), f"{one['step']:,}", views.told(one), str(one["line"])] for one in kept
+            [when(one.get("time")), f"{one['step']:,}", terminal_views.told(one), str(one["line"])]
+            for one in kept
         ]
         page.table(["when", "step", "what", "line"], rows)
     notes = [note for note in (left_out(len(rest), len(kept), "events").strip(), *oddities(one)) if note]

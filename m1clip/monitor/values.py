@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from m1clip.format import percent
 from m1clip.monitor.log import Column, Record, number
-from m1clip.words import percent
 
 Z = 1.959964  # 95 %
 MOST_ROWS = 24

@@ -25,7 +25,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse, StreamingResponse
 
-from m1clip.monitor import LOCAL, curves, views
+from m1clip.monitor import LOCAL, curves, terminal_views
 from m1clip.monitor.log import Column, Followed, known, number
 from m1clip.run import Run, finite, is_run, summaries
 
@@ -206,9 +206,9 @@ def titles() -> list[dict[str, Any]]:
 
 def described(one: Followed) -> dict[str, Any]:
     """Everything of a run but its curves and pictures."""
-    phases = {name: one.log.recent(f"{name}_ms", views.RECENT) for name in views.PHASES}
+    phases = {name: one.log.recent(f"{name}_ms", terminal_views.RECENT) for name in terminal_views.PHASES}
     events = [
-        {"time": known(event.get("time")), "step": event["step"], "words": views.told(event)}
+        {"time": known(event.get("time")), "step": event["step"], "words": terminal_views.told(event)}
         | {"event": str(event.get("event"))}
         for event in one.log.events[-200:]
     ]
@@ -220,9 +220,9 @@ def described(one: Followed) -> dict[str, Any]:
         "machine": one.machine,
         "data": {key: value for key, value in one.data.items() if not isinstance(value, list)},
         "phases_ms": phases,
-        "now": {key: one.log.recent(key, count) for key, count in views.AS_OF.items()},
-        "pairs_per_s": one.log.rate(views.RECENT),
-        "recent": min(views.RECENT, len(one.log)),
+        "now": {key: one.log.recent(key, count) for key, count in terminal_views.AS_OF.items()},
+        "pairs_per_s": one.log.rate(terminal_views.RECENT),
+        "recent": min(terminal_views.RECENT, len(one.log)),
         "chance": {key: curves.chance(one.log, key) for key in ("loss", "accuracy", "mean_r1")},
         "watch": one.log.last("watch"),
         "eval": one.log.last("eval"),

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from m1clip.monitor import figures, views
+from m1clip.format import percent
+from m1clip.monitor import figures, terminal_views
 from m1clip.monitor.log import Followed, number
 from m1clip.monitor.values import figure, most, spread
 from m1clip.pages import Page
 from m1clip.plots import PHASES
-from m1clip.words import percent
 
 UNSEEN = "Not measured: no look inside was logged (`--watch-every` says how often)."
 
@@ -64,7 +64,7 @@ def memory(page: Page, one: Followed, folder: Path) -> None:
         return
     last = rows[-1]
     table = [
-        [name, views.gb(value), views.gb(most(row["memory_gb"].get(name) for row in rows))]
+        [name, terminal_views.gb(value), terminal_views.gb(most(row["memory_gb"].get(name) for row in rows))]
         for name, value in last["memory_gb"].items()
         if number(value) > 0
     ]
@@ -72,14 +72,14 @@ def memory(page: Page, one: Followed, folder: Path) -> None:
     peak = most(row.get("peak_rss_gb") for row in rows)
     words = [
         "Parts are counted from the model and the batch.",
-        f"The process as a whole held {views.gb(peak)} at most.",
+        f"The process as a whole held {terminal_views.gb(peak)} at most.",
     ]
     device = most(row.get("device_gb") for row in rows)
     if math.isfinite(device):
-        words.append(f"The device held {views.gb(device)} at most.")
+        words.append(f"The device held {terminal_views.gb(device)} at most.")
     swapped = number(last.get("swapped_out_gb")) - number(rows[0].get("swapped_out_gb"))
     if swapped > 0:
-        words.append(f"The machine wrote {views.gb(swapped)} to swap meanwhile.")
+        words.append(f"The machine wrote {terminal_views.gb(swapped)} to swap meanwhile.")
     elif swapped == 0:
         words.append("Nothing was written to swap meanwhile.")
     page.text(" ".join(words))
