@@ -20,19 +20,19 @@ import numpy as np
 import torch
 
 from m1clip import devices
-from m1clip.config import TrainConfig, preset
-from m1clip.console import Screen
+from m1clip.config import TrainConfig, get_preset
+from m1clip.console import Console
 from m1clip.data.batches import Batch
 from m1clip.data.convert import convert
-from m1clip.data.pairs import silent
+from m1clip.data.pairs import no_progress
 from m1clip.data.sources import open_sources
-from m1clip.data.splits import open_sides
+from m1clip.data.splits import open_splits
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import make
 from m1clip.training import loop
 from m1clip.training.setup import check
-from m1clip.training.state import Learner
+from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
 
 Stream = Callable[[], Iterator[Batch]]
@@ -49,20 +49,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     os.environ["M1CLIP_CACHE"] = str(args.out / "cache")
-    devices.prepare(Plan("cpu"))
+    devices.apply_plan(Plan("cpu"))
 
     files = f"flickr8k:{args.flickr8k}"
-    base = replace(preset("nano"), data=files, device="cpu")
+    base = replace(get_preset("nano"), data=files, device="cpu")
     if not (args.out / "shards" / "manifest.jsonl").exists():
-        convert(open_sources(base), args.out / "shards", "shards", 1000, 0.01, silent)
+        convert(open_sources(base), args.out / "shards", "shards", 1000, 0.01, no_progress)
     began = time.perf_counter()
-    open_sides(base, 64, 64)
-    print(f"decoding 7,000 JPEGs into the cache: {7000 / (time.perf_counter() - began):.0f} pictures/s\n")
+    open_splits(base, 64, 64)
+    print(f"decoding 7,000 JPEGs into the cache: {7000 / (time.perf_counter() - began):.0f} images/s\n")
     shards = f"{args.out}/shards/*.tar"
     ways: dict[str, Stream] = {
         "cache": ours(base),
         "cache, crop and flip": ours(replace(base, **AUGMENTED)),
-        "cache, crop, flip and colour": ours(replace(base, **AUGMENTED, colour=0.3)),
+        "cache, crop, flip and color": ours(replace(base, **AUGMENTED, color=0.3)),
         "JPEG files, live": ours(replace(base, cache_gb=0.0)),
         "JPEG shards, live": ours(replace(base, data=shards, cache_gb=0.0)),
         "JPEG shards, live, crop and flip": ours(replace(base, data=shards, cache_gb=0.0, **AUGMENTED)),
@@ -71,8 +71,8 @@ def main() -> None:
     alone: dict[str, list[float]] = {name: [] for name in ways}
     wait: dict[str, list[float]] = {name: [] for name in ways}
     step: dict[str, list[float]] = {name: [] for name in ways}
-    learner = Learner(CLIP(base.model, make("bpe", ["a dog"], base.model.text.vocab)), base)
-    learner.chunk = base.batch
+    state = TrainState(CLIP(base.model, make("bpe", ["a dog"], base.model.text.vocab_size)), base)
+    state.chunk = base.batch_size
     for _ in range(args.rounds):
         for name, stream in ways.items():
             batches = stream()
@@ -80,12 +80,12 @@ def main() -> None:
             began = time.perf_counter()
             for _ in range(args.steps):
                 next(batches)
-            alone[name].append(args.steps * base.batch / (time.perf_counter() - began))
+            alone[name].append(args.steps * base.batch_size / (time.perf_counter() - began))
             for _ in range(args.steps):
                 began = time.perf_counter()
                 batch = next(batches)
                 waited = time.perf_counter()
-                train_step(learner, batch)
+                train_step(state, batch)
                 wait[name].append(waited - began)
                 step[name].append(time.perf_counter() - began)
             del batches
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def ours(config: TrainConfig) -> Stream:
-    setup = check(config, Path("."), None, Screen())
+    setup = check(config, Path("."), None, Console())
     return lambda: loop.prepare(setup.config, setup).stream(0, 10**6)
 
 
@@ -123,10 +123,10 @@ def theirs(args: argparse.Namespace, workers: int) -> Stream:
 
     def stream() -> Iterator[Batch]:
         while True:
-            for pixels_BCSS, tokens_BL in loader:
+            for pixels_BCHW, tokens_BL in loader:
                 tokens_BL = tokens_BL.clamp(max=1023)  # ours has a smaller table; the work is the same
                 yield Batch(
-                    pixels_BCSS.permute(0, 2, 3, 1).contiguous(),
+                    pixels_BCHW.permute(0, 2, 3, 1).contiguous(),
                     tokens_BL,
                     torch.zeros(256).long(),
                     None,

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-Told = dict[str, Any]
+TokenizedCaptions = dict[str, Any]
 DOCS = Path(__file__).parent.parent / "docs" / "devices.md"
 START, END = "<!-- measured: {} -->", "<!-- end -->"
 
@@ -46,7 +46,12 @@ def asked(*words: str) -> dict[str, Any]:
     return told
 
 
-def section(doctor: Told, bench: Told, scaling: Told, compare: Told) -> str:
+def section(
+    doctor: TokenizedCaptions,
+    bench: TokenizedCaptions,
+    scaling: TokenizedCaptions,
+    compare: TokenizedCaptions,
+) -> str:
     machine = doctor["machine"]
     name = f"{machine['chip']}, {machine['cores']} cores, {machine['ram_gb']:.0f} GB"
     peaks = [f"{one['device']} {one['gflops']:,.0f} GFLOP/s in {one['precision']}" for one in bench["peaks"]]
@@ -57,7 +62,7 @@ def section(doctor: Told, bench: Told, scaling: Told, compare: Told) -> str:
     columns = ("model", "batch", "plan", "ms a step", "middle half", "pairs/s", "of peak", "GB")
     lines.append(table(columns, [step_row(row) for row in bench["steps"]]))
     lines.append("\n".join(f"- {one['text']}" for one in bench["crossings"]))
-    columns = ("model", "parameters", "batch", "ms a pair", "foretold", "GB", "documents' GPU/CPU")
+    columns = ("model", "parameters", "batch", "ms a pair", "extrapolated", "GB", "documents' GPU/CPU")
     lines.append(table(columns, [size_row(one) for one in scaling["sizes"]]))
     columns = ("trained on", "ms a step", "pairs/s", "speed", "GB", "losses apart")
     lines.append(table(columns, [run_row(one) for one in compare["runs"]]))
@@ -68,7 +73,7 @@ def step_row(row: dict[str, Any]) -> list[str]:
     plan = [row["device"], *([row["precision"]] if row["precision"] != "fp32" else [])]
     plan += ["compiled"] if row["compile"] else []
     plan += [f"{row['threads']} thread{'s' * (row['threads'] > 1)}"] if row["threads"] else []
-    used = "–" if row["utilisation"] is None else f"{100 * row['utilisation']:.0f} %"
+    used = "–" if row["utilization"] is None else f"{100 * row['utilization']:.0f} %"
     spread = f"{number(row['low_ms'])}–{number(row['high_ms'])}"
     speeds = (number(row["step_ms"]), spread, number(row["pairs_per_s"]), used, f"{row['peak_gb']:.2f}")
     return [row["preset"], f"{row['batch']}", ", ".join(plan), *speeds]
@@ -87,9 +92,9 @@ def size_row(one: dict[str, Any]) -> list[str]:
 
 def run_row(one: dict[str, Any]) -> list[str]:
     if "failed" in one:
-        return [one["wish"], one["failed"], *["–"] * 4]
+        return [one["requested"], one["failed"], *["–"] * 4]
     speeds = (number(one["step_ms"]), number(one["pairs_per_s"]), f"{one['speed']:.2f}×")
-    return [one["wish"], *speeds, f"{one['peak_gb']:.2f}", f"{one['losses_apart']:.1e}"]
+    return [one["requested"], *speeds, f"{one['peak_gb']:.2f}", f"{one['losses_apart']:.1e}"]
 
 
 def number(value: float) -> str:

@@ -5,7 +5,7 @@
 Needs m1clip[bench]. The pretrained encoders are EfficientNet-lite0 and MiniLM from their packages. Every row
 is one `m1clip train` in a process of its own. "locked" begins with an empty cache, so its wall time has the
 encoding in it; the rows after it find the features stored. Rows that are done are kept, so an interrupted
-benchmark goes on. The score is the mean of R@1/5/10 both ways, held out; forgetting is the same score on 240
+benchmark goes on. The score is the mean of R@1/5/10 both ways, validation; forgetting is the same score on 240
 drawn scenes, which nobody here was trained on.
 """
 
@@ -38,11 +38,11 @@ class Args:
 
 def rows(encoders: list[str], locked: str) -> dict[str, list[str]]:
     """Flags of each row; the last ones begin with the model of `locked`, and are given a few minutes each."""
-    tuned = ["--init", locked, "--batch", "64", "--patience", "0", "--steps", "10"]
+    tuned = ["--init", locked, "--batch-size", "64", "--patience", "0", "--steps", "10"]
     full = [*tuned, "--recipe", "full", "--lr", "1e-4"]
     return {
         "locked": [*encoders, "--recipe", "locked"],
-        "scratch": ["--preset", "nano", "--epochs", "10", "--crop", "0.5", "--flip"],
+        "scratch": ["--preset", "nano", "--epochs", "10", "--crop-scale", "0.5", "--hflip"],
         "locked, linear": [*encoders, "--recipe", "locked", "--model.head", "linear"],
         "locked, then last layers": [*full, "--unfreeze", "1", "--layer-decay", "1"],
         "lora": [*tuned, "--recipe", "lora", "--lr", "3e-4"],
@@ -60,7 +60,17 @@ def main(args: Args) -> None:
             continue
         folder = name.replace(",", "").replace(" ", "-")
         cache = args.out / "cache"
-        command = ["train", "--data", args.data, "--runs", str(runs), "--name", folder, "--fresh", "--json"]
+        command = [
+            "train",
+            "--data",
+            args.data,
+            "--runs",
+            str(runs),
+            "--name",
+            folder,
+            "--overwrite",
+            "--json",
+        ]
         print(f"{name} …", flush=True)
         result, wall, memory = measured([*command, *SHORT, *flags], cache)
         run = Path(result["run"])
@@ -104,7 +114,7 @@ def watched(command: list[str], more: dict[str, str] | None = None) -> tuple[flo
     with open(log, "w") as file:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=env)
 
-    def watch() -> None:
+    def logger() -> None:
         nonlocal most
         while not ended.wait(1.0):
             try:
@@ -113,7 +123,7 @@ def watched(command: list[str], more: dict[str, str] | None = None) -> tuple[flo
             except psutil.Error:
                 pass
 
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=logger)
     thread.start()
     out, _ = child.communicate()
     ended.set()

@@ -3,7 +3,7 @@
     python benchmarks/memory.py --preset small
 
 What the process holds before the step (torch, the model, the batch) is a column of its own. The step is the
-one that training runs; pictures and captions are random, captions as long as the model reads.
+one that training runs; images and captions are random, captions as long as the model reads.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 
 CASES = [
-    # batch, chunk, recompute
+    # batch, chunk, grad_checkpointing
     (64, 64, False),
     (64, 64, True),
     (256, 16, False),
@@ -35,37 +35,44 @@ def main() -> None:
         return
     print(f"`{args.preset}`, one step:\n")
     print(
-        "| batch | chunk | recompute | before, GB | peak, GB | s | pairs/s |\n|---|---|---|---|---|---|---|"
+        "| batch | chunk | grad_checkpointing | before, GB | peak, GB | s | pairs/s |\n|---|---|---|---|---|---|---|"
     )
-    for batch, chunk, recompute in CASES:
+    for batch, chunk, grad_checkpointing in CASES:
         command = [sys.executable, __file__, "--preset", args.preset, "--one"]
-        words = [*command, str(batch), str(chunk), str(int(recompute))]
+        words = [*command, str(batch), str(chunk), str(int(grad_checkpointing))]
         row = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        cells = (batch, chunk, "yes" if recompute else "no", row["before_gb"], row["peak_gb"], row["seconds"])
+        cells = (
+            batch,
+            chunk,
+            "yes" if grad_checkpointing else "no",
+            row["before_gb"],
+            row["peak_gb"],
+            row["seconds"],
+        )
         print(f"| {' | '.join(map(str, cells))} | {batch / row['seconds']:.1f} |", flush=True)
 
 
-def one(name: str, batch: int, chunk: int, recompute: int) -> dict[str, float]:
+def one(name: str, batch: int, chunk: int, grad_checkpointing: int) -> dict[str, float]:
     import numpy as np
     import torch
 
     from m1clip import sensors
-    from m1clip.config import preset
+    from m1clip.config import get_preset
     from m1clip.data.batches import Batch
     from m1clip.model.clip import CLIP
-    from m1clip.training.state import Learner
+    from m1clip.training.state import TrainState
     from m1clip.training.step import train_step
 
-    config = replace(preset(name), batch=batch, recompute=bool(recompute))
+    config = replace(get_preset(name), batch=batch, grad_checkpointing=bool(grad_checkpointing))
     vision, text = config.model.vision, config.model.text
-    learner = Learner(CLIP(config.model), config)
-    learner.chunk = chunk
-    pictures = torch.randint(0, 256, (batch, vision.image_size, vision.image_size, 3), dtype=torch.uint8)
-    tokens = torch.randint(3, text.vocab, (batch, text.length))
-    tokens[:, -1] = learner.model.text.end_id
-    data = Batch(pictures, tokens, torch.arange(batch), None, np.arange(batch))
+    state = TrainState(CLIP(config.model), config)
+    state.chunk = chunk
+    images = torch.randint(0, 256, (batch, vision.image_size, vision.image_size, 3), dtype=torch.uint8)
+    tokens = torch.randint(3, text.vocab_size, (batch, text.context_length))
+    tokens[:, -1] = state.model.text.end_id
+    data = Batch(images, tokens, torch.arange(batch), None, np.arange(batch))
     before_gb, began = sensors.memory_gb(), time.perf_counter()
-    train_step(learner, data)
+    train_step(state, data)
     return {
         "before_gb": before_gb,
         "peak_gb": sensors.peak_gb(),

@@ -3,7 +3,7 @@
     python benchmarks/merits.py --out /tmp/merits --seeds 0 1 2
 
 Seeds are the outer loop, so every option meets the same state of the machine, and it may be interrupted: what
-is done is kept in OUT and not done again. The score is mean R@1 on held-out scenes; CPU seconds are those of
+is done is kept in OUT and not done again. The score is mean R@1 on validation scenes; CPU seconds are those of
 the whole process, which other work on the machine disturbs less than the clock.
 """
 
@@ -23,10 +23,10 @@ OPTIONS = {
     "layer decay 0.8": "--layer-decay 0.8",
     "label smoothing 0.1": "--label-smoothing 0.1",
     "dropout 0.1": "--dropout 0.1",
-    "drop a quarter of the tokens": "--drop-tokens 0.25",
-    "pictures from 32 px up": "--start-size 32",
+    "drop a quarter of the tokens": "--patch-dropout 0.25",
+    "images from 32 px up": "--start-size 32",
     "the same, a third more epochs": "--start-size 32 --epochs 4",
-    "crop 0.6": "--crop 0.6",
+    "crop 0.6": "--crop-scale 0.6",
     "sigmoid loss": "--model.loss sigmoid",
 }
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="where runs and results are kept")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--held-out", type=int, default=1000)
+    parser.add_argument("--val-size", type=int, default=1000)
     parser.add_argument("--flags", default="", help="more flags for every contestant")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def main() -> None:
 def measure(name: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "m1clip", "train", "--json", "--runs", str(args.out / "runs")]
-    command += ["--epochs", str(args.epochs), "--held-out", str(args.held_out), "--seed", str(seed)]
+    command += ["--epochs", str(args.epochs), "--val-size", str(args.val_size), "--seed", str(seed)]
     words = [*command, *args.flags.split(), *OPTIONS[name].split()]
     output = subprocess.run(words, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -48,7 +48,7 @@ def main() -> None:
             "monitor --once",
             [timed(lambda: subprocess.run(once, capture_output=True)) for _ in range(REPEATS)],
         )
-        say("terminal: from the command to its first picture", [terminal(words) for _ in range(REPEATS)])
+        say("terminal: from the command to its first image", [terminal(words) for _ in range(REPEATS)])
         browser(words, args.runs)
 
 
@@ -67,23 +67,23 @@ def terminal(words: list[str]) -> float:
     import pty
 
     began = time.perf_counter()
-    pid, screen = pty.fork()
+    pid, console = pty.fork()
     if pid == 0:
         os.environ.update(TERM="xterm-256color", COLUMNS="80", LINES="24")
         os.execv(words[0], words)
     seen = b""
     while b"night-" not in seen:
-        seen += os.read(screen, 65536)
+        seen += os.read(console, 65536)
     took = time.perf_counter() - began
-    os.write(screen, b"q")
+    os.write(console, b"q")
     while True:  # until it has ended: it would wait for somebody to read what it draws
         try:
-            if not os.read(screen, 65536):
+            if not os.read(console, 65536):
                 break
         except OSError:
             break
     os.waitpid(pid, 0)
-    os.close(screen)
+    os.close(console)
     return took
 
 

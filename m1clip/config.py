@@ -1,210 +1,373 @@
-"""Every default, once: a field here is a flag, its help line and a key of config.json.
+"""Every setting of a model and a run: default, help line, flag and JSON key in one place. No torch.
 
-Knows no torch, so help and error messages are instant. The presets stand at the end, in one table.
+Presets, recipes and budgets are functions of a TrainConfig; `override` puts the user's own settings back on top.
 """
 
-import difflib
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar
 
-from m1clip.shapes import ModelConfig, TextConfig, VisionConfig, require
-from m1clip.starts import RECIPES, Recipe, StartConfig
+from tyro.conf import Suppress  # keeps a field out of `m1clip train --help`; it can be set in a config file
+
+from m1clip.format import did_you_mean
 
 T = TypeVar("T")
+Recipe = Literal["auto", "scratch", "frozen", "lora", "full"]
+Metric = Literal["mean_r1", "i2t_r1", "t2i_r1", "i2t_r5", "t2i_r5", "i2t_r10", "t2i_r10"]
+OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
+OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-def nearest(word: str, names: Iterable[str]) -> str:
-    """The end of an error message: the names most like the one asked for, or all of them."""
-    names = sorted(names)
-    close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}"
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
-def printable(text: str) -> str:
-    """Text from a file, that cannot play tricks with the terminal."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+@dataclass(frozen=True)
+class VisionConfig:
+    """Vision transformer, as in OpenAI CLIP and OpenCLIP."""
+
+    image_size: int = 224
+    """Input resolution in pixels (square)."""
+    patch_size: int = 16
+    """Patch size in pixels; each patch is one token."""
+    width: int = 768
+    """Embedding width of a token."""
+    layers: int = 12
+    """Transformer blocks."""
+    heads: int = 12
+    """Attention heads."""
+    pool: Suppress[Literal["class", "mean"]] = "class"
+    """Image feature: the class token or the mean of the patch tokens."""
+    stem: Suppress[Literal["patch", "conv"]] = "patch"
+    """Patch embedding: one linear layer per patch (ViT), or a stack of stride-2 convolutions."""
+    mean: Suppress[tuple[float, float, float]] = OPENAI_MEAN
+    """Channel means subtracted from the pixels."""
+    std: Suppress[tuple[float, float, float]] = OPENAI_STD
+    """Channel standard deviations the pixels are divided by."""
+    mlp_width: Suppress[int] = 0
+    """Hidden width of the MLPs; 0 means 4 x width."""
+
+    @property
+    def tokens(self) -> int:
+        return int((self.image_size // self.patch_size) ** 2 + (self.pool == "class"))
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """Text transformer, as in OpenAI CLIP and OpenCLIP, or a bag of words."""
+
+    vocab_size: Suppress[int] = 49408
+    """Rows of the token embedding; a tokenizer may use fewer."""
+    context_length: int = 77
+    """Maximum caption length in tokens, start and end included; longer captions are truncated."""
+    width: int = 512
+    """Embedding width of a token."""
+    layers: int = 12
+    """Transformer blocks."""
+    heads: int = 8
+    """Attention heads."""
+    mlp_width: Suppress[int] = 0
+    """Hidden width of the MLPs; 0 means 4 x width."""
+    encoder: Literal["transformer", "bag_of_words"] = "transformer"
+    """bag_of_words averages the token embeddings: no word order, but learns faster from few pairs."""
+
+
+@dataclass(frozen=True)
+class TimmConfig:
+    """An image encoder of the timm library; all values come from timm."""
+
+    timm: str
+    """Model name in timm."""
+    image_size: int
+    width: int
+    """Size of an image's feature vector."""
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    stages: tuple[str, ...] = ()
+    """Stages whose mean outputs are appended to the final features."""
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """A text encoder of the transformers library, such as BERT; all values come from its folder."""
+
+    hf: dict[str, Any]
+    """The encoder's own config.json."""
+    vocab_size: int
+    context_length: int
+    """Maximum caption length in tokens, special tokens included."""
+    width: int
+    """Size of a caption's feature vector."""
+    pool: Literal["mean", "first", "all"] = "mean"
+    """Caption feature: mean of the tokens, the first token, or the means of every layer and more."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    vision: VisionConfig | TimmConfig = VisionConfig()
+    text: TextConfig | HFConfig = TextConfig()
+    embed_dim: int = 512
+    """Size of the joint image-text embedding."""
+    activation: Suppress[Literal["gelu", "quick_gelu"]] = "gelu"
+    """Activation of the MLPs; OpenAI's weights were trained with quick_gelu."""
+    loss: Literal["softmax", "sigmoid"] = "softmax"
+    """softmax is CLIP's contrastive loss, sigmoid is SigLIP's (adds a learned bias)."""
+    head: Literal["linear", "standardized", "mlp"] = "linear"
+    """Projection head: CLIP's matrix; standardized features and a bias; the same with a small MLP added."""
+    head_hidden: Suppress[int] = 256
+    """Hidden width of the MLP head."""
+
+    @property
+    def is_native(self) -> bool:
+        """Whether both towers are our own transformers, not timm's or transformers'."""
+        return isinstance(self.vision, VisionConfig) and isinstance(self.text, TextConfig)
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which pairs, and how they are read: the flags that every verb about data has."""
+    """Which pairs are read, and how: the flags of every command about data."""
 
     data: str = "synthetic:12000"
-    """A folder, a .csv, .tsv, .jsonl or .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
-    hf:NAME or synthetic:N; a@2+b mixes, and takes each pair of a twice."""
-    held_out: int | Literal["auto"] = "auto"
-    """Pictures never trained on, for the scores; auto takes the split as given, or one in twenty."""
+    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar, hf:NAME
+    or synthetic:N; a@2+b mixes sources, each pair of a twice per epoch."""
+    val_size: int | Literal["auto"] = "auto"
+    """Validation images; auto uses the dataset's own split, or holds out 5 %."""
     image_column: str = "auto"
-    """The column of a table that names the picture, or holds it; auto guesses from names and contents."""
+    """Table column with the image path or bytes; auto guesses from names and values."""
     caption_column: str = "auto"
-    """The column that holds the caption, or a list of them."""
-    prompt: str = "a photo of a {}"
-    """What a folder's name becomes where folders are labels."""
+    """Table column with the caption or a list of captions."""
+    template: str = "a photo of a {}"
+    """Caption of images in labelled folders."""
     allow: tuple[Literal["urls", "links"], ...] = ()
-    """What is otherwise refused: pictures named by their address on the net, links that leave the folder."""
-    max_bad: float = 0.01
-    """Part of the rows that may be unusable; they are named and passed over. More is refused."""
+    """Permit image URLs in tables, or symlinks that leave the data folder; both are refused by default."""
+    max_bad_rows: float = 0.01
+    """Largest fraction of unusable rows; they are listed and skipped."""
     cache_gb: float = 20.0
-    """Most that decoded pictures may take on the disk, of all runs together; 0 decodes while training."""
+    """Disk limit for decoded images of all runs, in GB; 0 decodes on the fly."""
     workers: int = 0
-    """Processes that decode pictures; 0 is one for each core."""
+    """Image decoding processes; 0 uses one per core."""
     seed: int = 0
-    """Decides weights, drawn scenes and the order of the data."""
-
-    def __post_init__(self) -> None:
-        require(
-            self.held_out == "auto" or self.held_out >= 1,
-            f"held_out must be auto or at least 1, not {self.held_out}",
-        )
-        require(0 <= self.max_bad <= 1, f"max_bad is a part of the rows, 0 to 1, not {self.max_bad}")
-        require(0 <= self.cache_gb < float("inf"), f"cache_gb must be 0 or more, not {self.cache_gb}")
-        require(0 <= self.workers <= 256, f"workers must be 0 to 256, not {self.workers}")
-        require("{}" in self.prompt, f"prompt needs a {{}} where the folder's name goes: {self.prompt!r}")
-        require(0 <= self.seed < 2**63, f"seed must be in 0…2^63-1, not {self.seed}")
+    """Random seed for weights, data order, augmentation and synthetic scenes."""
 
 
 @dataclass(frozen=True)
-class TrainConfig(DataConfig, StartConfig):
+class InitConfig:
+    """What a run starts from, and which parameters are trained."""
+
+    recipe: Recipe = "auto"
+    """scratch; frozen (train heads on features encoded once); lora; full; auto chooses and says why."""
+    init: str = ""
+    """Start from a CLIP: a run or model folder, an OpenCLIP, OpenAI or transformers checkpoint, or a hub name."""
+    vision: str = ""
+    """Pretrained image encoder: timm:NAME, or timm:NAME?weights=FILE (needs m1clip[timm])."""
+    text: str = ""
+    """Pretrained text encoder: hf:NAME or hf:FOLDER, BERT-like (needs m1clip[hf])."""
+    budget: str = ""
+    """Training time, such as 90s, 10m or 2h: the model is chosen to fit, and training ends in time."""
+    freeze: Literal["auto", "both", "vision", "text"] = "auto"
+    """Frozen towers; auto freezes pretrained ones with --recipe frozen, and none otherwise."""
+    unfreeze: int = 0
+    """full: train only the last N layers of each tower; frozen: train them in a second run afterwards."""
+    lora_rank: int = 16
+    """LoRA rank."""
+    head_dropout: float = 0.0
+    """Dropout on the features before the projection heads."""
+    wise_ft: float = 1.0
+    """WiSE-FT: weight of the fine-tuned model when averaged with the initial one; 1 is off."""
+
+    @property
+    def budget_s(self) -> float | None:
+        """The budget in seconds; None without one."""
+        return parse_duration(self.budget, "budget") if self.budget else None
+
+    @property
+    def is_pretrained(self) -> bool:
+        return bool(self.init or self.vision or self.text)
+
+
+@dataclass(frozen=True)
+class TrainConfig(DataConfig, InitConfig):
     model: ModelConfig = ModelConfig()
     preset: str = "nano"
-    """Where the defaults of the other flags come from; `m1clip info` lists them."""
+    """Named set of defaults for all other flags; `m1clip info` lists them."""
     tokenizer: str = "bpe"
-    """bpe (learned from the captions), char (33 letters and marks), or the path of a CLIP vocabulary."""
+    """bpe (learned from the captions), char, or the path of a CLIP BPE vocabulary."""
     epochs: int = 6
-    """Passes over the data."""
+    """Passes over the training images."""
     steps: int = 0
-    """End after this many steps, whatever the number of passes; 0 goes by --epochs."""
-    batch: int = 256
-    """Pairs in one contrastive batch: each is told from the others."""
-    captions: int = 1
-    """Captions of each picture that a step reads, where it has several: more is learned from one look."""
+    """Stop after this many steps; 0 trains for --epochs."""
+    batch_size: int = 256
+    """Contrastive batch size."""
+    captions_per_image: int = 1
+    """Captions of each image used per step, where it has several."""
     lr: float = 1e-3
     """Peak learning rate."""
     warmup: float = 0.1
-    """Part of the run in which the rate climbs to its peak; a cosine takes it down again."""
+    """Fraction of the run with linear warm-up, followed by cosine decay to 0."""
     weight_decay: float = 0.1
-    """Pull of the matrices towards zero; biases, norms and embeddings are exempt."""
-    beta2: float = 0.98
-    """Memory of AdamW's second moment."""
-    clip_norm: float = 1.0
-    """Longest gradient; longer ones are shortened to it."""
+    """Weight decay of matrices; biases, norms and embeddings have none."""
+    grad_clip: float = 1.0
+    """Maximum gradient norm."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon for the matrices from features to features, and AdamW for everything else."""
-    layer_decay: float = 1.0
-    """Rate of a block against that of the block above it; below 1, early layers move less."""
+    """muon uses Muon for hidden matrices and AdamW for everything else."""
     ema: float = 0.0
-    """Memory of a running mean of the weights, such as 0.999: the mean is scored and kept; 0 is off."""
+    """Decay of an exponential moving average of the weights, such as 0.999; 0 is off."""
     label_smoothing: float = 0.0
-    """Part of the target that is spread over the whole batch."""
-    count_twins: bool = False
-    """Take pairs with the same caption or the same picture for each other's negatives, which they are not."""
-    dropout: float = 0.0
-    """Part of each block's output set to zero in training."""
-    drop_tokens: float = 0.0
-    """Part of the picture's patches left out in training: less work, and harder."""
-    drop_words: float = 0.0
-    """Part of a caption's words left out in training, where captions are bags of words."""
-    start_size: int = 0
-    """Pixels a side of the first pictures, growing to full size in equal shares of the run; 0 is off."""
-    crop: float = 1.0
-    """Augmentation: the smallest part of a picture's area that a random crop may leave; 1 is off."""
-    flip: bool = False
-    """Augmentation: half of the pictures are mirrored (not where captions say left and right)."""
-    colour: float = 0.0
-    """Augmentation: brightness, contrast and saturation change by up to this part."""
+    """Label smoothing of the contrastive targets."""
+    patch_dropout: float = 0.0
+    """Fraction of image patches dropped in training."""
+    word_dropout: float = 0.0
+    """Fraction of caption tokens dropped in training (bag_of_words only)."""
+    crop_scale: float = 1.0
+    """Augmentation: minimum area of a random resized crop; 1 is off."""
+    hflip: bool = False
+    """Augmentation: flip half of the images horizontally (not with captions that say left or right)."""
+    color_jitter: float = 0.0
+    """Augmentation: strength of brightness, contrast and saturation jitter."""
     chunk: int | Literal["auto"] = "auto"
-    """Pairs in memory at once, with the whole batch as negatives all the same; auto measures what fits."""
-    recompute: bool = False
-    """Keep no activations inside the blocks: far less memory, a third more work."""
+    """Pairs in memory at once (GradCache); the contrastive batch stays whole. auto measures what fits."""
+    grad_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
     device: str = "auto"
-    """auto (measured), cpu, cuda, mps, or one a tower: vision=mps,text=cpu; printed with the reason."""
+    """auto (measured), cpu, cuda, mps, or one per tower: vision=mps,text=cpu."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Of the products inside the towers; auto takes less than fp32 only where that was measured to pay."""
+    """Autocast precision; auto leaves fp32 only where a measurement shows a gain."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Translate the blocks with torch.compile; auto does where it was measured to pay in this run."""
+    """torch.compile for the transformer blocks; auto where a measurement shows a gain."""
     threads: int = 0
-    """CPU threads; 0 takes what was measured to be fastest, or torch's own number."""
-    trust_device: bool = False
-    """Do not compare a GPU's results with the CPU's before training on it."""
+    """CPU threads; 0 uses the fastest measured number, or PyTorch's default."""
     log_every: int = 10
-    """Steps between two lines of metrics; scalars are read from the device only then."""
+    """Steps between log writes; diagnostics (norms, memory, sensors) are logged every 5th time."""
     eval_every: int = 1
-    """Epochs between two held-out evaluations; there is always one at the end."""
-    watch_every: int = 50
-    """Steps between two looks inside: norms by block, embeddings, memory, the machine's sensors."""
-    save_minutes: float = 5.0
-    """Minutes between two checkpoints; there is always one at the end and on Ctrl-C."""
-    save_steps: int = 0
-    """Steps between two checkpoints; 0 leaves it to the other two."""
-    save_epochs: int = 1
-    """Epochs between two checkpoints; 0 leaves it to the other two."""
-    keep: int = 2
-    """How many of the newest checkpoints are kept, beside the best."""
-    best_by: Literal["mean_r1", "i2t_r1", "t2i_r1", "i2t_r5", "t2i_r5", "i2t_r10", "t2i_r10"] = "mean_r1"
-    """The held-out score that decides which checkpoint is the best."""
+    """Epochs between evaluations; there is always one at the end."""
+    save_every: str = "5m"
+    """Time (5m) or steps (500) between checkpoints; also saved at each new best score, at the end, on Ctrl-C."""
+    best_metric: Metric = "mean_r1"
+    """Validation metric that selects the best checkpoint."""
     patience: int = 0
-    """Stop after this many evaluations without a better score, and keep the best; 0 never does."""
-    max_skips: int = 20
-    """Batches with a loss or gradient that is not finite are passed over; after so many the run stops."""
+    """Stop after this many evaluations without improvement and keep the best model; 0 is off."""
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
-    """Mirror the metrics to a tracker too (needs m1clip[tensorboard], [wandb] or [trackio])."""
+    """Also log to a tracker (needs m1clip[tensorboard], [wandb] or [trackio])."""
 
-    def __post_init__(self) -> None:
-        DataConfig.__post_init__(self)
-        StartConfig.__post_init__(self)
-        for key in ("epochs", "captions", "log_every", "eval_every", "watch_every", "keep"):
-            value = getattr(self, key)
-            require(value >= 1, f"{key} must be at least 1, not {value}")
-        for key in ("lr", "clip_norm", "save_minutes"):
-            value = getattr(self, key)
-            require(0 < value < float("inf"), f"{key} must be above 0 and finite, not {value}")
-        for key in ("steps", "save_steps", "save_epochs", "patience", "max_skips"):
-            value = getattr(self, key)
-            require(value >= 0, f"{key} must be 0 or more, not {value}")
-        for key in (
-            "warmup",
-            "colour",
-            "beta2",
-            "ema",
-            "dropout",
-            "drop_tokens",
-            "drop_words",
-            "label_smoothing",
-            "head_dropout",
-        ):
-            value = getattr(self, key)
-            require(0 <= value < 1, f"{key} must be at least 0 and below 1, not {value}")
-        require(
-            self.batch >= 2, f"batch must be at least 2, not {self.batch}: a pair is learned against others"
-        )
-        require(
-            self.chunk == "auto" or self.chunk >= 1, f"chunk must be auto or at least 1, not {self.chunk}"
-        )
-        require(0 < self.layer_decay <= 1, f"layer_decay must be above 0, at most 1, not {self.layer_decay}")
-        require(0.05 <= self.crop <= 1, f"crop must be 0.05 to 1, not {self.crop}")
-        bag = isinstance(self.model.text, TextConfig) and self.model.text.mix == "bag"
-        require(bag or not self.drop_words, "drop_words is for bags of words: --model.text.mix bag")
-        require(
-            not (self.start_size and self.budget),
-            "start_size grows with the steps, and a budget goes by the clock: give one of them",
-        )
-        if isinstance(self.model.vision, VisionConfig):
-            _check_start(self.start_size, self.model.vision)
-        else:
-            require(not self.start_size, "start_size is for our own vision tower; others see one size")
-        require(self.weight_decay >= 0, f"weight_decay must be 0 or more, not {self.weight_decay}")
-        require(0 <= self.threads <= 1024, f"threads must be 0 to 1024, not {self.threads}")
+    @property
+    def inspect_every(self) -> int:
+        """Steps between records of gradient norms, embedding statistics, memory and sensors."""
+        return 5 * self.log_every
+
+    @property
+    def save_interval(self) -> tuple[float, int]:
+        """Seconds and steps between checkpoints; 0 for the one that does not apply."""
+        if self.save_every.isdecimal():
+            return 0.0, int(self.save_every)
+        return parse_duration(self.save_every, "save_every"), 0
 
 
-def _check_start(side: int, vision: VisionConfig) -> None:
+def parse_duration(text: str, name: str) -> float:
+    """Seconds of 90s, 10m or 2h."""
+    try:
+        seconds = float(text[:-1]) * {"s": 1, "m": 60, "h": 3600}[text[-1:]]
+    except (ValueError, KeyError):
+        seconds = 0.0
+    require(0 < seconds < float("inf"), f"{name} must be a duration such as 90s, 10m or 2h, not {text!r}")
+    return seconds
+
+
+# Validation. Configs are plain values; whoever builds one from outside input calls these.
+
+
+def _check(
+    config: object, names: Iterable[str], low: float, high: float = float("inf"), bounds: str = "[]"
+) -> None:
+    """Require low..high of some fields; a round bracket in `bounds` excludes that end."""
+    for name in names:
+        value = getattr(config, name)
+        above = value > low if bounds[0] == "(" else value >= low
+        below = value < high if bounds[1] == ")" else value <= high
+        if not (above and below):
+            least = f"above {low:g}" if bounds[0] == "(" else f"at least {low:g}"
+            most = (
+                "" if high == float("inf") else f" and {'below' if bounds[1] == ')' else 'at most'} {high:g}"
+            )
+            raise ValueError(f"{name} must be {least}{most}, not {value}")
+
+
+def check_model(model: ModelConfig) -> None:
+    require(model.embed_dim > 0, f"embed_dim must be positive, not {model.embed_dim}")
+    vision, text = model.vision, model.text
+    require(min(vision.std) > 0, f"std must be positive, not {vision.std}")
+    _check(vision, ("image_size", "width"), 1)
+    if isinstance(vision, VisionConfig):
+        _check_transformer("vision", vision)
+        require(
+            0 < vision.patch_size <= vision.image_size and vision.image_size % vision.patch_size == 0,
+            f"image_size {vision.image_size} is not a multiple of patch_size {vision.patch_size}",
+        )
+        require(
+            vision.stem == "patch" or (vision.patch_size.bit_count() == 1 and vision.patch_size > 1),
+            f"a conv stem needs a patch_size of 2, 4, 8, 16 …, not {vision.patch_size}",
+        )
+    if isinstance(text, TextConfig):
+        _check_transformer("text", text)
+        _check(text, ("vocab_size",), 4)  # padding, start, end, one symbol
+    else:
+        require("model_type" in text.hf, "the text encoder's config.json has no model_type")
+    _check(text, ("context_length",), 3)
+
+
+def _check_transformer(name: str, tower: VisionConfig | TextConfig) -> None:
+    for key in ("width", "layers", "heads"):
+        require(getattr(tower, key) > 0, f"{name} {key} must be positive, not {getattr(tower, key)}")
     require(
-        side == 0 or (vision.patch <= side <= vision.image_size and side % vision.patch == 0),
-        f"start_size must be 0, or {vision.patch} to {vision.image_size} in steps of a patch, not {side}",
+        tower.width % tower.heads == 0, f"{name} width {tower.width} is not divisible by {tower.heads} heads"
     )
+    require(tower.mlp_width >= 0, f"{name} mlp_width must be 0 or more, not {tower.mlp_width}")
+
+
+def check_data(config: DataConfig) -> None:
+    require(
+        config.val_size == "auto" or config.val_size >= 1,
+        f"val_size must be auto or at least 1, not {config.val_size}",
+    )
+    _check(config, ("max_bad_rows",), 0, 1)
+    _check(config, ("cache_gb",), 0, bounds="[)")
+    _check(config, ("workers",), 0, 256)
+    _check(config, ("seed",), 0, 2**63 - 1)
+    require("{}" in config.template, f"template needs a {{}} for the label: {config.template!r}")
+
+
+def check_train(config: TrainConfig) -> None:
+    """Raise ValueError for any setting that cannot work, by its name."""
+    check_data(config)
+    check_model(config.model)
+    _check(config, ("epochs", "captions_per_image", "log_every", "eval_every", "lora_rank"), 1)
+    _check(config, ("steps", "patience", "unfreeze", "weight_decay"), 0)
+    _check(config, ("lr", "grad_clip"), 0, bounds="()")
+    _check(config, ("warmup", "color_jitter", "ema", "patch_dropout", "word_dropout"), 0, 1, "[)")
+    _check(config, ("label_smoothing", "head_dropout"), 0, 1, "[)")
+    _check(config, ("wise_ft",), 0, 1)
+    _check(config, ("crop_scale",), 0.05, 1)
+    _check(config, ("threads",), 0, 1024)
+    _check(config, ("batch_size",), 2)
+    require(
+        config.chunk == "auto" or config.chunk >= 1, f"chunk must be auto or at least 1, not {config.chunk}"
+    )
+    bag = isinstance(config.model.text, TextConfig) and config.model.text.encoder == "bag_of_words"
+    require(bag or not config.word_dropout, "word_dropout needs --model.text.encoder bag_of_words")
+    require(
+        not (config.init and (config.vision or config.text)),
+        "--init provides both towers; --vision and --text cannot be combined with it",
+    )
+    require(
+        config.preset in {*PRESETS, "budget"},
+        f"no preset {config.preset!r}; {did_you_mean(config.preset, PRESETS)}",
+    )
+    _ = config.budget_s, config.save_interval
+
+
+# JSON.
 
 
 def to_json(config: object) -> str:
@@ -214,139 +377,155 @@ def to_json(config: object) -> str:
 
 
 def from_json(kind: type[T], path: Path) -> T:
+    """A config from a file; an unknown key or a value of the wrong type is an error that names the key."""
     try:
-        return build(kind, json.loads(path.read_text()))
+        config = from_dict(kind, json.loads(path.read_text()))
+        if isinstance(config, TrainConfig):
+            check_train(config)
+        elif isinstance(config, ModelConfig):
+            check_model(config)
+        return config
     except FileNotFoundError:
         raise FileNotFoundError(f"no configuration at {path}") from None
-    except (ValueError, TypeError) as error:  # ValueError covers bad JSON and bad UTF-8 too
+    except (ValueError, TypeError, RecursionError) as error:  # ValueError covers bad JSON and bad UTF-8
         raise ValueError(f"{path}: {error}") from None
 
 
-def build(kind: type[T], values: Any, where: str = "") -> T:
-    """A config from parsed JSON; an unknown key or a value of the wrong type is an error that names it."""
-    require(isinstance(values, dict), f"{where or 'the file'} should be an object, not {values!r}")
-    hints = get_type_hints(kind)
-    for key in values.keys() - hints.keys():
-        raise ValueError(f"unknown key {where}{key}; {nearest(key, hints)}")
-    return kind(**{key: _value(hints[key], value, where + key) for key, value in values.items()})
+def from_dict(kind: type[T], values: Any) -> T:
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    for one in (VisionConfig, TextConfig, TimmConfig, HFConfig, ModelConfig, kind):
+        one.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[union-attr]
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        first = min(error.errors(), key=lambda one: one["type"] != "unexpected_keyword_argument")
+        key = ".".join(str(part) for part in first["loc"] if str(part) not in _UNION_MEMBERS)
+        if first["type"] == "unexpected_keyword_argument":
+            names = {field.name for one in (*_UNION_TYPES, ModelConfig, kind) for field in fields(one)}  # type: ignore[arg-type]
+            raise ValueError(f"unknown key {key}; {did_you_mean(key.rpartition('.')[2], names)}") from None
+        message = first["msg"].removeprefix("Input ")
+        raise ValueError(f"{key or 'the file'} {message}, not {first['input']!r}"[:300]) from None
 
 
-def _value(kind: Any, value: Any, where: str) -> Any:
-    if is_dataclass(kind):
-        return build(kind, value, where + ".")  # type: ignore[arg-type]
-    if get_origin(kind) is Literal:
-        require(value in get_args(kind), f"{where} must be one of {', '.join(get_args(kind))}, not {value!r}")
-        return value
-    if get_origin(kind) in (Union, UnionType):  # of plain types, and of words that stand for a choice
-        if value is None and type(None) in get_args(kind):
-            return None
-        kinds = [one for one in get_args(kind) if is_dataclass(one)]
-        if kinds:  # of several, the one that has these keys
-            keys = set(value) if isinstance(value, dict) else set()
-            fits = [one for one in kinds if keys <= get_type_hints(one).keys()]
-            return _value((fits or kinds)[0], value, where)
-        words = [word for one in get_args(kind) if get_origin(one) is Literal for word in get_args(one)]
-        plain = next(one for one in get_args(kind) if get_origin(one) is not Literal)
-        if words and type(value) is not plain:
-            require(value in words, f"{where} must be {', '.join(words)} or {plain.__name__}, not {value!r}")
-            return value
-        return _value(plain, value, where)
-    if get_origin(kind) is dict:
-        require(isinstance(value, dict), f"{where} must be an object, not {value!r}")
-        return value
-    if get_origin(kind) is tuple:
-        want = get_args(kind)
-        if want[-1] is ...:  # any number of them
-            require(isinstance(value, list), f"{where} must be a list, not {value!r}")
-            return tuple(_value(want[0], item, where) for item in value)
-        require(isinstance(value, list) and len(value) == len(want), f"{where} must be {len(want)} numbers")
-        return tuple(_value(one, item, where) for one, item in zip(want, value, strict=True))
-    if kind is float and type(value) is int:
-        return float(value)
-    require(type(value) is kind, f"{where} must be of type {kind.__name__}, not {value!r}")
-    return value
+_UNION_TYPES = (VisionConfig, TimmConfig, TextConfig, HFConfig)
+_UNION_MEMBERS = {one.__name__ for one in _UNION_TYPES}
 
 
-def preset(name: str) -> TrainConfig:
-    if name not in PRESETS:
-        raise ValueError(f"no preset {name!r}; {nearest(name, PRESETS)}")
+# Overrides: settings by dotted path, such as {"lr": 1e-3, "model.vision.width": 256}.
+
+
+def override(config: T, settings: Mapping[str, Any]) -> T:
+    """The same config with these settings changed."""
+    nested: dict[str, dict[str, Any]] = {}
+    plain: dict[str, Any] = {}
+    for path, value in settings.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            nested.setdefault(name, {})[rest] = value
+        else:
+            plain[name] = value
+    config = replace(config, **plain)  # type: ignore[type-var]
+    inner = {name: override(getattr(config, name), changes) for name, changes in nested.items()}
+    return replace(config, **inner)  # type: ignore[type-var]
+
+
+def with_defaults(config: TrainConfig, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> TrainConfig:
+    """The config with other defaults, where the user has not given a setting."""
+    return override(override(config, defaults), given)
+
+
+# Presets and recipe defaults.
+
+_FINETUNE: dict[str, Any] = {"optimizer": "adamw", "warmup": 0.1, "crop_scale": 0.5, "hflip": True}
+RECIPES: dict[str, dict[str, Any]] = {
+    "frozen": {
+        **_FINETUNE,
+        **{"batch_size": 1024, "lr": 3e-3, "epochs": 36, "weight_decay": 1.0, "eval_every": 18},
+        **{"head_dropout": 0.5, "label_smoothing": 0.1, "ema": 0.98},
+    },
+    "lora": {**_FINETUNE, "batch_size": 64, "lr": 1e-3, "epochs": 3, "weight_decay": 0.0},
+    "full": {**_FINETUNE, "batch_size": 64, "lr": 3e-4, "epochs": 3, "patience": 2},
+}
+
+
+def recipe_defaults(config: TrainConfig, recipe: Recipe) -> dict[str, Any]:
+    """Settings that suit a recipe; docs/finetuning.md has the measurements behind them."""
+    settings: dict[str, Any] = {**RECIPES.get(recipe, {}), "recipe": recipe}
+    if not config.vision and not config.text:
+        return settings
+    if not (config.vision and config.text):  # one tower is trained from scratch and needs smaller steps
+        settings |= {"batch_size": 256, "lr": 1e-3, "epochs": 10, "weight_decay": 0.1, "eval_every": 1}
+    return {**settings, "model.embed_dim": 192, "model.head": "mlp"}
+
+
+def get_preset(name: str) -> TrainConfig:
+    require(name in PRESETS, f"no preset {name!r}; {did_you_mean(name, PRESETS)}")
     return PRESETS[name]
 
 
-def recipe_defaults(config: TrainConfig, recipe: Recipe) -> TrainConfig:
-    """The same with the defaults that suit a recipe; docs/finetuning.md has what they were chosen by."""
-    made = replace(config, **RECIPES.get(recipe, {}), recipe=recipe)
-    if not config.vision and not config.text:
-        return made
-    if not (config.vision and config.text):  # one tower is new, and learns as slowly as new ones do
-        slow: dict[str, Any] = {"batch": 256, "lr": 1e-3, "epochs": 10, "weight_decay": 0.1, "eval_every": 1}
-        made = replace(made, **slow)
-    return replace(made, model=replace(made.model, embed=192, head="mlp"))
+TowerShape = tuple[int, int, int, int, int]
 
 
-Shape = tuple[int, int, int, int, int]
+def _clip(vision: TowerShape, text: TowerShape, embed_dim: int, **settings: Any) -> ModelConfig:
+    """vision: image_size, patch_size, width, layers, heads; text: vocab_size, context_length, width, layers, heads."""
+    return ModelConfig(VisionConfig(*vision), TextConfig(*text), embed_dim, **settings)
 
 
-def _clip(vision: Shape, text: Shape, embed: int, **changes: Any) -> ModelConfig:
-    """vision: (image_size, patch, width, depth, heads); text: (vocab, length, width, depth, heads)."""
-    return ModelConfig(VisionConfig(*vision), TextConfig(*text), embed, **changes)
+def _conv_stem(model: ModelConfig) -> ModelConfig:
+    """The same with a convolutional stem and mean pooling; docs/log.md has what the stem gains."""
+    return override(model, {"vision.stem": "conv", "vision.pool": "mean"})
 
 
-def _light(model: ModelConfig) -> ModelConfig:
-    """Convolutions first, and no class token; docs/log.md has what the first is worth."""
-    assert isinstance(model.vision, VisionConfig)
-    return replace(model, vision=replace(model.vision, stem="conv", pool="mean"))
-
-
-def _preset(name: str, model: ModelConfig, **changes: Any) -> TrainConfig:
-    return TrainConfig(model=model, preset=name, **changes)
+def _preset(name: str, model: ModelConfig, **settings: Any) -> TrainConfig:
+    return TrainConfig(model=model, preset=name, **settings)
 
 
 _OPENAI = (49408, 77)
 
-# nano, tiny and small are ours, sized for hundreds to thousands of pairs a second on a laptop; seed is the
-# documents' model and run; base, large and 1b have the shapes of OpenAI's ViT-B/32 and ViT-L/14 and of
-# OpenCLIP's ViT-H/14, so that known weights fit; medium stands between for the scaling study.
+# nano, tiny and small are sized for hundreds to thousands of pairs per second on a laptop. vit-b16-char is a
+# ViT-B/16 with a small character-level text tower. base, large and 1b have the shapes of OpenAI's ViT-B/32 and
+# ViT-L/14 and of OpenCLIP's ViT-H/14, so their weights fit; medium lies between them for the scaling study.
 PRESETS: dict[str, TrainConfig] = {
     config.preset: config
     for config in [
         _preset(
             "nano",
-            _light(_clip((64, 16, 128, 4, 2), (1024, 32, 128, 2, 2), 128)),
-            optimizer="muon",  # by far the largest gain that docs/log.md has
+            _conv_stem(_clip((64, 16, 128, 4, 2), (1024, 32, 128, 2, 2), 128)),
+            optimizer="muon",  # the largest single gain in docs/log.md
             lr=3e-3,
             epochs=3,
         ),
-        _preset("tiny", _light(_clip((112, 16, 256, 6, 4), (4096, 48, 256, 4, 4), 256))),
-        _preset("small", _clip((112, 16, 384, 12, 6), (16384, 64, 384, 6, 6), 384), batch=128, lr=5e-4),
+        _preset("tiny", _conv_stem(_clip((112, 16, 256, 6, 4), (4096, 48, 256, 4, 4), 256))),
+        _preset("small", _clip((112, 16, 384, 12, 6), (16384, 64, 384, 6, 6), 384), batch_size=128, lr=5e-4),
         _preset(
-            "seed",
+            "vit-b16-char",
             _clip((224, 16, 768, 12, 12), (33, 77, 512, 6, 8), 512),
             data="synthetic:216",
-            held_out=24,
+            val_size=24,
             tokenizer="char",
             epochs=15,
-            batch=12,
+            batch_size=12,
             lr=3e-4,
             warmup=0.0,
             weight_decay=0.01,
-            beta2=0.999,
             log_every=1,
-            save_epochs=5,
         ),
         _preset(
             "base",
             _clip((224, 32, 768, 12, 12), (*_OPENAI, 512, 12, 8), 512, activation="quick_gelu"),
-            batch=32,
+            batch_size=32,
             lr=5e-4,
         ),
-        _preset("medium", _clip((224, 16, 896, 14, 14), (*_OPENAI, 640, 12, 10), 640), batch=16, lr=4e-4),
+        _preset(
+            "medium", _clip((224, 16, 896, 14, 14), (*_OPENAI, 640, 12, 10), 640), batch_size=16, lr=4e-4
+        ),
         _preset(
             "large",
             _clip((224, 14, 1024, 24, 16), (*_OPENAI, 768, 12, 12), 768, activation="quick_gelu"),
-            batch=8,
+            batch_size=8,
             lr=4e-4,
         ),
-        _preset("1b", _clip((224, 14, 1280, 32, 16), (*_OPENAI, 1024, 24, 16), 1024), batch=4, lr=3e-4),
+        _preset("1b", _clip((224, 14, 1280, 32, 16), (*_OPENAI, 1024, 24, 16), 1024), batch_size=4, lr=3e-4),
     ]
 }

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from rich.console import Console
+from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -16,8 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from m1clip.config import printable
-from m1clip.format import percent
+from m1clip.format import percent, printable
 
 if TYPE_CHECKING:
     from m1clip.evals.retrieval import Retrieval
@@ -45,9 +44,9 @@ class Unbreakable:
             self.stream.flush()
 
 
-class Screen:
+class Console:
     def __init__(self, stream: IO[str] | None = None):
-        self.console = Console(file=cast(IO[str], Unbreakable(stream or sys.stderr)), highlight=False)
+        self.console = RichConsole(file=cast(IO[str], Unbreakable(stream or sys.stderr)), highlight=False)
         self.bar: Progress | None = None
 
     def say(self, text: str = "") -> None:

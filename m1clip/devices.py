@@ -40,8 +40,8 @@ class Plan:
     @property
     def places(self) -> tuple[torch.device, torch.device]:
         """Where the vision tower works, and where the text tower does. The loss is with the first."""
-        names = parts_of(self.device)
-        return at(names[0]), at(names[1])
+        names = tower_devices(self.device)
+        return torch_device(names[0]), torch_device(names[1])
 
     def __str__(self) -> str:
         parts = [self.device] + ([self.precision] if self.precision != "fp32" else [])
@@ -50,18 +50,18 @@ class Plan:
         return ", ".join(parts)
 
 
-def at(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def parts_of(wish: str) -> tuple[str, str]:
+def tower_devices(requested: str) -> tuple[str, str]:
     """The devices of the two towers; one that does not exist here is an error."""
-    if "=" not in wish:
-        names = {"vision": wish, "text": wish}
+    if "=" not in requested:
+        names = {"vision": requested, "text": requested}
     else:
-        names = dict(part.strip().split("=", 1) for part in wish.split(",") if "=" in part)
-        if set(names) != {"vision", "text"} or wish.count(",") != 1:
-            raise ValueError(f"a placement is vision=DEVICE,text=DEVICE, not {wish!r}")
+        names = dict(part.strip().split("=", 1) for part in requested.split(",") if "=" in part)
+        if set(names) != {"vision", "text"} or requested.count(",") != 1:
+            raise ValueError(f"a placement is vision=DEVICE,text=DEVICE, not {requested!r}")
     here = available()
     for name in names.values():
         kind, _, number = name.partition(":")
@@ -95,23 +95,23 @@ def _mps_works() -> bool:
     return True
 
 
-def choose(wish: str) -> tuple[torch.device, str]:
+def default_device(requested: str) -> tuple[torch.device, str]:
     """One device to use without having measured any, and the reason in words."""
     here = available()
-    if wish == "auto":
+    if requested == "auto":
         if len(here) == 1:
-            return at("cpu"), "no GPU that torch can use was found"
-        return at(here[-1]), f"found beside the CPU; compare with --device cpu ({', '.join(here)})"
-    if "=" in wish:
-        raise ValueError(f"a placement of two towers is for training, not {wish!r} here")
-    return at(parts_of(wish)[0]), f"asked for with --device {wish}"
+            return torch_device("cpu"), "no GPU that torch can use was found"
+        return torch_device(here[-1]), f"found beside the CPU; compare with --device cpu ({', '.join(here)})"
+    if "=" in requested:
+        raise ValueError(f"a placement of two towers is for training, not {requested!r} here")
+    return torch_device(tower_devices(requested)[0]), f"asked for with --device {requested}"
 
 
-THREADS = torch.get_num_threads()
+DEFAULT_THREADS = torch.get_num_threads()
 """What torch takes by itself; on Apple silicon the fast cores (pytorch#123038)."""
 
 
-def keep_memory() -> None:
+def retain_freed_memory() -> None:
     """Have the C library keep freed memory for the next step, where it would give it back to the system.
 
     What is given back costs page faults when it is had again. With glibc on 2 cores, a step of nano took a
@@ -132,9 +132,9 @@ def give_memory_back() -> None:
         library.malloc_trim(0)
 
 
-def prepare(plan: Plan) -> None:
+def apply_plan(plan: Plan) -> None:
     """Set what belongs to the whole process; where two towers share the CPU, each has half of its threads."""
-    threads = plan.threads or THREADS
+    threads = plan.threads or DEFAULT_THREADS
     both_on_cpu = plan.is_split and all(place.type == "cpu" for place in plan.places)
     torch.set_num_threads(max(1, threads - threads // 2) if both_on_cpu else threads)
     for place in plan.places:
@@ -146,7 +146,7 @@ def prepare(plan: Plan) -> None:
 def second_thread(plan: Plan) -> None:
     """What the thread that drives the text tower needs: the number of its own threads is set in it."""
     if all(place.type == "cpu" for place in plan.places):
-        torch.set_num_threads(max(1, (plan.threads or THREADS) // 2))
+        torch.set_num_threads(max(1, (plan.threads or DEFAULT_THREADS) // 2))
 
 
 def synchronize(device: torch.device) -> None:
@@ -157,7 +157,7 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def is_queued(device: torch.device) -> bool:
+def is_async(device: torch.device) -> bool:
     """Whether a call returns before its work is done."""
     return device.type != "cpu"
 
@@ -176,9 +176,9 @@ def precisions(device: torch.device) -> list[str]:
     return ["fp32", "bf16"] if device.type == "cpu" else ["fp32", "bf16", "fp16"]
 
 
-def product_gflops(device: torch.device, precision: str) -> float:
+def matmul_gflops(device: torch.device, precision: str) -> float:
     """The rate of products of two matrices, in an instant: it tells what a chip merely emulates."""
-    size, many = (1024, 8) if is_queued(device) else (256, 1)  # launching must not be what is timed
+    size, many = (1024, 8) if is_async(device) else (256, 1)  # launching must not be what is timed
     a_NN, times = torch.randn(size, size, device=device).to(DTYPES[precision]), []
     for _ in range(4):
         synchronize(device)
@@ -190,7 +190,7 @@ def product_gflops(device: torch.device, precision: str) -> float:
     return 2e-9 * many * size**3 / min(times)
 
 
-def translate(module: torch.nn.Module) -> None:
+def compile_module(module: torch.nn.Module) -> None:
     """Have torch.compile do the module's work from its next call on."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(
         logging.ERROR
@@ -212,13 +212,13 @@ def can_compile(device: torch.device) -> tuple[bool, str]:
     return compiler is not None, f"with {compiler}" if compiler else "it needs a C++ compiler, and found none"
 
 
-def copy(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     """To the device; asynchronous only where that is safe."""
     # Asynchronous copies to MPS corrupt data (pytorch#139550, #189690).
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 
-def can_skip(device: torch.device) -> bool:
+def supports_found_inf(device: torch.device) -> bool:
     """Whether the fused AdamW leaves everything as it is when `found_inf` tells it so.
 
     On MPS its kernels never receive that flag, so it has to be read before each update instead.
@@ -237,10 +237,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 # What a device, its compiler or its memory answers where something cannot be done there; MPS raises a
 # TypeError for types that it does not have.
-REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError, MemoryError)
+DEVICE_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError, MemoryError)
 
 
-def refusal(error: BaseException) -> str:
+def short_error(error: BaseException) -> str:
     """In a few words."""
     if is_out_of_memory(error):
         return "it ran out of memory"
@@ -261,7 +261,7 @@ def release(device: torch.device) -> None:
         getattr(torch.mps, "clear_graph_cache", lambda: None)()
 
 
-def has_own_clock(device: torch.device) -> bool:
+def has_event_timer(device: torch.device) -> bool:
     """Whether stamps may be put down at every step.
 
     MPS's events hang when read twice and may come in the wrong order (pytorch#193578, #196395), so there the
@@ -270,7 +270,7 @@ def has_own_clock(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda")
 
 
-def stamp(device: torch.device) -> Any:
+def timestamp(device: torch.device) -> Any:
     """A point in the device's own time; put down without waiting for it, but on MPS."""
     if device.type == "cuda":
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -281,7 +281,7 @@ def stamp(device: torch.device) -> Any:
     return time.perf_counter()
 
 
-def ms_between(start: Any, end: Any) -> float:
+def elapsed_ms(start: Any, end: Any) -> float:
     """Milliseconds from one stamp to the other; on a GPU, once its queue has come past both."""
     return (end - start) * 1e3 if isinstance(start, float) else float(start.elapsed_time(end))
 
@@ -304,7 +304,7 @@ def limit_gb(device: torch.device) -> float | None:
     return None
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -328,11 +328,11 @@ def free_gb(device: torch.device) -> float | None:
     return None
 
 
-def picture_layout(pixels_BCSS: Tensor) -> Tensor:
+def to_channels_last(pixels_BCHW: Tensor) -> Tensor:
     """As convolutions want them: channels last, which is half as fast again on CPUs; not tried on MPS."""
-    if pixels_BCSS.device.type == "mps":
-        return pixels_BCSS
-    return pixels_BCSS.contiguous(memory_format=torch.channels_last)
+    if pixels_BCHW.device.type == "mps":
+        return pixels_BCHW
+    return pixels_BCHW.contiguous(memory_format=torch.channels_last)
 
 
 def attention_kind() -> str:

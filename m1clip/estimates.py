@@ -15,14 +15,14 @@ from m1clip.devices import Plan
 
 Row = dict[str, Any]
 Numbers = NDArray[np.float64]
-VARIES = 1.15  # the same contest on another day: 2 shared cores, November 2026, mostly within this
+VARIES = 1.15  # the same time_plans on another day: 2 shared cores, November 2026, mostly within this
 ENOUGH = 5  # samples
 BUSY = 0.2  # of all cores, taken by other programs: such a measurement tells of them
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked about: a model with its optimiser, and a batch."""
+    """What is asked about: a model with its optimizer, and a batch."""
 
     model: str
     """Identity of everything that decides what a step costs, but for batch and caption length."""
@@ -45,8 +45,13 @@ class Work:
 
 
 def identity(config: TrainConfig) -> str:
-    parts: tuple[object, ...] = (config.optimizer, config.drop_tokens, config.recompute, bool(config.ema))
-    parts += (config.captions,) if config.captions > 1 else ()
+    parts: tuple[object, ...] = (
+        config.optimizer,
+        config.patch_dropout,
+        config.grad_checkpointing,
+        bool(config.ema),
+    )
+    parts += (config.captions_per_image,) if config.captions_per_image > 1 else ()
     return blake2b((to_json(config.model) + repr(parts)).encode(), digest_size=6).hexdigest()
 
 
@@ -132,7 +137,7 @@ def _of_this_model(rows: list[Row], work: Work) -> Estimate:
 
 
 def _of_other_models(rows: list[Row], work: Work) -> Estimate | None:
-    told = foretell(rows, work.step_gflop, work.parameters)
+    told = extrapolate(rows, work.step_gflop, work.parameters)
     if told is None:
         return None
     beyond = _beyond(_points(rows)[0], work.step_gflop)
@@ -142,11 +147,11 @@ def _of_other_models(rows: list[Row], work: Work) -> Estimate | None:
     return Estimate(told[0], told[0] / wide, told[0] * wide, basis, "low")
 
 
-def foretell(rows: Sequence[Row], step_gflop: float, parameters: int) -> tuple[float, float] | None:
+def extrapolate(rows: Sequence[Row], step_gflop: float, parameters: int) -> tuple[float, float] | None:
     """Milliseconds of a step by the rows of other models, and a factor that 90 % should lie within.
 
     A step is taken for a constant, a part that grows with its work and one with the parameters it updates;
-    how well that foretells is found by leaving out each row in turn.
+    how well that extrapolates is found by leaving out each row in turn.
     """
     if len(rows) < 3:
         return None

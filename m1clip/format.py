@@ -1,20 +1,34 @@
-"""Numbers as people say them. What is unknown is a dash."""
+"""Numbers, sizes and durations as text, and text that is safe to print. An unknown value is a dash."""
 
+import difflib
 import math
 import time
+from collections.abc import Iterable
+
+UNKNOWN = "–"
 
 
-def percent(part: float | None) -> str:
-    if part is None:
-        return "–"
-    if 0.9995 <= part < 1:  # nearly all is not all
-        return f"{math.floor(1e4 * part) / 100:.2f} %"
-    return f"{100 * part:.1f} %" if part >= 0.001 or part == 0 else f"{100 * part:.2g} %"
+def number(value: float | None, digits: int = 3, unit: str = "") -> str:
+    """Significant digits with thousands separators: 1,234, 0.0123."""
+    if value is None or not math.isfinite(value):
+        return UNKNOWN
+    rounded = float(f"{value:.{digits}g}")
+    places = max(0, digits - 1 - math.floor(math.log10(abs(rounded)))) if rounded else 0
+    text = f"{value:.{digits}g}" if places > 6 else f"{value:,.{places}f}"
+    return f"{text} {unit}".rstrip()
 
 
-def clock(seconds: float | None) -> str:
+def percent(fraction: float | None) -> str:
+    if fraction is None or math.isnan(fraction):
+        return UNKNOWN
+    if 0.9995 <= fraction < 1:  # never rounded up to 100 %
+        return f"{math.floor(1e4 * fraction) / 100:.2f} %"
+    return f"{100 * fraction:.1f} %" if fraction >= 0.001 or fraction == 0 else f"{100 * fraction:.2g} %"
+
+
+def duration(seconds: float | None) -> str:
     if seconds is None:
-        return "–"
+        return UNKNOWN
     seconds = round(seconds)
     if seconds >= 2 * 86400:
         return f"{seconds / 86400:.1f} days"
@@ -23,11 +37,33 @@ def clock(seconds: float | None) -> str:
     return f"{seconds:.0f} s" if seconds < 60 else f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
 
 
+def milliseconds(ms: float) -> str:
+    if ms >= 2e6:
+        return f"{ms / 3.6e6:,.3g} h"
+    return f"{ms / 1e3:,.4g} s" if ms >= 1e4 else f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
+
+
 def ago(then: float | None) -> str:
     if then is None:
-        return "–"
+        return UNKNOWN
     seconds = max(0.0, time.time() - then)
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds // size:.0f} {unit} ago"
     return f"{seconds:.0f} s ago"
+
+
+def file_size(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def printable(text: str) -> str:
+    """Text from outside without control characters, which could change the terminal."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """The end of an error message: the names most like the one given, or all of them."""
+    names = sorted(names)
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(names)}"

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from m1clip import sensors
-from m1clip.run import cache_folder, finite, json_lines
+from m1clip.files import cache_folder, json_safe, read_jsonl
 
 Row = dict[str, Any]
 NEEDED = {
     "step": {
-        *("time", "contest", "model", "preset", "batch", "tokens", "parameters", "gflop", "activation_gb"),
+        *("time", "time_plans", "model", "preset", "batch", "tokens", "parameters", "gflop", "activation_gb"),
         *("device", "precision", "compile", "threads", "step_ms", "low_ms", "high_ms", "samples_ms"),
         *("phases_ms", "setup_s", "peak_gb", "watts", "pairs_per_s", "pairs_per_joule"),
     },
     "cost": {"model", "tokens", "parameters", "gflop", "activation_gb"},
     "session": {"time", "session", "of", "settings"},
-    "contest": {"session", "group"},
+    "time_plans": {"session", "group"},
     "operation": {
         "session",
         "operation",
@@ -57,7 +57,7 @@ class Measurements:
 
     def add(self, kind: str, **values: Any) -> Row:
         """Append a line. Where that fails the row is known to this process, and `unkept` says why."""
-        row = finite({"kind": kind, "time": round(time.time(), 1), **values})
+        row = json_safe({"kind": kind, "time": round(time.time(), 1), **values})
         try:
             self._append(json.dumps(row, allow_nan=False) + "\n")
         except OSError as error:
@@ -81,7 +81,7 @@ class Measurements:
         """Oldest first, those that agree with every given value. A row that lacks something is none."""
         return [
             row
-            for row in (*json_lines(self.path), *self.here)
+            for row in (*read_jsonl(self.path), *self.here)
             if row.get("kind") == kind
             and is_whole(row)
             and all(row.get(key) == value for key, value in same.items())

@@ -1,4 +1,4 @@
-"""A document of headings, paragraphs, tables and pictures, as Markdown and as one HTML file. No torch."""
+"""A document of headings, paragraphs, tables and images, as Markdown and as one HTML file. No torch."""
 
 import base64
 import html
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from m1clip.run import write_whole
+from m1clip.files import atomic_write
 
 STYLE = """
 :root { color-scheme: light dark; --line: #d8dbe0; --soft: #5d6470; --back: #ffffff; --ink: #1c2128; }
@@ -56,7 +56,7 @@ class Page:
         body = "".join(_tr("td", row, words) for row in rows)
         self.body.append(f"<div class=wide><table><thead>{head}</thead><tbody>{body}</tbody></table></div>")
 
-    def picture(self, path: Path, words: str) -> None:
+    def image(self, path: Path, words: str) -> None:
         """Beside the Markdown, inside the HTML."""
         self.markdown.append(f"![{words}]({path.name})")
         data = base64.b64encode(path.read_bytes()).decode()
@@ -64,7 +64,7 @@ class Page:
 
     def write(self, folder: Path, name: str) -> Path:
         """Both files; the path of the HTML one."""
-        write_whole(
+        atomic_write(
             folder / f"{name}.md", f"# {self.title}\n\n" + "\n\n".join(self.markdown) + "\n", durable=False
         )
         head = (
@@ -72,7 +72,7 @@ class Page:
             f'<meta name=viewport content="width=device-width, initial-scale=1"><style>{STYLE}</style>'
         )
         whole = f"{head}<h1>{html.escape(self.title)}</h1>\n" + "\n".join(self.body) + "</html>\n"
-        write_whole(folder / f"{name}.html", whole, durable=False)
+        atomic_write(folder / f"{name}.html", whole, durable=False)
         return folder / f"{name}.html"
 
 

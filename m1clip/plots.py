@@ -1,4 +1,4 @@
-"""How our figures look: panels, colours, logarithms, legends. No torch."""
+"""How our figures look: panels, colors, logarithms, legends. No torch."""
 
 import warnings
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 matplotlib.rcParams["text.parse_math"] = False  # a caption with two dollar signs is no formula
-# Told apart also by those who see few colours (Okabe and Ito).
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A", "#000000")
+# TokenizedCaptions apart also by those who see few colors (Okabe and Ito).
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A", "#000000")
 PHASES = {
     "wait": "#CC79A7",
     "copy": "#7A7A7A",
     "forward": "#56B4E9",
     "backward": "#0072B2",
-    "optimiser": "#E69F00",
+    "optimizer": "#E69F00",
 }
 plain = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
 

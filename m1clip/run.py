@@ -2,9 +2,7 @@
 
 import fcntl
 import json
-import math
 import os
-import re
 import shutil
 import socket
 import time
@@ -13,9 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-UMASK = os.umask(0o022)
-os.umask(UMASK)  # it can only be read by setting it
-HALF_MADE = re.compile(r"\.(.+)\.\d+(\.new|\.old)?")
+from m1clip.files import PARTIAL, atomic_write, fsync, json_safe, lock_folder, read_jsonl, remove_partial
 
 
 class Run:
@@ -36,7 +32,7 @@ class Run:
     def log(self, kind: str, step: int, **values: Any) -> None:
         """Append one line to metrics.jsonl; what is unknown is None."""
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
-        self._unwritten += (json.dumps(finite(record), allow_nan=False) + "\n").encode()
+        self._unwritten += (json.dumps(json_safe(record), allow_nan=False) + "\n").encode()
         with suppress(OSError):  # a full disk: what it refuses is kept and goes with the next line
             self._append()
         if self.mirror is not None:
@@ -58,11 +54,11 @@ class Run:
     def sync(self) -> None:
         """The log as far as it is written survives a power cut: a checkpoint must not be newer than it."""
         with suppress(OSError):
-            _fsync(self.path / "metrics.jsonl")
+            fsync(self.path / "metrics.jsonl")
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """The lines of metrics.jsonl."""
-        lines = json_lines(self.path / "metrics.jsonl")
+        lines = read_jsonl(self.path / "metrics.jsonl")
         return (record for record in lines if kind in (None, record.get("kind")))
 
     def rewind(self, step: int) -> None:
@@ -72,7 +68,7 @@ class Run:
             for record in self.records()
             if record["step"] <= step or record["kind"] == "event"
         ]
-        write_whole(self.path / "metrics.jsonl", "".join(line + "\n" for line in lines))
+        atomic_write(self.path / "metrics.jsonl", "".join(line + "\n" for line in lines))
 
     def status(self, state: str, step: int, **values: Any) -> None:
         """The heartbeat: running, finished, stopped or failed. On a full disk the old one stays."""
@@ -81,12 +77,12 @@ class Run:
         who |= {"trouble": self.trouble} if self.trouble else {}
         with suppress(OSError):
             text = json.dumps({"state": state, "step": step, **who, **values}, indent=2) + "\n"
-            write_whole(self.path / "status.json", text, durable=state != "running")
+            atomic_write(self.path / "status.json", text, durable=state != "running")
 
     @property
     def alive(self) -> bool:
         """Whether some process is training it now: the lock goes with the process."""
-        with locked(self.path, fcntl.LOCK_SH) as free:  # shared: two who look do not see each other
+        with lock_folder(self.path, fcntl.LOCK_SH) as free:  # shared: two who look do not see each other
             return not free
 
     def state(self) -> dict[str, Any]:
@@ -118,7 +114,7 @@ class Run:
             "step": int(_number(state.get("step")) or 0),
             "total": _number(state.get("total")),
             "eta_s": _number(state.get("eta_s")) if running else None,
-            "best_by": _words(state.get("best_by")),
+            "best_metric": _words(state.get("best_metric")),
             "best_score": _number(state.get("best_score")),
             "device": _words(device),
             "time": _number(state.get("time")),
@@ -127,11 +123,11 @@ class Run:
     @contextmanager
     def owned(self) -> Iterator[None]:
         """The run is ours alone for the block; what ends the block early is written in the status."""
-        with locked(self.path) as ours:
+        with lock_folder(self.path) as ours:
             if not ours:
                 raise RuntimeError(f"{self.path} is being trained by another process")
-            sweep(self.path)
-            sweep(self.checkpoints)
+            remove_partial(self.path)
+            remove_partial(self.checkpoints)
             with self._outcome():
                 yield
 
@@ -149,7 +145,7 @@ class Run:
             raise
 
     def write(self, name: str, value: Any) -> None:
-        write_whole(self.path / name, json.dumps(value, indent=2) + "\n")
+        atomic_write(self.path / name, json.dumps(value, indent=2) + "\n")
 
     def read(self, name: str) -> dict[str, Any]:
         """A file of the run that holds one object."""
@@ -162,10 +158,10 @@ class Run:
         return value
 
 
-def new_path(runs: Path, name: str | None, preset: str, fresh: bool) -> Path:
+def new_path(runs: Path, name: str | None, preset: str, overwrite: bool) -> Path:
     """Where a new run goes: its name, or the preset's with the next free number (nano-1, nano-2, …).
 
-    A folder that exists is refused, unless it is a run and `fresh` says to start it again.
+    A folder that exists is refused, unless it is a run and `overwrite` says to start it again.
     """
     name = next_name(runs, preset) if name is None else name
     if name in ("", ".", "..") or set(name) & set("/\\\0"):
@@ -175,20 +171,22 @@ def new_path(runs: Path, name: str | None, preset: str, fresh: bool) -> Path:
         return path
     if path.exists() and not is_run(path):
         raise FileExistsError(f"{path} exists and is not a run; choose another --name")
-    if path.exists() and not fresh:
-        raise FileExistsError(f"{path} exists; --resume continues it, --fresh deletes it and starts again")
+    if path.exists() and not overwrite:
+        raise FileExistsError(
+            f"{path} exists; --resume continues it, --overwrite deletes it and starts again"
+        )
     if path.exists():
-        with locked(path) as ours:
+        with lock_folder(path) as ours:
             if not ours:
                 raise FileExistsError(f"{path} is being trained by another process")
     return path
 
 
-def create(runs: Path, name: str | None, preset: str, fresh: bool) -> Run:
-    """The folder of a new run; nothing is ever deleted but, with `fresh`, a run that nobody is training."""
-    path = new_path(runs, name, preset, fresh)
+def create(runs: Path, name: str | None, preset: str, overwrite: bool) -> Run:
+    """The folder of a new run; nothing is ever deleted but, with `overwrite`, a run that nobody is training."""
+    path = new_path(runs, name, preset, overwrite)
     if is_run(path):
-        with locked(path) as ours:
+        with lock_folder(path) as ours:
             if ours:
                 shutil.rmtree(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -196,10 +194,10 @@ def create(runs: Path, name: str | None, preset: str, fresh: bool) -> Run:
         path.mkdir()
     except FileExistsError:
         if name is None:  # another process has just taken the number
-            return create(runs, name, preset, fresh)
+            return create(runs, name, preset, overwrite)
         if not is_empty(path):
             raise
-        sweep(path)
+        remove_partial(path)
     return Run(path)
 
 
@@ -244,41 +242,7 @@ def is_run(path: Path) -> bool:
 
 def is_empty(folder: Path) -> bool:
     """But for what a killed process left half-made."""
-    return all(HALF_MADE.fullmatch(path.name) for path in folder.iterdir())
-
-
-def cache_folder() -> Path:
-    folder = Path(os.environ.get("M1CLIP_CACHE") or Path.home() / ".cache" / "m1clip")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(
-            f"{folder} cannot be the cache ({error.strerror}); M1CLIP_CACHE names another"
-        ) from None
-    return folder
-
-
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file, one a line; a line cut by a crash is passed over."""
-    if not path.exists():
-        return
-    with open(path, errors="replace") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                yield record
-
-
-def finite(value: Any) -> Any:
-    """The same, with None for every number that JSON cannot say."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
-    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
+    return all(PARTIAL.fullmatch(path.name) for path in folder.iterdir())
 
 
 def _number(value: Any) -> float | int | None:
@@ -294,92 +258,3 @@ def _words(value: Any) -> str | None:
 def next_name(runs: Path, stem: str) -> str:
     numbers = [path.name.removeprefix(f"{stem}-") for path in runs.glob(f"{stem}-*")]
     return f"{stem}-{max((int(n) for n in numbers if n.isdecimal()), default=0) + 1}"
-
-
-@contextmanager
-def locked(folder: Path, how: int = fcntl.LOCK_EX) -> Iterator[bool]:
-    """Whether the folder's lock could be had, held for the block. The system frees it if the process dies.
-
-    To own it, we wait a little: somebody who only looks has it for an instant.
-    """
-    handle = os.open(folder, os.O_RDONLY)
-    end = time.monotonic() + (0.5 if how == fcntl.LOCK_EX else 0.0)
-    ours = False
-    try:
-        while not ours:
-            try:
-                fcntl.flock(handle, how | fcntl.LOCK_NB)
-                ours = True
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    break
-                time.sleep(0.05)
-        yield ours
-    finally:
-        os.close(handle)
-
-
-def sweep(folder: Path) -> None:
-    """Remove what a killed process left half-made; put back what it had only moved out of the way."""
-    for path in folder.glob(".*"):
-        half_made = HALF_MADE.fullmatch(path.name)
-        if half_made is None:
-            continue
-        if half_made[2] == ".old" and not (folder / half_made[1]).exists():
-            path.rename(folder / half_made[1])
-        elif path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def write_whole(path: Path, text: str, durable: bool = True) -> None:
-    """The new file or the old one, never half of either; `durable` means even if the power goes."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(aside, "w") as file:
-            file.write(text)
-        if durable:
-            _fsync(aside)
-        os.replace(aside, path)
-        if durable:
-            _fsync(path.parent)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-@contextmanager
-def replacing_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill; it takes the place of `path` if the block ends well, and vanishes if it does not."""
-    aside, old = (path.with_name(f".{path.name}.{os.getpid()}.{word}") for word in ("new", "old"))
-    shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed and had our number
-    if not path.parent.exists():
-        path.parent.mkdir(parents=True)
-        _fsync(path.parent.parent)
-    aside.mkdir()
-    try:
-        yield aside
-        for file in aside.iterdir():
-            file.chmod(0o666 & ~UMASK)  # safetensors writes files that only their owner may read
-            _fsync(file)
-        _fsync(aside)
-        if path.exists():
-            path.rename(old)
-        aside.rename(path)
-        _fsync(path.parent)
-    finally:
-        if old.exists() and not path.exists():
-            old.rename(path)
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync leaves the data in the drive's own memory
-            fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
-        else:
-            os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -85,7 +85,7 @@ def available_gb() -> float:
     return max(0, free) / 1e9
 
 
-class Others:
+class BackgroundLoad:
     """What part of all cores other programs have taken since it was made: a busy machine misleads."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Others:
         return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
-def give_back() -> None:
+def trim_malloc() -> None:
     """Have the C library return what it keeps of freed memory, so that growth from here on can be seen."""
     for name, words in (("malloc_trim", (0,)), ("malloc_zone_pressure_relief", (None, 0))):
         function = getattr(ctypes.CDLL(None), name, None)
@@ -110,12 +110,12 @@ def give_back() -> None:
             function(*words)
 
 
-class Peak:
+class PeakMemory:
     """The most RAM that the process takes in a block beyond what it had before, looked at every 2 ms."""
 
     gb = 0.0
 
-    def __enter__(self) -> "Peak":
+    def __enter__(self) -> "PeakMemory":
         self.start, self.over = memory_gb(), threading.Event()
         self.thread = threading.Thread(target=self._look, daemon=True)
         self.thread.start()
@@ -143,12 +143,12 @@ def readings(folder: Path) -> dict[str, Any]:
         "swap_used_gb": round(swap.used / 1e9, 3),
         "swapped_out_gb": round(swap.sout / 1e9, 3),
         "cpu_percent": psutil.cpu_percent(percpu=True),
-        "heat_c": heat_c(),
+        "temperature_c": temperature_c(),
         "disk_free_gb": round(shutil.disk_usage(folder).free / 1e9, 3),
     }
 
 
-def heat_c() -> float | None:
+def temperature_c() -> float | None:
     """The hottest of the processor's sensors; macOS shows none without root."""
     read: Callable[[], dict[str, Any]] | None = getattr(psutil, "sensors_temperatures", None)
     found = read() if read else {}
@@ -165,7 +165,7 @@ def speed_limit() -> int | None:
     return int(said[0]) if said and said[0].isdecimal() else 100
 
 
-class Energy:
+class EnergyMeter:
     """Joules drawn since it was made, by every counter that zeus can read; None where there is none.
 
     Needs m1clip[energy]; on Linux also the right to read the processor's counters (root, mostly).

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from m1clip import devices
-from m1clip.config import TrainConfig
-from m1clip.shapes import ModelConfig, TextConfig, VisionConfig
+from m1clip.config import ModelConfig, TextConfig, TrainConfig, VisionConfig
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -15,7 +14,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["M1CLIP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or every process would compile torch's source anew
     torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
-    devices.THREADS = 1
+    devices.DEFAULT_THREADS = 1
 
 
 def tiny_config() -> ModelConfig:
@@ -27,7 +26,7 @@ def tiny_run_config(tiny: ModelConfig) -> TrainConfig:
     return TrainConfig(
         model=tiny,
         data="synthetic:64",
-        held_out=16,
+        val_size=16,
         batch=16,
         epochs=2,
         log_every=2,

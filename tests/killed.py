@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-import torch._dynamo  # noqa: F401  the optimisers import it at their first step, which takes each life seconds
+import torch._dynamo  # noqa: F401  the optimizers import it at their first step, which takes each life seconds
 
 from m1clip import run as runs
 from m1clip.config import TrainConfig, from_json

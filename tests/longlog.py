@@ -28,7 +28,7 @@ def write_run(
         json.dumps({"chip": "a chip", "device": "cpu", "why": "it is a test"})
     )
     status = {"state": "running", "step": steps, "total": steps, "pid": 1, "host": "h", "time": START}
-    (folder / "status.json").write_text(json.dumps(status | {"best_by": "mean_r1", "best_score": 0.9}))
+    (folder / "status.json").write_text(json.dumps(status | {"best_metric": "mean_r1", "best_score": 0.9}))
     order = [step for step in range(1, steps + 1) if not gap[0] <= step < gap[1]]
     if again_from is not None:
         at = order.index(again_from + 1000) if again_from + 1000 in order else len(order)
@@ -74,7 +74,7 @@ def write_step(file, step, steps, noise):
         "copy_ms": 0.2,
         "forward_ms": 150.0,
         "backward_ms": 300.0,
-        "optimiser_ms": 29.7,
+        "optimizer_ms": 29.7,
         "between_ms": 0.3,
         "pairs_per_s": 533.0,
     }
@@ -103,10 +103,10 @@ def write_watch(file, step, rng):
         "swap_used_gb": 0.0,
         "swapped_out_gb": 0.0,
         "cpu_percent": [97.0, 95.0],
-        "heat_c": None,
+        "temperature_c": None,
         "disk_free_gb": 100.0,
     }
-    put(file, "watch", step, **values)
+    put(file, "logger", step, **values)
 
 
 def write_eval(file, step, steps):
@@ -118,12 +118,12 @@ def write_eval(file, step, steps):
         for key, more in (("r1", 1), ("r5", 1.2), ("r10", 1.3))
     }
     ranks = {"i2t_median_rank": 1.0, "t2i_median_rank": 1.0}
-    sizes = {"mean_r1": score, "chance_r1": 1 / 240, "pictures": 240, "captions": 240}
+    sizes = {"mean_r1": score, "chance_r1": 1 / 240, "images": 240, "captions": 240}
     tiers = {
         name: {"similarity": alike, "negatives": 9000, "pairwise": score, "first": score, "among": 11}
         for name, alike in (("easy", 0.1), ("medium", 0.3), ("hard", 0.6))
     }
     put(file, "eval", step, epoch=epoch, **ways, **ranks, **sizes, negatives=tiers)
     means = {"loss": 1.0, "accuracy": score, "temperature": 0.06, "seconds": 480.0, "pairs_per_s": 533.0}
-    phases = {"wait_ms": 0.1, "copy_ms": 0.2, "forward_ms": 150.0, "backward_ms": 300.0, "optimiser_ms": 29.7}
+    phases = {"wait_ms": 0.1, "copy_ms": 0.2, "forward_ms": 150.0, "backward_ms": 300.0, "optimizer_ms": 29.7}
     put(file, "epoch", step, epoch=epoch, **means, **phases, step_ms=MS, joules=None)

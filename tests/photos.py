@@ -1,4 +1,4 @@
-"""Small picture files for tests about data: drawn scenes saved as others would have them."""
+"""Small image files for tests about data: drawn scenes saved as others would have them."""
 
 import io
 import json
@@ -8,9 +8,9 @@ from pathlib import Path
 from m1clip.config import DataConfig
 from m1clip.data.index import Indexed
 from m1clip.data.sources import Source, open_sources
-from m1clip.data.synthetic.scenes import Synthetic
+from m1clip.data.synthetic.scenes import SyntheticScenes
 
-SCENES = Synthetic(200)
+SCENES = SyntheticScenes(200)
 
 
 def jpeg(number: int, side: int = 48) -> bytes:
@@ -45,7 +45,7 @@ def opened(spec: object, **flags: object) -> Source:
 
 
 def listed(source: Source) -> dict[str, list[str]]:
-    """Captions by the picture's name, of whatever side."""
+    """Captions by the image's name, of whatever side."""
     pairs = source.every
     assert isinstance(pairs, Indexed)
     return {pairs._value("name", i): list(pairs.captions(i)) for i in range(len(pairs))}
@@ -56,7 +56,7 @@ def names(pairs: Indexed) -> set[str]:
 
 
 def found(source: Source) -> set[tuple[str, str]]:
-    """Faults: kind and where, without folders."""
+    """BadRows: kind and where, without folders."""
     return {(fault.kind, fault.where.rpartition("/")[2]) for fault in source.faults.named}
 
 

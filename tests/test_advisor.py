@@ -4,16 +4,16 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from m1clip.advisor import Wishes, advise, gain
+from m1clip.advisor import RequestedPlan, advise, gain
 from m1clip.bench.documents import predicted_speedup, should_use_mps
-from m1clip.config import preset
+from m1clip.config import get_preset
 from m1clip.devices import Plan
-from m1clip.estimates import Work, foretell, identity, predict
+from m1clip.estimates import Work, extrapolate, identity, predict
 
 SMALL = Work("m1", "small", 40_000_000, 10.0, 32)
 
 
-def row(plan=None, ms=100.0, batch=32, model="m1", name="small", gflop=10.0, contest=None, **more):
+def row(plan=None, ms=100.0, batch=32, model="m1", name="small", gflop=10.0, time_plans=None, **more):
     spread = {
         "low_ms": ms * 0.98,
         "high_ms": ms * 1.02,
@@ -26,7 +26,7 @@ def row(plan=None, ms=100.0, batch=32, model="m1", name="small", gflop=10.0, con
         **{
             "kind": "step",
             "time": 1e9,
-            "contest": contest or f"{model}/{batch}",
+            "time_plans": time_plans or f"{model}/{batch}",
             "setup_s": 0.0,
             "step_ms": ms,
         },
@@ -99,7 +99,7 @@ def test_a_model_never_measured_is_foretold_from_others_and_said_to_be():
 
 def test_nothing_is_foretold_from_too_little():
     assert predict([], Plan(), SMALL) is None
-    assert foretell([row(), row(batch=8)], 100.0, 10**6) is None
+    assert extrapolate([row(), row(batch=8)], 100.0, 10**6) is None
     assert predict([row(Plan("mps"))], Plan("cpu"), SMALL) is None
 
 
@@ -142,7 +142,7 @@ def test_a_device_that_was_not_measured_is_named():
 
 def test_every_other_decision_goes_by_the_same_contest():
     """The variants were measured on a day when everything was twice as slow: only the ratio counts."""
-    slow = {"contest": "slow day", "time": 1.1e9}
+    slow = {"time_plans": "slow day", "time": 1.1e9}
     rows = [row(ms=100), row(ms=200, **slow), row(Plan(threads=4), 120, **slow)]
     rows += [row(Plan(precision="bf16"), 300, **slow)]
     advice = advise(SMALL, rows, ["cpu"])
@@ -179,7 +179,7 @@ def test_compiling_has_to_pay_within_the_run(steps, chosen):
 
 def test_what_is_asked_for_is_taken_and_its_time_told():
     rows = [row(ms=100), row(Plan(precision="bf16"), 400)]
-    advice = advise(SMALL, rows, ["cpu"], Wishes(device="cpu", precision="bf16"))
+    advice = advise(SMALL, rows, ["cpu"], RequestedPlan(device="cpu", precision="bf16"))
     assert advice.plan == Plan("cpu", "bf16")
     assert advice.why() == "asked for with --device cpu; precision bf16 (asked for with --precision bf16)"
     assert advice.step.ms == 400
@@ -232,17 +232,17 @@ def test_what_was_measured_beside_other_programs_is_not_gone_by():
     assert advice.plan == Plan()
     assert advice.step.confidence == "low"
     assert "while other programs were busy" in advice.step.basis
-    quiet = {"contest": "quiet", "busy": 0.02}
+    quiet = {"time_plans": "quiet", "busy": 0.02}
     rows = [row(ms=100, **quiet), row(Plan(threads=1), 180, **quiet), *rows]
     advice = advise(SMALL, rows, ["cpu"])
     assert (advice.step.ms, advice.step.confidence) == (100, "high")
 
 
 def test_what_a_step_costs_decides_which_model_it_is():
-    nano = preset("nano")
+    nano = get_preset("nano")
     same = replace(nano, epochs=99, lr=1e-5, batch=7, data="elsewhere")
     assert identity(nano) == identity(same)
-    for other in (replace(nano, optimizer="adamw"), replace(nano, drop_tokens=0.5), preset("tiny")):
+    for other in (replace(nano, optimizer="adamw"), replace(nano, patch_dropout=0.5), get_preset("tiny")):
         assert identity(nano) != identity(other)
 
 

@@ -85,12 +85,12 @@ def test_what_is_refused_in_the_background_is_told_in_the_foreground(capfd, tmp_
 def test_a_fresh_run_in_the_background_has_its_own_log(capfd, tmp_path, monkeypatch, tiny_run):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.json").write_text(to_json(replace(tiny_run, epochs=1)))
-    for fresh in ([], ["--fresh"]):
-        words = ["train", "--config", "c.json", "--name", "r", "--background", *fresh]
+    for overwrite in ([], ["--overwrite"]):
+        words = ["train", "--config", "c.json", "--name", "r", "--background", *overwrite]
         assert said(capfd, *words)[0] == 0
         run = runs.Run(tmp_path / "runs" / "r")
         wait_for(lambda run=run: run.state()["state"] == "finished")
-        assert (run.path / "output.log").read_text().count("held-out retrieval") == 1
+        assert (run.path / "output.log").read_text().count("validation retrieval") == 1
     assert {path.name for path in run.path.parent.iterdir()} == {"r"}
 
 
@@ -105,7 +105,7 @@ def test_no_run_is_a_sentence_and_so_is_more_than_one(capfd, tmp_path, monkeypat
 
 def test_no_stranger_is_stopped(tmp_path):
     """The number of a dead process may have been given to another: whoever began later is not ours."""
-    run = runs.create(tmp_path, "r", "x", fresh=False)
+    run = runs.create(tmp_path, "r", "x", overwrite=False)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         with pytest.raises(RuntimeError, match="only just starting"):

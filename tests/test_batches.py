@@ -5,30 +5,32 @@ import numpy as np
 import pytest
 import torch
 
+from m1clip.config import VisionConfig
 from m1clip.data import augment
-from m1clip.data.batches import Augment, Batches, draws, growing, looks_of, twins
-from m1clip.data.splits import Part, Side, Stored
-from m1clip.data.synthetic.scenes import Synthetic
+from m1clip.data.batches import Augmentation, BatchStream, draws, duplicates, growing, looks_of
+from m1clip.data.splits import Cached, Part, Split
+from m1clip.data.synthetic.scenes import SyntheticScenes
 from m1clip.data.workers import decode_rows
 from m1clip.model.tokenizer import Tokenizer
-from m1clip.shapes import VisionConfig
 
-ALL = Augment(crop=0.5, flip=True, colour=0.3)
+ALL = Augmentation(crop=0.5, flip=True, color=0.3)
 
 
 def drawn(number: int, size: int, seed: int = 0, weight: float = 1.0) -> Part:
-    pairs, rows = Synthetic(number, seed), np.arange(number)
-    return Part(pairs, rows, Stored(decode_rows(pairs, size, rows.tolist()).pixels, rows), weight)
+    pairs, rows = SyntheticScenes(number, seed), np.arange(number)
+    return Part(pairs, rows, Cached(decode_rows(pairs, size, rows.tolist()).pixels, rows), weight)
 
 
 @pytest.fixture(scope="module")
-def batches() -> Batches:
+def batches() -> BatchStream:
     letters = Tokenizer.characters()
-    return Batches(Side([drawn(40, 40)]), partial(letters, length=77), size=8, seed=1, side=32, augment=ALL)
+    return BatchStream(
+        Split([drawn(40, 40)]), partial(letters, length=77), size=8, seed=1, side=32, augment=ALL
+    )
 
 
 def same(a, b):
-    return torch.equal(a.bytes_BSSC, b.bytes_BSSC) and torch.equal(a.tokens_BL, b.tokens_BL)
+    return torch.equal(a.images_BHWC, b.images_BHWC) and torch.equal(a.tokens_BL, b.tokens_BL)
 
 
 def test_an_epoch_shows_every_pair_once(batches):
@@ -36,13 +38,13 @@ def test_an_epoch_shows_every_pair_once(batches):
     assert sorted(rows) == list(range(40))
 
 
-def by_row(batches: Batches, epoch: int) -> dict[int, tuple[list[int], np.ndarray]]:
+def by_row(batches: BatchStream, epoch: int) -> dict[int, tuple[list[int], np.ndarray]]:
     """Each pair of an epoch as it was shown: its token ids without padding, and its pixels."""
     shown = {}
     for step in range(epoch * batches.per_epoch, (epoch + 1) * batches.per_epoch):
         batch = batches.at(step)
-        for row, ids, picture in zip(batch.rows, batch.tokens_BL.tolist(), batch.bytes_BSSC, strict=True):
-            shown[int(row)] = ([i for i in ids if i], picture.numpy())
+        for row, ids, image in zip(batch.rows, batch.tokens_BL.tolist(), batch.images_BHWC, strict=True):
+            shown[int(row)] = ([i for i in ids if i], image.numpy())
     return shown
 
 
@@ -56,14 +58,14 @@ def test_epochs_differ_in_order_augmentation_and_wording(batches):
 
 
 def test_what_is_drawn_for_a_row_does_not_depend_on_the_batch_it_is_in(batches):
-    """Batches of another size have other neighbours in them, and the same pictures and words."""
+    """BatchStream of another size have other neighbours in them, and the same images and words."""
     wide = replace(batches, size=20)
     ours, theirs = by_row(batches, 0), by_row(wide, 0)
     assert all(ours[row][0] == theirs[row][0] for row in range(40))
     assert all(np.array_equal(ours[row][1], theirs[row][1]) for row in range(40))
 
 
-def test_several_captions_of_a_picture_are_different_ones_of_its_own(batches):
+def test_several_captions_of_a_image_are_different_ones_of_its_own(batches):
     one, three = batches.at(3), replace(batches, captions=3).at(3)
     assert three.tokens_BL.shape[:2] == (len(one), 3)
     wide = one.tokens_BL.shape[1]
@@ -84,9 +86,9 @@ def test_a_stream_begun_in_the_middle_gives_the_same_batches(batches):
 
 
 def test_pixels_belong_to_their_rows(batches):
-    plain = replace(batches, augment=Augment(), side=40)
+    plain = replace(batches, augment=Augmentation(), side=40)
     batch = plain.at(3)
-    assert np.array_equal(batch.bytes_BSSC, batches.pairs.take(batch.rows)[1])
+    assert np.array_equal(batch.images_BHWC, batches.pairs.take(batch.rows)[1])
 
 
 def test_draws_depend_on_the_row_not_on_its_neighbours():
@@ -100,13 +102,13 @@ def test_draws_depend_on_the_row_not_on_its_neighbours():
 
 
 def ramp(side: int, number: int = 1) -> np.ndarray:
-    """Pictures whose red is the column and whose green is the row."""
+    """Images whose red is the column and whose green is the row."""
     column, row = np.meshgrid(np.arange(side), np.arange(side))
-    picture = np.stack([column, row, np.zeros_like(row)], axis=2).astype(np.uint8)
-    return picture[None].repeat(number, axis=0)
+    image = np.stack([column, row, np.zeros_like(row)], axis=2).astype(np.uint8)
+    return image[None].repeat(number, axis=0)
 
 
-def test_a_crop_keeps_at_least_its_part_of_the_picture_and_lies_inside_it():
+def test_a_crop_keeps_at_least_its_part_of_the_image_and_lies_inside_it():
     rng = np.random.default_rng(0)
     made = augment.cropped(ramp(80, 200), rng.random((4, 200)), 0.4, 64).numpy().astype(int)
     wide, high = (made[..., c].max((1, 2)) - made[..., c].min((1, 2)) + 1 for c in (0, 1))
@@ -116,29 +118,29 @@ def test_a_crop_keeps_at_least_its_part_of_the_picture_and_lies_inside_it():
     assert abs(np.log(wide / high)).max() < np.log(4 / 3) + 0.05
 
 
-def test_a_crop_of_everything_is_the_picture_scaled():
+def test_a_crop_of_everything_is_the_image_scaled():
     whole = augment.cropped(ramp(80), np.array([[1.0], [0.5], [0.3], [0.9]]), 0.5, 64)
     assert torch.equal(whole, augment.resized(torch.from_numpy(ramp(80)), 64))
 
 
-def test_half_of_the_pictures_are_mirrored():
+def test_half_of_the_images_are_mirrored():
     made = augment.flipped(torch.from_numpy(ramp(8, 2)), np.array([0.2, 0.8]))
     assert made[0, 0, :, 0].tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
     assert made[1, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
-def test_colour_is_as_torchvision_changes_it():
+def test_color_is_as_torchvision_changes_it():
     from torchvision.transforms import v2
 
-    bytes_BSSC = torch.randint(0, 256, (1, 16, 16, 3), generator=torch.Generator().manual_seed(0)).byte()
-    picture = bytes_BSSC.permute(0, 3, 1, 2).float() / 255
+    images_BHWC = torch.randint(0, 256, (1, 16, 16, 3), generator=torch.Generator().manual_seed(0)).byte()
+    image = images_BHWC.permute(0, 3, 1, 2).float() / 255
     # Not contrast: theirs takes the mean of rounded greys.
     for which, change in ((0, v2.functional.adjust_brightness), (2, v2.functional.adjust_saturation)):
         draw = np.full((3, 1), 0.5)
         draw[which] = 0.0  # the least: 1 - strength
-        theirs = (change(picture, 0.7) * 255).permute(0, 2, 3, 1)
-        assert (augment.coloured(bytes_BSSC, draw, 0.3).float() - theirs).abs().max() < 1.5
-    flat = augment.coloured(bytes_BSSC, np.array([[0.5], [0.0], [0.5]]), 0.999)  # hardly any contrast
+        theirs = (change(image, 0.7) * 255).permute(0, 2, 3, 1)
+        assert (augment.colored(images_BHWC, draw, 0.3).float() - theirs).abs().max() < 1.5
+    flat = augment.colored(images_BHWC, np.array([[0.5], [0.0], [0.5]]), 0.999)  # hardly any contrast
     assert flat.float().std() < 1
 
 
@@ -151,7 +153,7 @@ def test_a_failing_batch_raises_in_the_loop_not_in_the_thread(batches):
 
 
 def test_sources_are_mixed_by_weight():
-    side = Side([drawn(40, 8, weight=2), drawn(30, 8, seed=1, weight=0.5)])
+    side = Split([drawn(40, 8, weight=2), drawn(30, 8, seed=1, weight=0.5)])
     assert (len(side), side.per_epoch) == (70, 95)
     order = side.order(0, 0)
     times = np.bincount(order % 70, minlength=70)
@@ -164,20 +166,20 @@ def test_sources_are_mixed_by_weight():
     assert 30 < (order[:half] % 70 < 40).sum() < 47  # they come together, not one after the other
 
 
-def test_mixed_rows_find_their_pictures_and_words():
+def test_mixed_rows_find_their_images_and_words():
     first, second = drawn(10, 8), drawn(10, 8, seed=5)
-    side = Side([first, second])
+    side = Split([first, second])
     rows, pixels = side.take(np.array([12, 3, 19]))
     assert rows.tolist() == [12, 3, 19]
-    assert np.array_equal(pixels[0], second.pictures.take(np.array([2]))[1][0])
-    assert np.array_equal(pixels[1], first.pictures.take(np.array([3]))[1][0])
-    assert list(side.captions(12)) == Synthetic(10, 5).captions(2)
-    assert side.row(3) == Synthetic(10).row(3)
+    assert np.array_equal(pixels[0], second.images.take(np.array([2]))[1][0])
+    assert np.array_equal(pixels[1], first.images.take(np.array([3]))[1][0])
+    assert list(side.captions(12)) == SyntheticScenes(10, 5).captions(2)
+    assert side.row(3) == SyntheticScenes(10).row(3)
 
 
-def test_twins_are_equal_captions_or_equal_pictures_of_different_rows():
+def test_duplicates_are_equal_captions_or_equal_images_of_different_rows():
     def named(tokens_BL, pixels):
-        return twins([ids.tobytes() for ids in tokens_BL.numpy()], looks_of(pixels))
+        return duplicates([ids.tobytes() for ids in tokens_BL.numpy()], looks_of(pixels))
 
     tokens_BL = torch.tensor([[1, 5, 2], [1, 6, 2], [1, 5, 2], [1, 7, 2]])
     pixels = np.arange(4, dtype=np.uint8)[:, None, None, None].repeat(3, axis=3)
@@ -187,13 +189,13 @@ def test_twins_are_equal_captions_or_equal_pictures_of_different_rows():
     assert named(tokens_BL, pixels).nonzero().tolist() == [[0, 2], [1, 3], [2, 0], [3, 1]]
 
 
-def test_a_batch_marks_its_twins_unless_told_not_to(batches):
+def test_a_batch_marks_its_duplicates_unless_told_not_to(batches):
     (part,) = batches.pairs.parts
-    black = Stored(np.zeros_like(part.pictures.pixels), part.rows)
-    same = replace(batches, pairs=Side([replace(part, pictures=black)]))  # every picture is the same
-    assert same.at(0).twin_BB.sum() == 8 * 7
-    assert replace(same, mask_twins=False).at(0).twin_BB is None
-    assert batches.at(0).twin_BB is None
+    black = Cached(np.zeros_like(part.images.pixels), part.rows)
+    same = replace(batches, pairs=Split([replace(part, images=black)]))  # every image is the same
+    assert same.at(0).duplicate_BB.sum() == 8 * 7
+    assert replace(same, mask_duplicates=False).at(0).duplicate_BB is None
+    assert batches.at(0).duplicate_BB is None
 
 
 def test_keys_belong_to_row_and_epoch_and_not_to_the_place_in_the_batch(batches):
@@ -216,17 +218,17 @@ def test_a_batch_in_parts_is_the_batch(batches):
     batch = batches.at(0)
     parts = batch.split(3)
     assert [len(part) for part in parts] == [3, 3, 2]
-    assert torch.equal(torch.cat([part.bytes_BSSC for part in parts]), batch.bytes_BSSC)
+    assert torch.equal(torch.cat([part.images_BHWC for part in parts]), batch.images_BHWC)
     assert torch.equal(torch.cat([part.key_B for part in parts]), batch.key_B)
 
 
-def test_pictures_grow_in_equal_shares_of_the_run(batches):
+def test_images_grow_in_equal_shares_of_the_run(batches):
     vision = VisionConfig(64, 16, 32, 1, 1)
     assert growing(32, vision) == (32, 48, 64)
     assert growing(0, vision) == ()
     growing_up = replace(batches, sides=(16, 32), total=10)
-    assert [growing_up.at(step).bytes_BSSC.shape[1] for step in range(10)] == [16] * 5 + [32] * 5
-    assert torch.equal(growing_up.at(7).bytes_BSSC, batches.at(7).bytes_BSSC)
+    assert [growing_up.at(step).images_BHWC.shape[1] for step in range(10)] == [16] * 5 + [32] * 5
+    assert torch.equal(growing_up.at(7).images_BHWC, batches.at(7).images_BHWC)
     halved = augment.resized(torch.full((1, 4, 4, 3), 7, dtype=torch.uint8), 2)
     assert halved.shape == (1, 2, 2, 3)
     assert halved.unique().tolist() == [7]

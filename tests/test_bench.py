@@ -14,28 +14,28 @@ from fakes import fake_gpu
 from m1clip import cli, devices, measurements, sensors
 from m1clip.bench import crossover, operations, report, scaling, sweep
 from m1clip.commands import doctor
-from m1clip.config import PRESETS, preset, to_json
+from m1clip.config import PRESETS, get_preset, to_json
 from m1clip.devices import Plan
 from m1clip.measurements import Measurements
 from m1clip.model.cost import cost
 from m1clip.training import device_plan, timing
-from m1clip.training.state import Learner
+from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
 from test_advisor import row
-from trained import some_batch, some_learner
+from trained import some_batch, some_state
 
 
 @pytest.fixture(autouse=True)
-def fresh(tmp_path, monkeypatch, tiny):
+def overwrite(tmp_path, monkeypatch, tiny):
     """Measurements of its own, and a preset that takes no time."""
     monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep.Settings, "seconds", 0.02)
     monkeypatch.setattr(sweep.Settings, "operation_s", 0.01)
     monkeypatch.setattr(sweep.Settings, "sizes", (64, 128))
-    monkeypatch.setitem(PRESETS, "mini", replace(preset("nano"), preset="mini", model=tiny))
+    monkeypatch.setitem(PRESETS, "mini", replace(get_preset("nano"), preset="mini", model=tiny))
     wider = replace(tiny, vision=replace(tiny.vision, width=64), text=replace(tiny.text, width=64))
-    monkeypatch.setitem(PRESETS, "midi", replace(preset("nano"), preset="midi", model=wider))
+    monkeypatch.setitem(PRESETS, "midi", replace(get_preset("nano"), preset="midi", model=wider))
     yield
     torch.set_num_threads(1)
 
@@ -53,22 +53,22 @@ def test_a_timed_step_is_the_step(tiny_run):
     """Against a stopwatch around the same call, and the phases add up to the whole."""
     config = replace(tiny_run, batch=16)
     batch = timing.some_batch(config, 16, 12)
-    learner = some_learner(config)
+    state = some_state(config)
 
     def by_the_clock() -> float:
         times = []
         for _ in range(9):
             began = time.perf_counter()
-            train_step(learner, batch)
+            train_step(state, batch)
             times.append(1e3 * (time.perf_counter() - began))
         return sorted(times)[4]
 
     before = by_the_clock()
-    found = timing.contest(config, [Plan()], batch, seconds=0.3)[0].record()
+    found = timing.time_plans(config, [Plan()], batch, seconds=0.3)[0].record()
     both = (before, by_the_clock())
     assert 0.4 * min(both) < found["step_ms"] < 2.5 * max(both)  # other processes share the cores
     assert sum(found["phases_ms"].values()) == pytest.approx(found["step_ms"], rel=0.3)
-    assert set(found["phases_ms"]) == {"copy", "forward", "backward", "optimiser"}
+    assert set(found["phases_ms"]) == {"copy", "forward", "backward", "optimizer"}
     assert found["low_ms"] <= found["step_ms"] <= found["high_ms"]
 
 
@@ -78,9 +78,9 @@ def test_contestants_take_turns_and_plans_of_one_device_share_a_learner(tiny_run
     monkeypatch.setattr(
         timing, "one_turn", lambda one, *rest: (order.append(str(one.plan)), real(one, *rest))
     )
-    monkeypatch.setattr(timing, "Learner", lambda *words: made.append(words) or Learner(*words))
+    monkeypatch.setattr(timing, "TrainState", lambda *words: made.append(words) or TrainState(*words))
     plans = [Plan(), Plan(threads=1), Plan("vision=cpu,text=cpu")]
-    timing.contest(tiny_run, plans, timing.some_batch(tiny_run, 16, 12), seconds=0.01)
+    timing.time_plans(tiny_run, plans, timing.some_batch(tiny_run, 16, 12), seconds=0.01)
     assert len(made) == 2
     assert order[:6] == [*[str(plan) for plan in plans[::-1]], *[str(plan) for plan in plans]]
 
@@ -88,24 +88,26 @@ def test_contestants_take_turns_and_plans_of_one_device_share_a_learner(tiny_run
 def test_a_contest_leaves_the_random_numbers_and_threads_as_they_were(tiny_run):
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    timing.contest(tiny_run, [Plan(threads=2)], some_batch(8), seconds=0.01)
+    timing.time_plans(tiny_run, [Plan(threads=2)], some_batch(8), seconds=0.01)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.get_num_threads() == devices.THREADS
+    assert torch.get_num_threads() == devices.DEFAULT_THREADS
 
 
 def test_memory_of_a_step_is_counted_from_what_the_model_needs(tiny_run):
     """Weights and two moments stay; a batch that is eight times as large takes more."""
-    config = replace(tiny_run, model=preset("nano").model)
-    few, many = (timing.contest(config, [Plan()], timing.some_batch(config, n, 32), 0.01)[0] for n in (4, 64))
+    config = replace(tiny_run, model=get_preset("nano").model)
+    few, many = (
+        timing.time_plans(config, [Plan()], timing.some_batch(config, n, 32), 0.01)[0] for n in (4, 64)
+    )
     state = 3 * 4 * cost(config.model).total / 1e9
     assert few.peak_gb > state
     assert many.peak_gb > few.peak_gb + 0.5 * 60 * cost(config.model).activation_mb / 1e3
 
 
-def test_utilisation_is_flops_over_time_over_the_best_product():
+def test_utilization_is_flops_over_time_over_the_best_product():
     one = row(ms=100.0, batch=32, gflop=10.0, precision="fp32")
-    assert sweep.utilisation(one, {("cpu", "fp32"): 6400.0}) == pytest.approx(0.5)  # 320 GFLOP in 0.1 s
-    assert sweep.utilisation(one, {}) is None
+    assert sweep.utilization(one, {("cpu", "fp32"): 6400.0}) == pytest.approx(0.5)  # 320 GFLOP in 0.1 s
+    assert sweep.utilization(one, {}) is None
     products = [
         {"operation": "product", "device": "cpu", "precision": "fp32", "best_gflops": g}
         for g in (90.0, 150.0)
@@ -121,8 +123,8 @@ def test_flops_of_a_pair_by_hand(tiny):
     linear = 2 * D * D * 12 * (vision + text)  # both towers have two blocks, and the last
     linear += 2 * D * D * 12 * 2  # works for one token of each, at which its two heads look whole
     attention = 4 * D * (vision**2 + text**2 + 2 * (vision + text))
-    ends = 2 * (3 * 16 * 16 * D * patches + 2 * D * tiny.embed)
-    logits = 2 * 2 * tiny.embed  # a batch of two, per pair
+    ends = 2 * (3 * 16 * 16 * D * patches + 2 * D * tiny.embed_dim)
+    logits = 2 * 2 * tiny.embed_dim  # a batch of two, per pair
     assert made.forward_gflop * 1e9 == pytest.approx(linear + attention + ends + logits, rel=0.02)
     assert 2.5 < made.step_gflop / made.forward_gflop < 3.1
 
@@ -149,7 +151,7 @@ def test_a_queue_has_launch_transfer_and_compute(monkeypatch):
             time.sleep(0.001 + 0.002 * len(queue))
             queue.clear()
 
-    monkeypatch.setattr(devices, "is_queued", lambda device: True)
+    monkeypatch.setattr(devices, "is_async", lambda device: True)
     monkeypatch.setattr(devices, "synchronize", wait)
     one = operations.Operation("nothing", "1", 0.0, ((1,),), 2, lambda t: lambda: queue.append(1))
     found = operations.measure(one, "cpu", "fp32", 0.4)
@@ -163,7 +165,7 @@ def test_a_queue_has_launch_transfer_and_compute(monkeypatch):
 # Crossing.
 
 
-def contests(first, second, noise=0.0, batches=(4, 16, 64, 256)):
+def comparisons(first, second, noise=0.0, batches=(4, 16, 64, 256)):
     made = []
     for batch in batches:
         for plan, (constant, slope) in ((Plan("cpu"), first), (Plan("mps"), second)):
@@ -174,7 +176,7 @@ def contests(first, second, noise=0.0, batches=(4, 16, 64, 256)):
 
 
 def test_the_batch_where_one_overtakes_the_other_is_found_with_its_range():
-    found = crossover.crossings(contests((0, 2), (60, 1), noise=0.05))  # equal at 60
+    found = crossover.crossings(comparisons((0, 2), (60, 1), noise=0.05))  # equal at 60
     assert len(found) == 1
     assert (str(found[0].first), str(found[0].second)) == ("cpu", "mps")
     assert found[0].low < 60 < found[0].high
@@ -183,14 +185,14 @@ def test_the_batch_where_one_overtakes_the_other_is_found_with_its_range():
 
 
 def test_never_in_the_measured_range_is_an_answer():
-    found = crossover.crossings(contests((0, 1), (50, 2)))[0]
+    found = crossover.crossings(comparisons((0, 1), (50, 2)))[0]
     assert found.at is None
     lead = "cpu is 2.20 to 14.50 times as fast as mps"
     assert str(found) == f"small: never, in the measured range (batch 4 to batch 256); {lead}"
 
 
 def test_more_noise_is_a_wider_range():
-    narrow, wide = (crossover.crossings(contests((0, 2), (60, 1), noise))[0] for noise in (0.01, 0.08))
+    narrow, wide = (crossover.crossings(comparisons((0, 2), (60, 1), noise))[0] for noise in (0.01, 0.08))
     assert wide.high - wide.low > 2 * (narrow.high - narrow.low)
 
 
@@ -198,7 +200,7 @@ def test_what_is_level_is_undecided():
     """Equal devices, and only noise: no crossing is to be found in it."""
     rng, found = np.random.default_rng(0), []
     for _ in range(8):
-        rows = contests((10, 1), (10, 1))
+        rows = comparisons((10, 1), (10, 1))
         for one in rows:
             samples = one["step_ms"] * (1 + 0.08 * rng.standard_normal(5))
             one |= {"samples_ms": samples.tolist(), "step_ms": float(np.median(samples))}
@@ -207,7 +209,7 @@ def test_what_is_level_is_undecided():
 
 
 def test_two_batches_are_too_few_to_fit():
-    assert crossover.crossings(contests((0, 2), (60, 1), batches=(4, 256))) == []
+    assert crossover.crossings(comparisons((0, 2), (60, 1), batches=(4, 256))) == []
 
 
 def test_sizes_are_crossed_too():
@@ -254,10 +256,10 @@ def test_two_sweeps_at_once_would_time_each_other(capsys):
 
 
 def test_what_other_programs_take_is_seen():
-    others = sensors.Others()
+    others = sensors.BackgroundLoad()
     time.sleep(0.3)
     assert 0 <= others.share() <= 1
-    others = sensors.Others()
+    others = sensors.BackgroundLoad()
     code = "import time; end = time.time() + 1.2\nwhile time.time() < end: pass"
     subprocess.run([sys.executable, "-c", code])
     assert others.share() > 0.2
@@ -280,15 +282,15 @@ def test_another_torch_is_another_machine(monkeypatch):
 def test_an_interrupted_sweep_goes_on_where_it_was(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "write", lambda *_: tmp_path)  # the page has its own test
     words = ("bench", "--presets", "mini", "--batches", "4", "8", "--no-operations", "--quick", "--json")
-    real, tried = timing.contest, []
+    real, tried = timing.time_plans, []
 
     def interrupted(config, *rest):
-        tried.append(config.batch)
+        tried.append(config.batch_size)
         if len(tried) == 2:
             raise KeyboardInterrupt
         return real(config, *rest)
 
-    monkeypatch.setattr(timing, "contest", interrupted)
+    monkeypatch.setattr(timing, "time_plans", interrupted)
     assert ran(capsys, *words)[0] == 130
     code, out, _ = ran(capsys, *words)
     assert (code, tried) == (0, [4, 8, 8])
@@ -309,7 +311,7 @@ def test_what_will_not_fit_is_skipped_and_said(capsys, monkeypatch):
 # The verbs.
 
 
-def test_bench_prints_tables_and_leaves_pictures_and_a_page(capsys, tmp_path):
+def test_bench_prints_tables_and_leaves_images_and_a_page(capsys, tmp_path):
     words = ("--presets", "mini", "--batches", "4", "8", "16", "--quick", "--out", "here")
     code, out, _ = ran(capsys, "bench", *words)
     assert code == 0
@@ -363,7 +365,7 @@ def test_scaling_measures_what_fits_and_plans_the_rest(capsys, monkeypatch, tmp_
 def test_advise_answers_from_what_was_measured(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "write", lambda *_: tmp_path)
     ran(capsys, "bench", "--presets", "mini", "--batches", "4", "16", "--no-operations", "--quick")
-    code, out, err = ran(capsys, "advise", "--preset", "mini", "--batch", "16", "--no-measure")
+    code, out, err = ran(capsys, "advise", "--preset", "mini", "--batch-size", "16", "--no-measure")
     assert (code, err) == (0, "")
     for word in (
         "device",
@@ -379,17 +381,19 @@ def test_advise_answers_from_what_was_measured(capsys, monkeypatch, tmp_path):
         assert f"\n{word}" in out
     assert "measured on" in out
     assert "should_use_mps" in out
-    told = json.loads(ran(capsys, "advise", "--preset", "mini", "--batch", "64", "--no-measure", "--json")[1])
+    told = json.loads(
+        ran(capsys, "advise", "--preset", "mini", "--batch-size", "64", "--no-measure", "--json")[1]
+    )
     assert told["step"]["basis"].startswith("extrapolated: this model was measured at batches 4 to 16")
 
 
 def test_advise_measures_for_a_moment_what_it_does_not_know(capsys, monkeypatch):
     monkeypatch.setattr(device_plan, "MOMENT_S", 0.05)
-    code, out, _ = ran(capsys, "advise", "--preset", "mini", "--batch", "8")
+    code, out, _ = ran(capsys, "advise", "--preset", "mini", "--batch-size", "8")
     assert code == 0
     assert "measured on" in out
-    monkeypatch.setattr(timing, "contest", lambda *_: pytest.fail("measured twice"))
-    assert ran(capsys, "advise", "--preset", "mini", "--batch", "8")[0] == 0
+    monkeypatch.setattr(timing, "time_plans", lambda *_: pytest.fail("measured twice"))
+    assert ran(capsys, "advise", "--preset", "mini", "--batch-size", "8")[0] == 0
 
 
 def test_advise_knows_nothing_and_says_so(capsys):
@@ -400,12 +404,12 @@ def test_advise_knows_nothing_and_says_so(capsys):
 
 def test_the_documents_rule_is_marked_when_it_is_wrong(capsys, monkeypatch):
     fake_gpu(monkeypatch)
-    known, config = measurements.here(), preset("mini")
+    known, config = measurements.here(), get_preset("mini")
     work = device_plan.work_of(config, 32, 24, known)
     for plan, ms in ((Plan("cpu"), 100.0), (Plan("mps"), 20.0)):
         one = row(plan, ms, 32, model=work.model, gflop=work.gflop, peak_gb=0.1)
         known.add("step", **{key: value for key, value in one.items() if key not in ("kind", "time")})
-    code, out, _ = ran(capsys, "advise", "--preset", "mini", "--batch", "32", "--policy", "seed")
+    code, out, _ = ran(capsys, "advise", "--preset", "mini", "--batch-size", "32", "--policy", "seed")
     assert code == 0
     assert "the documents' rule (should_use_mps) says cpu: 0.1 M parameters are fewer than 100 M" in out
     assert "measured: mps; the rule is WRONG: 5.00 times as slow" in out
@@ -414,7 +418,7 @@ def test_the_documents_rule_is_marked_when_it_is_wrong(capsys, monkeypatch):
 def test_compare_trains_the_same_on_each(tmp_path, tiny_run):
     """Real processes: the losses agree, and the page has both curves."""
     (tmp_path / "c.json").write_text(
-        to_json(replace(tiny_run, device="auto", data="synthetic:40", held_out=8))
+        to_json(replace(tiny_run, device="auto", data="synthetic:40", val_size=8))
     )
     words = [
         "--on",
@@ -447,14 +451,14 @@ def test_compare_trains_the_same_on_each(tmp_path, tiny_run):
         (("bench", "--batches", "1"), "a batch has 2 to a million pairs"),
         (("bench", "--threads", "100000"), "threads must be 1 to 1024"),
         (("bench", "scaling", "--devices", "vision=cpu,text=cpu"), "scaling takes single devices"),
-        (("advise", "--batch", "20000"), "batch 20,000 is larger than the 12,000 pairs"),
+        (("advise", "--batch-size", "20000"), "batch 20,000 is larger than the 12,000 pairs"),
         (("train", "--device", ""), "no device ''"),
         (("bench", "--devices", "gpu"), "no device 'gpu'"),
         (("bench", "--precisions", "int8"), "no precision 'int8'"),
         (("bench", "--tokens", "2"), "at least 3"),
         (("bench", "scaling", "--pairs", "0"), "pairs must be at least 1"),
         (("advise", "--preset", "huge"), "no preset 'huge'"),
-        (("advise", "--batch", "1"), "batch must be at least 2"),
+        (("advise", "--batch-size", "1"), "batch must be at least 2"),
         (("compare", "--device", "cpu"), "with --on"),
         (("compare", "--on", "cpu", "cpu"), "each device of --on once"),
         (("compare", "--on", "vision=cpu"), "a placement is"),
@@ -503,8 +507,8 @@ def test_doctor_catches_a_device_with_wrong_gradients(capsys, monkeypatch):
     ("check", "patched", "state", "said"),
     [
         (doctor.memory, {"available_gb": lambda: 1.0}, "fail", "close other programs"),
-        (doctor.heat, {"heat_c": lambda: 97.0}, "warn", "let it cool"),
-        (doctor.heat, {"heat_c": lambda: None, "speed_limit": lambda: 60}, "warn", "let it cool"),
+        (doctor.heat, {"temperature_c": lambda: 97.0}, "warn", "let it cool"),
+        (doctor.heat, {"temperature_c": lambda: None, "speed_limit": lambda: 60}, "warn", "let it cool"),
     ],
 )
 def test_what_is_wrong_comes_with_its_remedy(monkeypatch, check, patched, state, said):

@@ -14,18 +14,18 @@ from m1clip.data.sources import open_sources
 from m1clip.model.clip import load
 from m1clip.model.towers import Vision
 from m1clip.training import autoconfig, loop, schedule, timing
-from m1clip.training.autoconfig import Rung, Time, Told, decide
+from m1clip.training.autoconfig import Candidate, Time, TokenizedCaptions, decide
 from m1clip.training.optim import rate
-from m1clip.training.schedule import Pace
+from m1clip.training.schedule import Schedule
 from m1clip.training.setup import check
 from photos import photos
 from trained import Quiet, trained
 
 CARE = ((0, {"crop": 0.9}), (20, {"crop": 0.5}))
 LADDER = [
-    Rung("low", 0, {"batch": 8}, CARE),
-    Rung("middle", 18_000, {"batch": 16}, CARE),
-    Rung("high", 54_000, {"batch": 32}),
+    Candidate("low", 0, {"batch": 8}, CARE),
+    Candidate("middle", 18_000, {"batch": 16}, CARE),
+    Candidate("high", 54_000, {"batch": 32}),
 ]
 
 
@@ -42,7 +42,7 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def steps_of(clock: Clock, pace_: Pace, seconds) -> list[float]:
+def steps_of(clock: Clock, pace_: Schedule, seconds) -> list[float]:
     """Take steps until the last; the rates they were taken at, of 1 at most."""
     config, rates, step, ended = TrainConfig(lr=1.0, warmup=0.1), [], 0, False
     while not ended:
@@ -55,7 +55,7 @@ def steps_of(clock: Clock, pace_: Pace, seconds) -> list[float]:
 
 @pytest.mark.parametrize("seconds", [lambda step: 0.1, lambda step: 0.05 if step < 400 else 0.4])
 def test_the_rate_has_come_down_when_the_time_is_over_however_fast_the_steps_were(clock, seconds):
-    rates = steps_of(clock, Pace(10**6, clock.now + 100, 100), seconds)
+    rates = steps_of(clock, Schedule(10**6, clock.now + 100, 100), seconds)
     assert 96 < clock.now - 1000 < 99
     assert max(rates) > 0.99
     assert rates[-1] < 0.001
@@ -63,7 +63,7 @@ def test_the_rate_has_come_down_when_the_time_is_over_however_fast_the_steps_wer
 
 
 def test_time_is_kept_for_what_follows_the_last_step(clock):
-    mine = Pace(10, clock.now + 100, 100)
+    mine = Schedule(10, clock.now + 100, 100)
     mine.place(0)
     for what, seconds in (("evaluating", 6.0), ("saving", 3.0)):
         with mine.aside(what):
@@ -73,7 +73,7 @@ def test_time_is_kept_for_what_follows_the_last_step(clock):
 
 
 def test_what_follows_the_last_step_is_tried_at_half_time_if_it_was_not_before(clock):
-    mine = Pace(10, clock.now + 100, 100)
+    mine = Schedule(10, clock.now + 100, 100)
     mine.place(0)
     clock.now += 48
     assert not mine.must_try
@@ -85,7 +85,7 @@ def test_what_follows_the_last_step_is_tried_at_half_time_if_it_was_not_before(c
 
 
 def test_the_number_of_steps_is_guessed_better_and_better(clock):
-    mine = Pace(7, clock.now + 103, 100)
+    mine = Schedule(7, clock.now + 103, 100)
     mine.place(0)
     for step in range(1, 11):
         clock.now += 1
@@ -94,16 +94,16 @@ def test_the_number_of_steps_is_guessed_better_and_better(clock):
 
 
 def test_no_more_steps_are_taken_than_are_of_use(clock):
-    rates = steps_of(clock, Pace(50, clock.now + 100, 100, at_most=50), lambda step: 0.1)
+    rates = steps_of(clock, Schedule(50, clock.now + 100, 100, at_most=50), lambda step: 0.1)
     assert len(rates) == 50
     assert rates[-1] < 0.01
-    rates = steps_of(clock, Pace(50, clock.now + 2, 2, at_most=50), lambda step: 0.1)
+    rates = steps_of(clock, Schedule(50, clock.now + 2, 2, at_most=50), lambda step: 0.1)
     assert len(rates) < 21
     assert rates[-1] < 0.05
 
 
 def test_without_a_budget_steps_decide():
-    mine = Pace(4)
+    mine = Schedule(4)
     assert [mine.place(step) for step in range(2)] == [(0, 4), (1, 4)]
     assert [mine.count(step) for step in (1, 2, 3, 4)] == [False, False, False, True]
     assert mine.last_step() == 4
@@ -116,18 +116,18 @@ def test_without_a_budget_steps_decide():
 def test_the_largest_model_that_gets_to_see_its_pairs_is_picked(speeds, batch):
     picked = decide(Time(100, 900, 0.0), LADDER, speeds)
     assert picked.changes["batch"] == batch
-    assert f"{900:,} pictures" in picked.why
+    assert f"{900:,} images" in picked.why
 
 
-@pytest.mark.parametrize(("pictures", "crop"), [(900, 0.5), (4_500, 0.5), (4_600, 0.9), (10**6, 0.9)])
-def test_what_is_looked_at_often_is_kept_from_being_learned_by_heart(pictures, crop):
-    picked = decide(Time(100, pictures, 0.0), LADDER, [2000.0, 1000.0])  # 90,000 pairs
+@pytest.mark.parametrize(("images", "crop"), [(900, 0.5), (4_500, 0.5), (4_600, 0.9), (10**6, 0.9)])
+def test_what_is_looked_at_often_is_kept_from_being_learned_by_heart(images, crop):
+    picked = decide(Time(100, images, 0.0), LADDER, [2000.0, 1000.0])  # 90,000 pairs
     assert picked.changes["batch"] == 16
     assert picked.changes["crop"] == crop
     assert "e+" not in picked.why
 
 
-def test_many_pictures_of_which_few_are_seen_get_the_small_model_too():
+def test_many_images_of_which_few_are_seen_get_the_small_model_too():
     """Two minutes of a laptop are the same number of pairs, however many more there are."""
     ladder = [*autoconfig.BAGS, *autoconfig.READERS]
     few, many = (decide(Time(120, n, n / 700), ladder, [400.0, 250.0]) for n in (6_000, 10**6))
@@ -146,11 +146,11 @@ def test_decoding_takes_time_from_the_steps():
 def test_where_no_model_can_take_a_step_the_reason_is_told(tmp_path, monkeypatch):
     """And where only the larger ones cannot, a smaller one is taken."""
     for number, name in enumerate(photos(tmp_path, 24)):
-        (tmp_path / name).with_suffix(".txt").write_text(f"picture {number}")
+        (tmp_path / name).with_suffix(".txt").write_text(f"image {number}")
     config, most = TrainConfig(data=str(tmp_path), budget="10m", device="cpu", threads=1), 0
 
-    def step(learner, batch, mark=None):
-        if learner.model.config.vision.image_size > most:
+    def step(state, batch, mark=None):
+        if state.model.config.vision.image_size > most:
             raise MemoryError("there is no more")
 
     monkeypatch.setattr(timing, "train_step", step)
@@ -162,35 +162,35 @@ def test_where_no_model_can_take_a_step_the_reason_is_told(tmp_path, monkeypatch
 
 
 def test_what_is_learned_from_is_known_by_a_sample(tmp_path):
-    """Of pictures at equal distances, not of the first."""
+    """Of images at equal distances, not of the first."""
     lines = [
         f"{name}\ta dog on the {'left' if i > 30 else 'grass'} of it"
         for i, name in enumerate(photos(tmp_path, 60))
     ]
     (tmp_path / "all.tsv").write_text("\n".join(["filepath\ttitle", *lines]))
-    told = Told.of(open_sources(TrainConfig(data=str(tmp_path / "all.tsv"), held_out=10)))
-    assert (told.pictures, told.captions, told.words, told.drawn) == (50, 1, 7, False)
+    told = TokenizedCaptions.of(open_sources(TrainConfig(data=str(tmp_path / "all.tsv"), val_size=10)))
+    assert (told.images, told.captions, told.words, told.drawn) == (50, 1, 7, False)
     assert 0.3 < told.sides < 0.6
     assert not autoconfig.fitted(autoconfig.BAGS[0], told).changes["flip"]
     assert autoconfig.fitted(autoconfig.BAGS[0], replace(told, sides=0.0)).changes["flip"]
 
 
 def test_a_small_set_gets_a_batch_that_fits_and_no_more_captions_than_it_has():
-    for rung in (*autoconfig.BAGS, *autoconfig.READERS, *autoconfig.SCENES):
-        fitted = autoconfig.fitted(rung, Told(40, 1, 8.0, 0.0, False))
+    for candidate in (*autoconfig.BAGS, *autoconfig.READERS, *autoconfig.SCENES):
+        fitted = autoconfig.fitted(candidate, TokenizedCaptions(40, 1, 8.0, 0.0, False))
         assert fitted.changes["batch"] == 10
         assert fitted.changes["captions"] == 1
-        for care in (*(changes for _, changes in rung.care), {}):
-            replace(TrainConfig(), **fitted.changes | care)  # is a configuration
+        for regularization in (*(changes for _, changes in candidate.regularization), {}):
+            replace(TrainConfig(), **fitted.changes | regularization)  # is a configuration
 
 
 def test_scenes_are_not_mirrored_as_their_captions_say_left_and_right():
-    for rung in autoconfig.SCENES:
-        assert not replace(TrainConfig(), **rung.changes).flip
+    for candidate in autoconfig.SCENES:
+        assert not replace(TrainConfig(), **candidate.changes).flip
 
 
 def test_rungs_want_more_pairs_the_higher_they_are():
-    wanted = [rung.pairs for rung in (*autoconfig.BAGS, *autoconfig.READERS)]
+    wanted = [candidate.pairs for candidate in (*autoconfig.BAGS, *autoconfig.READERS)]
     assert wanted[0] == 0
     assert wanted == sorted(set(wanted))
 
@@ -198,7 +198,7 @@ def test_rungs_want_more_pairs_the_higher_they_are():
 def test_a_run_ends_on_time_with_its_schedule_complete(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for number, name in enumerate(photos(tmp_path / "photos", 60)):
-        (tmp_path / "photos" / name).with_suffix(".txt").write_text(f"picture {number} of {number % 7}")
+        (tmp_path / "photos" / name).with_suffix(".txt").write_text(f"image {number} of {number % 7}")
     began = time.monotonic()
     words = [
         "train",
@@ -213,13 +213,13 @@ def test_a_run_ends_on_time_with_its_schedule_complete(tmp_path, capsys, monkeyp
         "--name",
         "it",
     ]
-    assert cli.run([*words, "--json", "--crop", "0.7", "--model.text.mix", "attention"]) == 0
+    assert cli.run([*words, "--json", "--crop-scale", "0.7", "--model.text.encoder", "attention"]) == 0
     took = time.monotonic() - began
     assert 14.4 < took < 17.6
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["finished"]
     config = from_json(TrainConfig, tmp_path / "runs/it/config.json")
-    assert config.crop == 0.7  # what is asked for is not picked
+    assert config.crop_scale == 0.7  # what is asked for is not picked
     assert config.model.text.mix == "attention"  # whose words are not dropped
     lines = [json.loads(line) for line in (tmp_path / "runs/it/metrics.jsonl").read_text().splitlines()]
     rates = [line["lr"] for line in lines if line["kind"] == "step"]
@@ -234,12 +234,12 @@ def test_a_budget_and_a_number_of_epochs_contradict_each_other(capsys):
 
 def test_a_resumed_schedule_goes_on_where_it_was(clock):
     config = TrainConfig(lr=1.0, warmup=0.1)
-    mine = Pace(100, clock.now + 50, 100, spent_s=50.0)
+    mine = Schedule(100, clock.now + 50, 100, spent_s=50.0)
     assert rate(*mine.place(40), config) < 0.6  # half of the time is gone: the climb is long over
 
 
 def test_an_evaluation_that_the_last_one_would_follow_at_once_is_left_out(clock):
-    mine = Pace(10, clock.now + 100, 100)
+    mine = Schedule(10, clock.now + 100, 100)
     with mine.aside("evaluating"):
         clock.now += 5
     with mine.aside("saving"):
@@ -253,7 +253,7 @@ def test_an_evaluation_that_the_last_one_would_follow_at_once_is_left_out(clock)
 
 
 def test_a_late_start_never_makes_the_rate_negative(clock):
-    mine = Pace(10, clock.now + 10, 10)
+    mine = Schedule(10, clock.now + 10, 10)
     clock.now += 20
     assert 0 <= rate(*mine.place(0), TrainConfig(lr=1.0)) < 0.01
 
@@ -283,10 +283,10 @@ def test_what_was_stopped_just_before_its_end_is_finished_without_a_step(timed_r
     long = replace(timed_run, budget="60s")
     first = trained(long, tmp_path / "r", stop_at=2)
     assert not first.finished
-    run, screen = runs.Run(tmp_path / "r"), Quiet()
+    run, console = runs.Run(tmp_path / "r"), Quiet()
     with run.owned():
-        setup = check(long, tmp_path, run, screen, began=time.monotonic() - 60)
-        result = loop.train(setup, run, screen)
+        setup = check(long, tmp_path, run, console, began=time.monotonic() - 60)
+        result = loop.train(setup, run, console)
     assert result.finished
     assert result.step == first.step
     assert result.scores is not None
@@ -303,19 +303,19 @@ def test_what_is_learned_already_gets_no_more_than_its_recipe_has(tiny_run, tmp_
 
 @pytest.mark.parametrize(
     ("changes", "told"),
-    [({"start_size": 16, "budget": "5m"}, "give one"), ({"drop_words": 0.5}, "bags of words")],
+    [({"start_size": 16, "budget": "5m"}, "give one"), ({"word_dropout": 0.5}, "bags of words")],
 )
 def test_what_does_not_go_together_is_refused(tiny_run, changes, told):
     with pytest.raises(ValueError, match=told):
         replace(tiny_run, **changes)
 
 
-def test_a_picture_with_several_captions_that_is_not_finite_is_passed_over(tiny_run, tmp_path, monkeypatch):
+def test_a_image_with_several_captions_that_is_not_finite_is_passed_over(tiny_run, tmp_path, monkeypatch):
     """A broken batch is named by its rows and left out; the run goes on."""
     forward = Vision.forward
 
-    def broken(self, pixels_BCSS, key_B=None):
-        made = forward(self, pixels_BCSS, key_B)
+    def broken(self, pixels_BCHW, key_B=None):
+        made = forward(self, pixels_BCHW, key_B)
         return made.where(torch.arange(len(made))[:, None] != 3, torch.nan) if key_B is not None else made
 
     monkeypatch.setattr(Vision, "forward", broken)
@@ -328,7 +328,7 @@ def test_a_picture_with_several_captions_that_is_not_finite_is_passed_over(tiny_
 
 def test_adapters_find_a_place_in_a_bag_of_words(tiny_run, tmp_path):
     pytest.importorskip("peft")
-    bag = replace(tiny_run.model, text=replace(tiny_run.model.text, mix="bag"))
+    bag = replace(tiny_run.model, text=replace(tiny_run.model.text, encoder="bag_of_words"))
     trained(replace(tiny_run, model=bag), tmp_path / "a")
     config = replace(tiny_run, recipe="lora", init=str(tmp_path / "a" / "model"), epochs=1)
     assert trained(config, tmp_path / "b").finished

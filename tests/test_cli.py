@@ -13,9 +13,9 @@ from m1clip.commands import train
 from m1clip.config import PRESETS, to_json
 
 TINY = [
-    *("--data", "synthetic:32", "--held-out", "8", "--batch", "8", "--epochs", "1", "--device", "cpu"),
-    *("--model.vision.image-size", "32", "--model.vision.width", "32", "--model.vision.depth", "1"),
-    *("--model.text.width", "32", "--model.text.depth", "1"),
+    *("--data", "synthetic:32", "--val-size", "8", "--batch-size", "8", "--epochs", "1", "--device", "cpu"),
+    *("--model.vision.image-size", "32", "--model.vision.width", "32", "--model.vision.layers", "1"),
+    *("--model.text.width", "32", "--model.text.layers", "1"),
 ]
 
 
@@ -35,21 +35,21 @@ def said(capsys, *words: str) -> tuple[int, str, str]:
         ("trian", "did you mean train"),
         ("data previw", "did you mean data preview"),
         ("train --preset nanno", "did you mean nano"),
-        ("train --batchh 3", "--batch"),
-        ("train --batch many", "many"),
-        ("train --batch 1", "at least 2"),
+        ("train --batchh 3", "--batch-size"),
+        ("train --batch-size many", "many"),
+        ("train --batch-size 1", "at least 2"),
         ("train --lr -1", "above 0"),
         ("train --lr nan", "above 0"),
         ("train --epochs 0", "at least 1"),
-        ("train --model.vision.patch 7", "not a multiple of patch"),
+        ("train --model.vision.patch_size 7", "not a multiple of patch"),
         ("train --model.loss hinge", "hinge"),
         ("train --device gpu", "no device 'gpu'"),
-        ("train --data synthetic:5 --batch 6", "larger than the 5 training pairs"),
+        ("train --data synthetic:5 --batch-size 6", "larger than the 5 training pairs"),
         ("train --data cifar", "no data source"),
         ("train --tokenizer bep", "there is no file"),
         ("train --config nowhere.json", "nowhere.json"),
         ("train --resume", "no run in"),
-        ("train --resume --fresh", "give one of them"),
+        ("train --resume --overwrite", "give one of them"),
         ("train --config c.json --preset tiny", "give one of them"),
         ("train --preset nano --preset tyni", "did you mean tiny"),
         ("train --resume --name gone", "no run 'gone'"),
@@ -62,12 +62,12 @@ def said(capsys, *words: str) -> tuple[int, str, str]:
         ("train --ema 1", "below 1"),
         ("train --patience -1", "0 or more"),
         ("train --track tensorbord", "tensorbord"),
-        ("train --best-by r1", "r1"),
+        ("train --best-metric r1", "r1"),
         ("stop", "none is running"),
         ("stop gone", "no run 'gone'"),
         ("eval gone", "no run 'gone'"),
         ("info --preset sead", "did you mean seed"),
-        ("info --batch 0", "at least 1"),
+        ("info --batch-size 0", "at least 1"),
         ("data preview --out sheet.nothing", "end it with .png"),
         ("data preview --rows 0", "1 to 1000"),
     ],
@@ -122,11 +122,11 @@ def test_train_eval_and_repeat_from_the_command_line(capsys, tmp_path, monkeypat
 
     code, out, _ = said(capsys, "eval", "--device", "cpu", "--json")
     scores = json.loads(out)
-    assert scores["pictures"] == 8
-    assert {edit["changed"] for edit in scores["edits"]} >= {"colour", "sky"}
+    assert scores["images"] == 8
+    assert {edit["changed"] for edit in scores["edits"]} >= {"color", "sky"}
     for folder in ("model", "best", "checkpoints/step_000004"):
         _, out, _ = said(capsys, "eval", f"runs/nano-1/{folder}", "--device", "cpu", "--json")
-        assert json.loads(out)["edits"] == scores["edits"]  # of the run's own held-out pairs
+        assert json.loads(out)["edits"] == scores["edits"]  # of the run's own validation pairs
 
     code, out, _ = said(capsys, "train", "--config", "runs/nano-1/config.json", "--json")
     again = json.loads(out)
@@ -136,17 +136,17 @@ def test_train_eval_and_repeat_from_the_command_line(capsys, tmp_path, monkeypat
     code, _, err = said(capsys, "train", *TINY, "--name", "nano-2")
     assert code == 2
     assert "--resume" in err
-    assert "--fresh" in err
-    assert said(capsys, "train", *TINY, "--name", "nano-2", "--fresh")[0] == 0
+    assert "--overwrite" in err
+    assert said(capsys, "train", *TINY, "--name", "nano-2", "--overwrite")[0] == 0
     code, out, _ = said(capsys, "train", "--resume", "--name", "nano-2", "--epochs", "2", "--json")
     assert json.loads(out)["step"] == 8
 
-    code, _, err = said(capsys, "train", "--resume", "--name", "nano-2", "--batch", "4", "--seed", "3")
+    code, _, err = said(capsys, "train", "--resume", "--name", "nano-2", "--batch-size", "4", "--seed", "3")
     assert code == 2
     assert "keeps its seed, batch" in err
-    code, _, err = said(capsys, "train", "--resume", "--name", "nano-2", "--best-by", "i2t_r5")
+    code, _, err = said(capsys, "train", "--resume", "--name", "nano-2", "--best-metric", "i2t_r5")
     assert code == 2
-    assert "keeps its best_by" in err
+    assert "keeps its best_metric" in err
     code, _, err = said(capsys, "train", "--resume", "--name", "nano-2", "--epochs", "1")
     assert code == 2
     assert "is at step 8; 1 epochs have only 4" in err
@@ -170,7 +170,7 @@ def test_info_counts_the_seed_preset(capsys):
     row = json.loads(out)
     assert row["total"] == 105_426_433
     assert row["forward_gflop"] == pytest.approx(34.7, rel=0.01)  # 38.1 if the last blocks did all tokens
-    assert row["memory_gb"]["optimiser"] == pytest.approx(2 * row["memory_gb"]["parameters"])
+    assert row["memory_gb"]["optimizer"] == pytest.approx(2 * row["memory_gb"]["parameters"])
     assert "105,426,433" in said(capsys, "info", "seed")[1]
 
 

@@ -9,11 +9,10 @@ import torch
 from PIL import Image
 
 import m1clip
-from m1clip.config import PRESETS
+from m1clip.config import PRESETS, ModelConfig
 from m1clip.model.clip import CLIP
 from m1clip.model.export_clip import convert
 from m1clip.model.tokenizer import Tokenizer
-from m1clip.shapes import ModelConfig
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def model(tiny: ModelConfig) -> CLIP:
     return CLIP(tiny, Tokenizer.characters()).eval()
 
 
-def test_a_picture_and_a_string_meet_in_two_lines(model, tmp_path):
+def test_a_image_and_a_string_meet_in_two_lines(model, tmp_path):
     model.save(tmp_path / "m")
     loaded = m1clip.load(tmp_path / "m")
     score = loaded.encode_image(Image.new("RGB", (300, 200), "red")) @ loaded.encode_text("a red thing").T
@@ -32,10 +31,10 @@ def test_a_picture_and_a_string_meet_in_two_lines(model, tmp_path):
 def test_saved_and_loaded_encodes_the_same(model, tmp_path):
     model.save(tmp_path / "m")
     loaded = m1clip.load(tmp_path / "m")
-    pictures = [
+    images = [
         Image.fromarray(np.random.default_rng(i).integers(0, 255, (40, 50, 3), np.uint8)) for i in range(3)
     ]
-    assert torch.equal(model.encode_image(pictures), loaded.encode_image(pictures))
+    assert torch.equal(model.encode_image(images), loaded.encode_image(images))
     assert torch.equal(model.encode_text(["a", "b c"]), loaded.encode_text(["a", "b c"]))
     assert sorted(path.name for path in (tmp_path / "m").iterdir()) == [
         "config.json",
@@ -57,7 +56,7 @@ def test_padding_does_not_change_a_caption(model):
 def test_captions_are_read_with_others_of_their_length_and_come_back_in_their_order(model):
     said = ["ab " * (number % 7 + 1) for number in range(50)]
     tokens_BL, key_B = model.tokenize(said), torch.arange(50)
-    model.practise(dropout=0.3)
+    model.set_regularization(dropout=0.3)
     together = model.text(tokens_BL, key_B)
     alone = torch.cat([model.text(tokens_BL[i : i + 1], key_B[i : i + 1]) for i in range(50)])
     assert torch.allclose(together, alone, atol=1e-5)
@@ -112,10 +111,10 @@ def test_text_is_causal_and_vision_is_not(model):
 
     hook = model.vision.blocks[-1].register_forward_hook(lambda m, i, out: states.__setitem__("x", out))
     pixels = torch.zeros(1, 3, 32, 32)
-    model.embed_pixels(pixels)
+    model.embed_images(pixels)
     before = states["x"].clone()
     pixels[..., 16:, 16:] = 1  # the last patch
-    model.embed_pixels(pixels)
+    model.embed_images(pixels)
     hook.remove()
     assert not torch.equal(before[0, 0], states["x"][0, 0])
 
@@ -123,7 +122,7 @@ def test_text_is_causal_and_vision_is_not(model):
 @pytest.fixture
 def bag(tiny: ModelConfig) -> CLIP:
     torch.manual_seed(0)
-    return CLIP(replace(tiny, text=replace(tiny.text, mix="bag")), Tokenizer.characters())
+    return CLIP(replace(tiny, text=replace(tiny.text, encoder="bag_of_words")), Tokenizer.characters())
 
 
 def test_to_a_bag_of_words_their_order_is_nothing_and_their_number_little(bag):
@@ -141,7 +140,7 @@ def test_a_bag_of_words_heeds_neither_padding_nor_what_follows_the_end(bag, tmp_
 
 
 def test_each_caption_loses_words_of_its_own_in_training(bag):
-    bag.practise(drop_words=0.5)
+    bag.set_regularization(word_dropout=0.5)
     tokens_BL, key_B = bag.tokenize(["a dog and a cat run"] * 64), torch.arange(64)
     whole, some = bag.embed_tokens(tokens_BL), bag.embed_tokens(tokens_BL, key_B)
     assert torch.equal(some, bag.embed_tokens(tokens_BL, key_B))
@@ -151,7 +150,7 @@ def test_each_caption_loses_words_of_its_own_in_training(bag):
 
 
 def test_a_caption_never_loses_all_its_words(bag):
-    bag.practise(drop_words=0.9)
+    bag.set_regularization(word_dropout=0.9)
     tokens_BL = bag.tokenize(["ab"] * 64)
     made = bag.embed_tokens(tokens_BL, torch.arange(64))
     assert torch.allclose(made.norm(dim=1), torch.ones(64), atol=1e-5)
@@ -169,7 +168,7 @@ def test_a_bag_of_words_has_no_place_in_the_other_libraries(bag, tmp_path):
 def test_temperature_starts_at_clips_and_is_clamped(model):
     assert model.logit_scale.exp().item() == pytest.approx(1 / 0.07)
     model.logit_scale.data.fill_(9.0)
-    model.clamp_scale()
+    model.clamp_logit_scale()
     assert model.logit_scale.item() == pytest.approx(math.log(100))
 
 

@@ -1,10 +1,9 @@
 import pytest
 import torch
 
-from m1clip.config import PRESETS
+from m1clip.config import PRESETS, ModelConfig, TextConfig, VisionConfig
 from m1clip.model.clip import CLIP
 from m1clip.model.cost import cost
-from m1clip.shapes import ModelConfig, TextConfig, VisionConfig
 
 
 def test_flops_equal_the_arithmetic_of_a_transformer():
@@ -35,7 +34,7 @@ def test_kept_activations_are_those_of_real_tensors(tiny):
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    tokens = torch.zeros(2, tiny.text.length, dtype=torch.long)
+    tokens = torch.zeros(2, tiny.text.context_length, dtype=torch.long)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(torch.zeros(2, 3, 32, 32), tokens).sum().backward()
     assert cost(tiny).activation_mb == pytest.approx(sum(kept.values()) / 2 / 1e6, rel=0.1)
@@ -44,7 +43,7 @@ def test_kept_activations_are_those_of_real_tensors(tiny):
 def test_memory_of_the_seed_preset_is_weights_four_times_and_activations():
     memory = cost(PRESETS["seed"].model).memory_gb(12)
     assert memory["parameters"] == memory["gradients"] == pytest.approx(0.4217, abs=1e-3)
-    assert memory["optimiser"] == pytest.approx(0.8434, abs=1e-3)
+    assert memory["optimizer"] == pytest.approx(0.8434, abs=1e-3)
     # 10 numbers per token, block and feature: two inputs of norms, q k v, attention, and the wide layer
     expected = 12 * 10 * 4 * (197 * 768 * 11 + 77 * 512 * 5) / 1e9
     assert memory["activations"] == pytest.approx(expected, rel=0.1)

@@ -26,7 +26,7 @@ def said(capsys, *words: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def spoiled(tmp_path):
-    """100 pictures of which six rows are unusable, two are copies, one is on both sides, three are odd."""
+    """100 images of which six rows are unusable, two are copies, one is on both sides, three are odd."""
     folder = tmp_path / "set"
     names = photos(folder, 100)
     sides = ["val" if i % 10 == 9 else "train" for i in range(100)]
@@ -68,7 +68,7 @@ def test_check_finds_every_fault_and_no_other(spoiled, tmp_path, capsys):
         ("broken line", "line 10"),
     }
     assert (report["unusable"], report["rows"]) == (6, 100)
-    assert report["sides"] == {"train": 87, "held-out": 10}
+    assert report["sides"] == {"train": 87, "val": 10}
     couples = {
         key: [tuple(row.partition("(")[2][:4] for row in two) for two in report[key]]
         for key in ("same_bytes", "look_alike", "leaks")
@@ -90,7 +90,7 @@ def test_check_finds_every_fault_and_no_other(spoiled, tmp_path, capsys):
 
 def test_check_tells_a_person(spoiled, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, _ = said(capsys, "data", "check", spoiled, "--max-bad", "0.1", "--workers", "1")
+    code, out, _ = said(capsys, "data", "check", spoiled, "--max-bad-rows", "0.1", "--workers", "1")
     assert code == 0
     for words in (
         "6 of 100 rows (6.00%)",
@@ -110,7 +110,7 @@ def test_check_reports_even_where_nothing_can_be_used(tmp_path, capsys):
     assert (code, "there is no a.jpg" in out, "\x1b[31m" in out) == (1, True, False)
 
 
-def test_pictures_that_look_alike_are_found_and_others_are_not():
+def test_images_that_look_alike_are_found_and_others_are_not():
     found = examine(SCENES, range(100))[0]
     assert alike(found) == []
     changed = []
@@ -130,14 +130,14 @@ def test_pictures_that_look_alike_are_found_and_others_are_not():
 @pytest.mark.parametrize("to", ["shards", "parquet"])
 def test_convert_keeps_bytes_captions_and_sides(spoiled, tmp_path, capsys, to):
     out = tmp_path / "out"
-    words = ("data", "convert", spoiled, out, "--to", to, "--per-file", "30", "--max-bad", "0.1")
+    words = ("data", "convert", spoiled, out, "--to", to, "--per-file", "30", "--max-bad-rows", "0.1")
     code, told, _ = said(capsys, *words, "--json")
     done = json.loads(told)
     assert (code, done["pairs"], done["files"], done["skipped"]) == (0, 94, 4, 6)
     ending = "tar" if to == "shards" else "parquet"
     source, back = opened(spoiled), opened(out / f"*.{ending}")
-    assert (len(back.train), len(back.held_out)) == (84, 10)
-    for ours, theirs in ((source.train, back.train), (source.held_out, back.held_out)):
+    assert (len(back.train), len(back.val)) == (84, 10)
+    for ours, theirs in ((source.train, back.train), (source.val, back.val)):
         before = {ours.captions(i)[0]: ours.read(i) for i in range(len(ours))}
         after = {theirs.captions(i)[0]: theirs.read(i) for i in range(len(theirs))}
         assert after.items() <= before.items()
@@ -164,12 +164,12 @@ def test_convert_keeps_bytes_captions_and_sides(spoiled, tmp_path, capsys, to):
         for one in map(json.loads, (out / "manifest.jsonl").read_text().splitlines()[1:])
     }
     assert again == manifest  # the same bytes
-    code, _, err = said(capsys, *words[:3], out, "--to", to, "--per-file", "7", "--max-bad", "0.1")
+    code, _, err = said(capsys, *words[:3], out, "--to", to, "--per-file", "7", "--max-bad-rows", "0.1")
     assert (code, "other settings" in err) == (2, True)
 
 
 def test_a_conversion_of_other_captions_or_sides_is_not_continued(spoiled, tmp_path, capsys):
-    words = ("data", "convert", spoiled, tmp_path / "out", "--max-bad", "0.1")
+    words = ("data", "convert", spoiled, tmp_path / "out", "--max-bad-rows", "0.1")
     assert said(capsys, *words)[0] == 0
     spoiled.write_text(spoiled.read_text().replace("scene 50,", "scene fifty,"))
     code, _, err = said(capsys, *words)
@@ -177,20 +177,20 @@ def test_a_conversion_of_other_captions_or_sides_is_not_continued(spoiled, tmp_p
 
 
 def test_a_run_passes_over_bad_rows_and_says_so(spoiled, tiny_run, tmp_path):
-    config = replace(tiny_run, data=str(spoiled), held_out="auto", max_bad=0.1, workers=1)
-    screen = Quiet()
-    result = trained(config, tmp_path / "r", screen=screen)
-    assert (result.finished, result.scores.pictures) == (True, 10)
-    assert any("6 of 100 rows are unusable" in text for text in screen.warnings)
+    config = replace(tiny_run, data=str(spoiled), val_size="auto", max_bad=0.1, workers=1)
+    console = Quiet()
+    result = trained(config, tmp_path / "r", console=console)
+    assert (result.finished, result.scores.images) == (True, 10)
+    assert any("6 of 100 rows are unusable" in text for text in console.warnings)
     kept = json.loads((tmp_path / "r" / "data.json").read_text())
-    assert (kept["train"], kept["held_out"], sum(kept["skipped"].values())) == (84, 10, 6)
-    with pytest.raises(ValueError, match=r"3 of 100 rows are unusable.*--max-bad allows 1\.00%"):
+    assert (kept["train"], kept["val"], sum(kept["skipped"].values())) == (84, 10, 6)
+    with pytest.raises(ValueError, match=r"3 of 100 rows are unusable.*--max-bad-rows allows 1\.00%"):
         trained(replace(config, max_bad=0.01), tmp_path / "s")
 
 
-@pytest.mark.parametrize("how", [{"cache_gb": 0.0}, {"crop": 0.5, "flip": True, "colour": 0.3}])
+@pytest.mark.parametrize("how", [{"cache_gb": 0.0}, {"crop": 0.5, "flip": True, "color": 0.3}])
 def test_a_run_on_files_resumes_exactly_stored_or_live(spoiled, tiny_run, tmp_path, how):
-    config = replace(tiny_run, data=str(spoiled), held_out="auto", max_bad=0.1, workers=2, **how)
+    config = replace(tiny_run, data=str(spoiled), val_size="auto", max_bad=0.1, workers=2, **how)
     trained(config, tmp_path / "whole")
     trained(config, tmp_path / "broken", stop_at=6)
     trained(config, tmp_path / "broken")
@@ -198,20 +198,20 @@ def test_a_run_on_files_resumes_exactly_stored_or_live(spoiled, tiny_run, tmp_pa
     assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_stored_and_live_pictures_train_the_same_model(tiny_run, tmp_path):
+def test_stored_and_live_images_train_the_same_model(tiny_run, tmp_path):
     names = photos(tmp_path / "set", 64)
     (tmp_path / "set" / "t.csv").write_text(
         "image,caption\n" + "\n".join(f"{n},scene {i}" for i, n in enumerate(names))
     )
-    config = replace(tiny_run, data=str(tmp_path / "set" / "t.csv"), held_out=8, workers=2, epochs=1)
+    config = replace(tiny_run, data=str(tmp_path / "set" / "t.csv"), val_size=8, workers=2, epochs=1)
     for name, gigabytes in (("stored", 1.0), ("live", 0.0)):
         trained(replace(config, cache_gb=gigabytes), tmp_path / name)
     one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("stored", "live"))
     assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_a_resumed_run_has_its_pictures_as_before_whatever_the_cache_allows_now(spoiled, tiny_run, tmp_path):
-    config = replace(tiny_run, data=str(spoiled), held_out="auto", max_bad=0.1, workers=2, cache_gb=0.0)
+def test_a_resumed_run_has_its_images_as_before_whatever_the_cache_allows_now(spoiled, tiny_run, tmp_path):
+    config = replace(tiny_run, data=str(spoiled), val_size="auto", max_bad=0.1, workers=2, cache_gb=0.0)
     trained(config, tmp_path / "whole")
     trained(config, tmp_path / "broken", stop_at=3)
     trained(replace(config, cache_gb=5.0), tmp_path / "broken")
@@ -220,7 +220,7 @@ def test_a_resumed_run_has_its_pictures_as_before_whatever_the_cache_allows_now(
 
 
 def test_a_run_is_not_resumed_on_other_data(spoiled, tiny_run, tmp_path):
-    config = replace(tiny_run, data=str(spoiled), held_out="auto", max_bad=0.1, workers=1)
+    config = replace(tiny_run, data=str(spoiled), val_size="auto", max_bad=0.1, workers=1)
     trained(config, tmp_path / "r", stop_at=3)
     spoiled.write_text(spoiled.read_text().replace("scene 50,", "scene fifty,"))
     with pytest.raises(ValueError, match=r"the data is not what .* began with"):
@@ -230,21 +230,23 @@ def test_a_run_is_not_resumed_on_other_data(spoiled, tiny_run, tmp_path):
 def test_eval_takes_any_side_and_any_data(spoiled, tiny_run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained(
-        replace(tiny_run, data=str(spoiled), held_out="auto", max_bad=0.1, workers=1), tmp_path / "runs" / "r"
+        replace(tiny_run, data=str(spoiled), val_size="auto", max_bad=0.1, workers=1), tmp_path / "runs" / "r"
     )
-    for words, pictures in (
+    for words, images in (
         ((), 10),
         (("--split", "all"), 94),
-        (("--data", "synthetic", "--held-out", "12"), 12),
+        (("--data", "synthetic", "--val-size", "12"), 12),
     ):
         code, out, _ = said(capsys, "eval", "runs/r", "--device", "cpu", "--json", *words)
-        assert (code, json.loads(out)["pictures"]) == (0, pictures)
+        assert (code, json.loads(out)["images"]) == (0, images)
     code, _, err = said(capsys, "eval", "runs/r", "--split", "test")
     assert (code, "has no test split" in err) == (2, True)
 
 
 def test_preview_of_files(spoiled, tmp_path, capsys):
-    assert said(capsys, "data", "preview", spoiled, "--max-bad", "1", "--out", tmp_path / "p.png")[0] == 0
+    assert (
+        said(capsys, "data", "preview", spoiled, "--max-bad-rows", "1", "--out", tmp_path / "p.png")[0] == 0
+    )
     assert Image.open(tmp_path / "p.png").size[0] > 1000
 
 
@@ -252,7 +254,7 @@ def test_data_flags_are_checked():
     for wrong in (
         {"max_bad": 2.0},
         {"cache_gb": -1.0},
-        {"held_out": 0},
+        {"val": 0},
         {"prompt": "no place"},
         {"workers": -1},
     ):

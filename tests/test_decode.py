@@ -1,4 +1,4 @@
-"""Pictures as they come: odd ones become RGB, broken ones one sentence. Made by real encoders."""
+"""Images as they come: odd ones become RGB, broken ones one sentence. Made by real encoders."""
 
 import io
 import random
@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from m1clip.data.decode import BadPicture, decode, header, heic
+from m1clip.data.decode import BadImage, decode, header, heic
 from m1clip.images import rgb, square
 from photos import SCENES, jpeg
 
 
-def saved(picture: Image.Image, kind: str, **options) -> bytes:
+def saved(image: Image.Image, kind: str, **options) -> bytes:
     made = io.BytesIO()
-    picture.save(made, kind, **options)
+    image.save(made, kind, **options)
     return made.getvalue()
 
 
@@ -24,8 +24,8 @@ def scene(mode: str = "RGB") -> Image.Image:
     return SCENES.image(7).resize((96, 64)).convert(mode)
 
 
-def near(picture: Image.Image, other: Image.Image) -> float:
-    a, b = (np.asarray(one.convert("RGB"), dtype=float) for one in (picture, other))
+def near(image: Image.Image, other: Image.Image) -> float:
+    a, b = (np.asarray(one.convert("RGB"), dtype=float) for one in (image, other))
     return float(np.abs(a - b).mean())
 
 
@@ -39,7 +39,7 @@ def test_every_common_format_is_read(kind):
 @pytest.mark.parametrize(
     ("mode", "kind"), [("CMYK", "JPEG"), ("L", "JPEG"), ("1", "PNG"), ("P", "PNG"), ("CMYK", "TIFF")]
 )
-def test_other_colours_become_rgb(mode, kind):
+def test_other_colors_become_rgb(mode, kind):
     made = decode(saved(scene(mode), kind))
     assert made.mode == "RGB"
     assert near(made, scene(mode)) < 12
@@ -52,12 +52,12 @@ def test_sixteen_bits_are_scaled_and_not_clipped():
 
 
 def test_what_is_transparent_lies_on_white():
-    picture = Image.new("RGBA", (32, 32), (0, 0, 0, 0))
-    picture.paste((255, 0, 0, 255), (0, 0, 16, 32))
-    made = np.asarray(decode(saved(picture, "PNG")))
+    image = Image.new("RGBA", (32, 32), (0, 0, 0, 0))
+    image.paste((255, 0, 0, 255), (0, 0, 16, 32))
+    made = np.asarray(decode(saved(image, "PNG")))
     assert made[5, 5].tolist() == [255, 0, 0]
     assert made[5, 30].tolist() == [255, 255, 255]
-    palette = picture.quantize(8)
+    palette = image.quantize(8)
     assert (
         np.asarray(decode(saved(palette, "PNG", transparency=palette.getpixel((30, 5)))))[5, 30].tolist()
         == [255] * 3
@@ -74,7 +74,7 @@ def test_photos_are_turned_upright_once(kind, turn):
     assert np.abs(square(decode(data), 48).astype(int) - upright).max() <= 2
 
 
-def test_the_first_picture_of_an_animation_is_taken():
+def test_the_first_image_of_an_animation_is_taken():
     data = saved(scene(), "GIF", save_all=True, append_images=[Image.new("RGB", (96, 64))] * 3)
     assert near(decode(data), scene()) < 8
 
@@ -86,7 +86,7 @@ def test_heic_is_read():
 
 def test_heic_without_its_extra_says_what_to_install(monkeypatch):
     monkeypatch.setattr("m1clip.data.decode.heic", lambda: False)
-    with pytest.raises(BadPicture, match=r"pip install 'm1clip\[heic\]'"):
+    with pytest.raises(BadImage, match=r"pip install 'm1clip\[heic\]'"):
         decode(b"\0\0\0\x18ftypheic" + bytes(100))
 
 
@@ -102,25 +102,25 @@ def test_a_large_jpeg_is_decoded_small_and_looks_the_same():
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "TIFF"])
 def test_a_file_that_breaks_off_is_noticed(part, kind):
     data = saved(scene(), kind)
-    with pytest.raises(BadPicture):
+    with pytest.raises(BadImage):
         decode(data[: int(len(data) * part)])
 
 
 def test_the_kind_of_damage_is_told():
     for data, kind in (
         (b"", "empty file"),
-        (b"not a picture at all", "unreadable"),
+        (b"not an image at all", "unreadable"),
         (b"<html>404</html>", "unreadable"),
         (jpeg(1)[:500], "truncated"),
         (saved(Image.new("RGB", (1, 1)), "PNG"), "tiny"),
     ):
-        with pytest.raises(BadPicture) as caught:
+        with pytest.raises(BadImage) as caught:
             decode(data)
         assert caught.value.kind == kind
 
 
 def test_no_bytes_do_more_than_raise_our_error():
-    """Ten thousand flipped bytes: a picture or BadPicture, and nothing else."""
+    """Ten thousand flipped bytes: an image or BadImage, and nothing else."""
     rng = random.Random(0)
     files = [saved(scene(), kind) for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")]
     caught = 0
@@ -130,7 +130,7 @@ def test_no_bytes_do_more_than_raise_our_error():
             data[rng.randrange(len(data))] = rng.randrange(256)
         try:
             assert decode(bytes(data)).mode == "RGB"
-        except BadPicture:
+        except BadImage:
             caught += 1
     assert caught > 200
 
@@ -143,7 +143,7 @@ def test_damage_inside_a_jpeg_is_noticed_more_often_than_pillow_does():
             data[rng.randrange(300, len(data))] = rng.randrange(256)
         try:
             decode(bytes(data))
-        except BadPicture:
+        except BadImage:
             ours += 1
         try:
             Image.open(io.BytesIO(data)).load()
@@ -168,15 +168,15 @@ def bomb(side: int) -> bytes:
 
 
 def test_a_decompression_bomb_is_refused_before_it_is_decoded():
-    with pytest.raises(BadPicture, match=r"60,000 × 60,000 pixels are refused as a decompression bomb"):
+    with pytest.raises(BadImage, match=r"60,000 × 60,000 pixels are refused as a decompression bomb"):
         header(bomb(60_000))
 
 
 def test_formats_that_run_programs_are_not_opened():
-    with pytest.raises(BadPicture, match="not a picture of a known kind"):
+    with pytest.raises(BadImage, match="not an image of a known kind"):
         decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\nshowpage\n")
 
 
 def test_rgb_leaves_rgb_alone():
-    picture = scene()
-    assert rgb(picture) is picture
+    image = scene()
+    assert rgb(image) is image

@@ -4,15 +4,15 @@ import torch
 from m1clip import devices, losses
 from m1clip import run as runs
 from m1clip.bench import operations
-from m1clip.config import TrainConfig, preset
+from m1clip.config import TrainConfig, get_preset
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.training import checkpoint, parity, timing
 from m1clip.training.checkpoint import Progress
-from m1clip.training.state import Learner
+from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
-from trained import some_batch, some_learner
+from trained import some_batch, some_state
 
 GPUS = ["cuda", "mps"]
 
@@ -25,17 +25,17 @@ def here(name: str) -> torch.device:
 
 def test_a_choice_comes_with_its_reason(monkeypatch):
     monkeypatch.setattr(devices, "available", lambda: ["cpu"])
-    assert devices.choose("auto") == (torch.device("cpu"), "no GPU that torch can use was found")
-    assert devices.choose("cpu")[1] == "asked for with --device cpu"
+    assert devices.default_device("auto") == (torch.device("cpu"), "no GPU that torch can use was found")
+    assert devices.default_device("cpu")[1] == "asked for with --device cpu"
     with pytest.raises(ValueError, match="has no mps on this machine; it has cpu"):
-        devices.choose("mps")
+        devices.default_device("mps")
     with pytest.raises(ValueError, match="no device 'gpu'"):
-        devices.choose("gpu")
+        devices.default_device("gpu")
 
 
 def test_auto_takes_the_gpu_and_says_how_to_compare(monkeypatch):
     monkeypatch.setattr(devices, "available", lambda: ["cpu", "mps"])
-    device, why = devices.choose("auto")
+    device, why = devices.default_device("auto")
     assert device.type == "mps"
     assert "--device cpu" in why
 
@@ -61,13 +61,13 @@ def test_attention_of_strided_tensors_equals_the_cpus(name, length):
 @pytest.mark.parametrize("name", GPUS)
 def test_a_checkpoint_made_there_goes_on_there(name, tiny, tmp_path):
     device, config = here(name), TrainConfig(model=tiny, batch=4)
-    run = runs.create(tmp_path, "r", "x", fresh=False)
+    run = runs.create(tmp_path, "r", "x", overwrite=False)
     batch = some_batch(4).to(device, device)
-    learners = [Learner(CLIP(tiny, Tokenizer.characters()).to(device), config) for _ in range(2)]
-    train_step(learners[0], batch)
-    path = checkpoint.save(run, learners[0], Progress(step=1), keep=1)
-    assert checkpoint.load(path, learners[1]).step == 1
-    first, second = (train_step(learner, batch)[0][0].item() for learner in learners)
+    states = [TrainState(CLIP(tiny, Tokenizer.characters()).to(device), config) for _ in range(2)]
+    train_step(states[0], batch)
+    path = checkpoint.save(run, states[0], Progress(step=1), keep=1)
+    assert checkpoint.load(path, states[1]).step == 1
+    first, second = (train_step(state, batch)[0][0].item() for state in states)
     assert first == pytest.approx(second, rel=1e-4)
 
 
@@ -76,12 +76,12 @@ def test_a_checkpoint_made_there_goes_on_there(name, tiny, tmp_path):
 def test_a_step_that_is_not_finite_moves_nothing(name, optimizer, tiny):
     device = here(name)
     config = TrainConfig(model=tiny, batch=4, optimizer=optimizer, ema=0.9)
-    learner = Learner(CLIP(tiny).to(device), config)
-    train_step(learner, some_batch(4).to(device, device))
-    before = {key: value.clone() for key, value in learner.tensors().items()}
-    learner.model.vision_projection.weight.grad.fill_(float("nan"))
-    learner.update(torch.tensor(True, device=device))
-    after = learner.tensors()
+    state = TrainState(CLIP(tiny).to(device), config)
+    train_step(state, some_batch(4).to(device, device))
+    before = {key: value.clone() for key, value in state.tensors().items()}
+    state.model.vision_projection.weight.grad.fill_(float("nan"))
+    state.update(torch.tensor(True, device=device))
+    after = state.tensors()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
@@ -89,12 +89,12 @@ def test_a_step_that_is_not_finite_moves_nothing(name, optimizer, tiny):
 def test_stamps_measure_the_devices_own_time(name):
     device = here(name)
     x = torch.randn(512, 512, device=device)
-    start = devices.stamp(device)
+    start = devices.timestamp(device)
     for _ in range(20):
         x = torch.nn.functional.normalize(x @ x)
-    end = devices.stamp(device)
+    end = devices.timestamp(device)
     x.sum().item()
-    assert 0 < devices.ms_between(start, end) < 60_000
+    assert 0 < devices.elapsed_ms(start, end) < 60_000
 
 
 def test_running_out_of_memory_is_known_by_its_words():
@@ -106,14 +106,14 @@ def test_running_out_of_memory_is_known_by_its_words():
     assert devices.is_out_of_memory(caught.value)
 
 
-@pytest.mark.parametrize("wish", ["{}", "vision={},text=cpu", "vision=cpu,text={}"])
+@pytest.mark.parametrize("requested", ["{}", "vision={},text=cpu", "vision=cpu,text={}"])
 @pytest.mark.parametrize("name", GPUS)
-def test_a_step_there_is_the_cpus_step(name, wish, tiny):
+def test_a_step_there_is_the_cpus_step(name, requested, tiny):
     """Loss, gradient norm and weights after two steps, on the device and with one tower on each."""
     here(name)
     config = TrainConfig(model=tiny, batch=8, dropout=0.1)
-    cpu, other = some_learner(config), some_learner(config)
-    other = Learner(other.model, config, Plan(wish.format(name)))
+    cpu, other = some_state(config), some_state(config)
+    other = TrainState(other.model, config, Plan(requested.format(name)))
     for number in range(2):
         batch = some_batch(8, seed=number)
         one, there = train_step(cpu, batch)[0], train_step(other, other.take(batch))[0]
@@ -128,15 +128,15 @@ def test_less_precision_trains_there(name, precision, tiny):
     if precision not in devices.precisions(here(name)):
         pytest.skip(f"{name} has no {precision} here")
     config = TrainConfig(model=tiny, batch=8)
-    learner = Learner(some_learner(config).model, config, Plan(name, precision))
-    losses_seen = [train_step(learner, learner.take(some_batch(8)))[0][0].item() for _ in range(8)]
+    state = TrainState(some_state(config).model, config, Plan(name, precision))
+    losses_seen = [train_step(state, state.take(some_batch(8)))[0][0].item() for _ in range(8)]
     assert losses_seen[-1] < losses_seen[0]
 
 
 @pytest.mark.parametrize("name", GPUS)
 def test_this_gpu_is_to_be_trusted(name):
     here(name)
-    found = parity.on_scenes(preset("nano"), Plan(name))
+    found = parity.on_scenes(get_preset("nano"), Plan(name))
     assert found, str(found)
 
 
@@ -145,7 +145,7 @@ def test_contests_and_operations_run_there(name, tiny):
     here(name)
     config = TrainConfig(model=tiny, batch=8)
     plans = [Plan("cpu"), Plan(name), Plan(f"vision={name},text=cpu")]
-    for one in timing.contest(config, plans, timing.some_batch(config, 8, 12), seconds=0.1):
+    for one in timing.time_plans(config, plans, timing.some_batch(config, 8, 12), seconds=0.1):
         assert one.failed is None
         assert one.record()["step_ms"] > 0
     found = operations.measure(operations.operations((256,))[1], name, "fp32", 0.1)
@@ -164,7 +164,7 @@ def test_gradients_equal_the_cpus(name, tiny):
     grads = []
     for where in (torch.device("cpu"), device):
         model.to(where).zero_grad()
-        loss = losses.softmax_loss(model(devices.copy(pixels, where), devices.copy(tokens, where)))
+        loss = losses.softmax_loss(model(devices.copy_to(pixels, where), devices.copy_to(tokens, where)))
         loss.backward()
         grads.append([weight.grad.cpu().clone() for weight in model.parameters()])
     for ours, theirs in zip(*grads, strict=True):

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from PIL import Image
 
-from m1clip.data.splits import Part, Side, Stored
+from m1clip.data.splits import Cached, Part, Split
 from m1clip.evals.examples import examples
 from m1clip.evals.hard_negatives import TIERS, by_difficulty, none_of, places, similarity
 from trained import trained
 
 CAPTIONS = [
-    f"{size} {colour} {what}"
+    f"{size} {color} {what}"
     for size in ("large", "small")
-    for colour in ("red", "blue")
+    for color in ("red", "blue")
     for what in ("cat", "bus", "hat")
 ]
 
@@ -80,7 +80,7 @@ def test_drawing_without_putting_back():
 
 
 class Drawn:
-    """Five pictures of one grey each, with two captions; the last two are captioned alike."""
+    """Five images of one grey each, with two captions; the last two are captioned alike."""
 
     identity = fingerprint = "x"
     words = (("zero", "nought"), ("one", "single"), ("two", "pair"), ("same", "alike"), ("same", "alike"))
@@ -97,14 +97,14 @@ class Drawn:
 
 def side():
     grey = np.stack([np.full((40, 40, 3), 50 * n, np.uint8) for n in range(5)])
-    return Side([Part(Drawn(), np.arange(5), Stored(grey, np.arange(5)))])
+    return Split([Part(Drawn(), np.arange(5), Cached(grey, np.arange(5)))])
 
 
 def test_examples_show_the_first_five_the_truth_and_the_worst_errors():
     image, text = torch.eye(5), torch.eye(5).repeat_interleave(2, 0)
-    text[0] = torch.tensor([0.1, 0.9, 0.0, 0.0, 0.0])  # "zero" finds picture 1, by far
-    text[2] = torch.tensor([0.0, 0.5, 0.6, 0.0, 0.0])  # "one" finds picture 2, by little
-    text[6] = torch.tensor([0.0, 0.0, 0.0, 0.2, 0.9])  # finds its twin, which is no error
+    text[0] = torch.tensor([0.1, 0.9, 0.0, 0.0, 0.0])  # "zero" finds image 1, by far
+    text[2] = torch.tensor([0.0, 0.5, 0.6, 0.0, 0.0])  # "one" finds image 2, by little
+    text[6] = torch.tensor([0.0, 0.0, 0.0, 0.2, 0.9])  # finds its duplicate, which is no error
     found = examples(text, image, torch.arange(5).repeat_interleave(2), side())
     errors = [query for query in found["queries"] if query["group"] == "errors"]
     assert [(query["text"], query["truth"], query["rank"]) for query in errors] == [
@@ -115,9 +115,9 @@ def test_examples_show_the_first_five_the_truth_and_the_worst_errors():
     sample = {query["text"]: query for query in found["queries"] if query["group"] == "sample"}
     assert len(sample) >= 5
     assert set(found["shown"]) == {"0", "1", "2", "3", "4"}
-    picture = Image.open(io.BytesIO(base64.b64decode(found["shown"]["2"]["jpeg"])))
-    assert picture.size == (40, 40)
-    assert abs(picture.convert("L").getpixel((20, 20)) - 100) < 4
+    image = Image.open(io.BytesIO(base64.b64decode(found["shown"]["2"]["jpeg"])))
+    assert image.size == (40, 40)
+    assert abs(image.convert("L").getpixel((20, 20)) - 100) < 4
     json.dumps(found)
 
 

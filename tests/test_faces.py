@@ -13,39 +13,39 @@ from m1clip.monitor import figures, web
 
 LINES = {
     "lists for trees": {
-        "kind": "watch",
+        "kind": "logger",
         "grad_norms": [1],
         "weight_norms": 3,
         "memory_gb": [2],
         "cpu_percent": 7,
     },
     "nulls in lists": {
-        "kind": "watch",
+        "kind": "logger",
         "cpu_percent": [None, 3, "x"],
         "grad_norms": {"vision.a": None, "b": "x"},
     },
     "words for numbers": {
-        "kind": "watch",
+        "kind": "logger",
         "joules": "x",
         "power_w": "y",
-        "heat_c": [],
+        "temperature_c": [],
         "time": "noon",
         "rss_gb": {},
     },
-    "nothing inside": {"kind": "watch"},
+    "nothing inside": {"kind": "logger"},
     "an evaluation of words": {
         "kind": "eval",
         "mean_r1": "x",
-        "pictures": "x",
+        "images": "x",
         "captions": [],
         "chance_r1": {},
     },
-    "an evaluation without pictures": {"kind": "eval", "mean_r1": 0.5},
-    "negatives as a list": {"kind": "eval", "mean_r1": 0.5, "pictures": 9, "negatives": [1]},
+    "an evaluation without images": {"kind": "eval", "mean_r1": 0.5},
+    "negatives as a list": {"kind": "eval", "mean_r1": 0.5, "images": 9, "negatives": [1]},
     "negatives of nothing": {
         "kind": "eval",
         "mean_r1": 0.5,
-        "pictures": 9,
+        "images": 9,
         "negatives": {"hard": {}, "easy": 3},
     },
     "an epoch of nothing": {"kind": "epoch", "loss": "x"},
@@ -67,7 +67,7 @@ FILES = {
         "[" * 20_000,
     ],
     "machine.json": ["[]", '{"plan": [], "device": {}, "chip": 3}', "\x00"],
-    "config.json": ['{"epochs": 1, "batch": "x", "data": ["a"], "watch_every": {}}'],
+    "config.json": ['{"epochs": 1, "batch": "x", "data": ["a"], "inspect_every": {}}'],
     "data.json": ['{"identity": 3, "train": "x"}', "3"],
     "retrievals.json": [
         '{"queries": {}, "shown": []}',
@@ -79,7 +79,7 @@ FILES = {
 
 
 @pytest.fixture(autouse=True)
-def quick_pictures(request, monkeypatch):
+def quick_images(request, monkeypatch):
     """Drawing takes a second a report; it is done where the values themselves could stop it."""
     if not {"enormous", "$x_$", "日本"} & {str(value) for value in request.node.callspec.params.values()}:
         monkeypatch.setattr(figures, "save", undrawn)

@@ -16,14 +16,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import m1clip
+from m1clip.config import ModelConfig, TextConfig, VisionConfig
 from m1clip.model.clip import CLIP
 from m1clip.model.export_clip import convert
-from m1clip.model.fit import DoesNotFit
+from m1clip.model.fit import WeightMismatch
 from m1clip.model.import_clip import OPEN_CLIP, VOCABULARY, Hints, shape_of
-from m1clip.model.import_clip import open_known as open_and_tell
-from m1clip.model.safe_load import read_tensors
+from m1clip.model.import_clip import import_clip as open_and_tell
+from m1clip.model.safe_load import load_tensors
 from m1clip.model.tokenizer import Tokenizer
-from m1clip.shapes import ModelConfig, TextConfig, VisionConfig
 
 TOLERANCE = 1e-5
 SAID = ["a photo of a cat", "Ünïcode &amp; <b>marks</b>!", "two dogs   run\tin 1999", "it's late", "x" * 400]
@@ -59,7 +59,7 @@ USUAL += [
 USUAL += ["ViT-S-32", "ViT-S-16", "ViT-M-16", "ViT-M-32"]
 
 
-def open_known(*words, **more):
+def import_clip(*words, **more):
     return open_and_tell(*words, **more)[0]
 
 
@@ -78,7 +78,7 @@ def some(config: ModelConfig, words: Tokenizer) -> CLIP:
     return model.eval()
 
 
-def pictures(size: int) -> list[Image.Image]:
+def images(size: int) -> list[Image.Image]:
     rng = np.random.default_rng(0)
     return [Image.fromarray(rng.integers(0, 256, (size, size, 3), dtype=np.uint8)) for _ in range(3)]
 
@@ -89,7 +89,7 @@ def by_open_clip(folder: Path, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     theirs, _, prepare = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     words = open_clip.get_tokenizer(f"local-dir:{folder}")
     with torch.no_grad():
-        pixels = torch.stack([prepare(one) for one in pictures(size)])
+        pixels = torch.stack([prepare(one) for one in images(size)])
         return theirs.eval().encode_image(pixels, normalize=True), theirs.encode_text(
             words(SAID), normalize=True
         )
@@ -103,7 +103,7 @@ def by_transformers(folder: Path, size: int) -> tuple[torch.Tensor, torch.Tensor
     tokens = AutoTokenizer.from_pretrained(folder)(
         [ordinary(one) for one in SAID], padding=True, truncation=True, return_tensors="pt"
     )
-    pixels = CLIPImageProcessor.from_pretrained(folder)(pictures(size), return_tensors="pt")["pixel_values"]
+    pixels = CLIPImageProcessor.from_pretrained(folder)(images(size), return_tensors="pt")["pixel_values"]
     with torch.no_grad():
         out = theirs.eval()(**{k: v for k, v in tokens.items() if k != "token_type_ids"}, pixel_values=pixels)
     return out.image_embeds, out.text_embeds
@@ -128,9 +128,9 @@ def test_what_goes_out_gives_the_same_there_and_comes_back_the_same(library, sha
     convert(ours, library, tmp_path / "out")
     size = ours.config.vision.image_size
     image, text = BY[library](tmp_path / "out", size)
-    assert (ours.encode_image(pictures(size)) - image).abs().max() <= TOLERANCE
+    assert (ours.encode_image(images(size)) - image).abs().max() <= TOLERANCE
     assert (ours.encode_text([ordinary(one) for one in SAID]) - text).abs().max() <= TOLERANCE
-    back = open_known(str(tmp_path / "out"))
+    back = import_clip(str(tmp_path / "out"))
     assert back.config == ours.config
     assert torch.equal(back.tokenize(SAID), ours.tokenize(SAID))
     assert all(torch.equal(back.state_dict()[name], value) for name, value in ours.state_dict().items())
@@ -148,8 +148,8 @@ def test_a_vocabulary_of_our_own_goes_with_the_model(library, kind, tmp_path):
     convert(ours, library, tmp_path / "out")
     image, text = BY[library](tmp_path / "out", 32)
     assert (ours.encode_text([ordinary(one) for one in SAID]) - text).abs().max() <= TOLERANCE
-    assert (ours.encode_image(pictures(32)) - image).abs().max() <= TOLERANCE
-    back = open_known(str(tmp_path / "out"))
+    assert (ours.encode_image(images(32)) - image).abs().max() <= TOLERANCE
+    back = import_clip(str(tmp_path / "out"))
     assert (back.encode_text(SAID) - ours.encode_text(SAID)).abs().max() <= TOLERANCE
 
 
@@ -215,13 +215,13 @@ def as_file(theirs, form: str, folder: Path) -> Path:
 def test_checkpoint_files_of_open_clip_and_openai(form, theirs, tmp_path):
     import open_clip
 
-    ours = open_known(str(as_file(theirs, form, tmp_path)))
+    ours = import_clip(str(as_file(theirs, form, tmp_path)))
     if form == "half":
         theirs = copy.deepcopy(theirs).half().float()
-    pixels = ours.normalise(torch.from_numpy(np.stack([np.asarray(one) for one in pictures(32)])))
+    pixels = ours.normalize(torch.from_numpy(np.stack([np.asarray(one) for one in images(32)])))
     with torch.no_grad():
         assert (
-            ours.embed_pixels(pixels) - theirs.encode_image(pixels, normalize=True)
+            ours.embed_images(pixels) - theirs.encode_image(pixels, normalize=True)
         ).abs().max() <= TOLERANCE
         text = theirs.encode_text(open_clip.tokenize(SAID), normalize=True)
         assert (ours.encode_text(SAID) - text).abs().max() <= TOLERANCE
@@ -236,15 +236,15 @@ def test_a_text_tower_of_its_own_class_has_one_prefix_more(theirs, tmp_path):
         for name, value in theirs.state_dict().items()
     }
     save_file(held, tmp_path / "w.safetensors")
-    assert open_known(str(tmp_path / "w.safetensors")).config.text.width == 64
+    assert import_clip(str(tmp_path / "w.safetensors")).config.text.width == 64
 
 
 def test_the_activation_is_known_or_asked_for(theirs, tmp_path):
     path = as_file(theirs, "safetensors", tmp_path)
-    assert open_known(str(path)).config.activation == "gelu"
-    assert open_known(str(path), quick=True).config.activation == "quick_gelu"
+    assert import_clip(str(path)).config.activation == "gelu"
+    assert import_clip(str(path), quick=True).config.activation == "quick_gelu"
     shutil.copy(path, tmp_path / "vit-openai.safetensors")
-    assert open_known(str(tmp_path / "vit-openai.safetensors")).config.activation == "quick_gelu"
+    assert import_clip(str(tmp_path / "vit-openai.safetensors")).config.activation == "quick_gelu"
     told = {
         "model_cfg": {
             "quick_gelu": True,
@@ -253,7 +253,7 @@ def test_the_activation_is_known_or_asked_for(theirs, tmp_path):
         }
     }
     (tmp_path / "open_clip_config.json").write_text(json.dumps(told))
-    config = open_known(str(path)).config
+    config = import_clip(str(path)).config
     assert (config.activation, config.vision.heads, config.text.heads) == ("quick_gelu", 4, 2)
 
 
@@ -264,8 +264,8 @@ def test_weights_that_do_not_fit_are_listed_and_give_no_model(theirs, tmp_path):
     held["visual.proj"] = held["visual.proj"][:, :40].contiguous()
     held["visual.attn_pool.query"] = torch.zeros(3)
     save_file(held, path)
-    with pytest.raises(DoesNotFit) as told:
-        open_known(str(path))
+    with pytest.raises(WeightMismatch) as told:
+        import_clip(str(path))
     assert told.value.missing == ["visual.transformer.resblocks.1.mlp.c_fc.bias"]
     assert told.value.unexpected == ["visual.attn_pool.query"]
     assert [name for name, *_ in told.value.misshapen] == ["text_projection"]
@@ -273,8 +273,8 @@ def test_weights_that_do_not_fit_are_listed_and_give_no_model(theirs, tmp_path):
     assert [line.split()[0] for line in lines[1:]] == ["missing", "unexpected", "misshapen"]
     half = {name: value for name, value in held.items() if name.startswith("visual.")}
     save_file(half, path)
-    with pytest.raises(DoesNotFit, match=r"missing +token_embedding.weight"):
-        open_known(str(path))
+    with pytest.raises(WeightMismatch, match=r"missing +token_embedding.weight"):
+        import_clip(str(path))
 
 
 def test_what_is_damaged_or_no_clip_gets_a_sentence(theirs, tmp_path):
@@ -282,15 +282,15 @@ def test_what_is_damaged_or_no_clip_gets_a_sentence(theirs, tmp_path):
         path = as_file(theirs, form, tmp_path)
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         with pytest.raises(ValueError, match=r"damaged|cannot be read"):
-            open_known(str(path))
+            import_clip(str(path))
     save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "other.safetensors")
-    with pytest.raises(DoesNotFit, match=r"unexpected +fc.weight"):
-        open_known(str(tmp_path / "other.safetensors"))
+    with pytest.raises(WeightMismatch, match=r"unexpected +fc.weight"):
+        import_clip(str(tmp_path / "other.safetensors"))
     save_file({"visual.layer1.0.conv1.weight": torch.zeros(2, 2)}, tmp_path / "rn50.safetensors")
     with pytest.raises(ValueError, match="ResNet"):
-        open_known(str(tmp_path / "rn50.safetensors"))
+        import_clip(str(tmp_path / "rn50.safetensors"))
     with pytest.raises(FileNotFoundError, match="hub name"):
-        open_known(str(tmp_path / "nowhere.pt"))
+        import_clip(str(tmp_path / "nowhere.pt"))
 
 
 class Evil:
@@ -302,7 +302,7 @@ def test_nothing_in_a_checkpoint_can_run(theirs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": theirs.state_dict(), "more": Evil()}, "evil.pt")
     with pytest.raises(ValueError, match="holds more than weights"):
-        open_known("evil.pt")
+        import_clip("evil.pt")
     import pickle
     import zipfile
 
@@ -310,7 +310,7 @@ def test_nothing_in_a_checkpoint_can_run(theirs, tmp_path, monkeypatch):
         file.writestr("script/constants.pkl", b"")
         file.writestr("script/data.pkl", pickle.dumps(Evil()))
     with pytest.raises(ValueError, match="no weight"):
-        read_tensors(Path("script.pt"))
+        load_tensors(Path("script.pt"))
     assert not Path("ran-code").exists()
 
 
@@ -330,7 +330,7 @@ def test_convert_on_the_command_line(tmp_path):
     assert (tmp_path / "mine-open_clip" / "open_clip_config.json").is_file()
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 2
-    assert "--fresh" in again.stderr
+    assert "--overwrite" in again.stderr
     back = [sys.executable, "-m", "m1clip", "convert", str(tmp_path / "mine-open_clip"), "--to", "m1clip"]
     assert subprocess.run([*back, "--out", str(tmp_path / "back")], capture_output=True).returncode == 0
     assert m1clip.load(tmp_path / "back").config == m1clip.load(tmp_path / "mine").config
@@ -354,19 +354,19 @@ def test_a_configuration_of_another_function_is_refused(change, theirs, tmp_path
     }
     held = {"model_cfg": towers, "preprocess_cfg": {"mean": [0.5, 0.5, 0.5], "resize_mode": "shortest"}}
     (tmp_path / "open_clip_config.json").write_text(json.dumps(held))
-    assert open_known(str(path)).config.vision.mean == (0.5, 0.5, 0.5)
+    assert import_clip(str(path)).config.vision.mean == (0.5, 0.5, 0.5)
     for part, values in change.items():
         (held if part == "preprocess_cfg" else towers)[part] |= values
     (tmp_path / "open_clip_config.json").write_text(json.dumps(held))
     with pytest.raises(ValueError, match=rf"{next(iter(next(iter(change.values()))))} = "):
-        open_known(str(path))
+        import_clip(str(path))
 
 
 def test_a_tokenizer_of_another_table_is_refused(theirs, tmp_path):
     path = as_file(theirs, "safetensors", tmp_path)
     Tokenizer.characters().save(tmp_path / "tokenizer.json")
     with pytest.raises(ValueError, match=r"49,408 tokens, the tokenizer found for it 33"):
-        open_known(str(path))
+        import_clip(str(path))
 
 
 def test_what_is_guessed_is_told(theirs, tmp_path):
@@ -387,7 +387,7 @@ def test_a_damaged_archive_never_hangs_or_crashes(theirs, tmp_path):
             broken[place] ^= 0xFF
         (tmp_path / "broken.pt").write_bytes(broken)
         with suppress(ValueError):  # some bytes are but weights, and nobody can see that they changed
-            read_tensors(tmp_path / "broken.pt")
+            load_tensors(tmp_path / "broken.pt")
 
 
 def test_new_heads_have_no_counterpart(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "m1clip"
-FLOOR = {"shapes", "starts", "config", "run", "devices", "sensors", "pictures", "words"}
+FLOOR = {"shapes", "starts", "config", "run", "devices", "sensors", "images", "words"}
 TOOLS = {"measurements", "estimates", "advisor", "pages", "plots"}
 # What a room or file may import of ours, beside itself. "" is the package: its version, its lazy names.
 MAY_IMPORT = {
@@ -134,7 +134,7 @@ WITHOUT_TORCH = (
 
 
 def test_what_starts_without_torch():
-    """Help, watching a run and the workers that decode pictures must not wait for torch."""
+    """Help, watching a run and the workers that decode images must not wait for torch."""
     each = "__import__(name)\n    assert 'torch' not in sys.modules, name"
     code = f"import sys\nfor name in sys.argv[1:]:\n    {each}"
     done = subprocess.run([sys.executable, "-c", code, *WITHOUT_TORCH], capture_output=True, text=True)

@@ -9,7 +9,7 @@ from m1clip.model import fast
 from m1clip.model.towers import QuickGELU
 from m1clip.training import memory
 from m1clip.training.step import train_step
-from trained import some_batch, some_learner
+from trained import some_batch, some_state
 
 CHEAP = {"norm": lambda: nn.LayerNorm(8), "gelu": nn.GELU, "quick": QuickGELU}
 
@@ -77,18 +77,18 @@ def test_where_it_would_not_pay_or_be_wrong_the_layers_are_as_they_are(always, m
     assert not fast.pays(linear, x)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_step_of_lean_layers_is_the_same_and_keeps_less(tiny, monkeypatch, recompute):
-    config = TrainConfig(model=tiny, batch=12, dropout=0.2, recompute=recompute)
+@pytest.mark.parametrize("grad_checkpointing", [False, True])
+def test_a_step_of_lean_layers_is_the_same_and_keeps_less(tiny, monkeypatch, grad_checkpointing):
+    config = TrainConfig(model=tiny, batch=12, dropout=0.2, grad_checkpointing=grad_checkpointing)
     results = []
     for wide in (10**6, 1):
         monkeypatch.setattr(fast, "WIDE", wide)
-        learner = some_learner(config, 5)
-        kept = memory.kept_bytes(learner, some_batch(12))
-        stats, *_ = train_step(learner, some_batch(12))
-        results.append((kept, stats, {name: weight.grad.clone() for name, weight in learner.weights.items()}))
+        state = some_state(config, 5)
+        kept = memory.kept_bytes(state, some_batch(12))
+        stats, *_ = train_step(state, some_batch(12))
+        results.append((kept, stats, {name: weight.grad.clone() for name, weight in state.weights.items()}))
     (much, before, plain), (little, after, ours) = results
     torch.testing.assert_close(after, before)
     for name, gradient in plain.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-6)
-    assert little < 0.8 * much or recompute
+    assert little < 0.8 * much or grad_checkpointing

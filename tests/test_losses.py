@@ -61,7 +61,7 @@ def test_accuracies_of_both_directions():
 TWINS = torch.tensor([[0, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.bool)
 
 
-def test_a_softmax_without_twins_is_that_of_the_couples_that_are_left():
+def test_a_softmax_without_duplicates_is_that_of_the_couples_that_are_left():
     logits = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
     left = [(0, [0, 2]), (1, [1, 2]), (2, [0, 1, 2])]  # each row may choose among these
     rows = [-torch.log_softmax(logits[i, kept], 0)[kept.index(i)] for i, kept in left]
@@ -86,7 +86,7 @@ def test_smoothing_leaves_chance_where_it_was():
 
 
 @pytest.mark.parametrize("kind", losses.LOSSES)
-def test_smoothing_without_twins_equals_smoothing_with_an_empty_mask(kind):
+def test_smoothing_without_duplicates_equals_smoothing_with_an_empty_mask(kind):
     logits = torch.randn(4, 4)
     loss = losses.LOSSES[kind]
     none = torch.zeros(4, 4, dtype=torch.bool)

@@ -73,7 +73,7 @@ def test_a_run_that_is_resumed_or_begun_anew_is_read_anew(tmp_path):
 
 
 def test_another_log_in_the_place_of_the_old_one_is_read_anew_even_if_it_has_its_number(tmp_path):
-    """As after --fresh: the system may give the new file the number of the old one."""
+    """As after --overwrite: the system may give the new file the number of the old one."""
     path = tmp_path / "metrics.jsonl"
     append(path, "".join(f'{{"kind": "step", "step": {step}, "loss": 1.0}}\n' for step in range(1, 6)))
     log = Log(path)
@@ -267,7 +267,7 @@ def test_odd_values_do_not_stop_a_view(tmp_path):
     run = runs.create(tmp_path, "odd", "x", False)
     run.write("config.json", {"epochs": 1})
     run.log(
-        "watch",
+        "logger",
         1,
         grad_norms={"vision.a": None, "text.b": 0.0, "c": "x"},
         memory_gb=None,
@@ -297,7 +297,7 @@ def test_once_prints_a_snapshot_and_a_dead_run_how_to_go_on(night, capsys):
         "night  dead",
         "loss",
         "chance 5.55",
-        "held-out R@1",
+        "validation R@1",
         "forward",
         "text.blocks.3",
         "throttling",
@@ -333,7 +333,7 @@ def test_without_a_terminal_the_monitor_says_what_to_do(night, capsys):
 
 
 def pilot(night, size, act):
-    """The real application on a screen of that size, driven by keys; what it shows at the end."""
+    """The real application on a console of that size, driven by keys; what it shows at the end."""
 
     async def go():
         app = Monitor(night.parent, runs.Run(night))
@@ -343,7 +343,7 @@ def pilot(night, size, act):
             await keys.pause()
             assert app.failed is None
             return app, "\n".join(
-                "".join(part.text for part in strip) for strip in app.screen._compositor.render_strips()
+                "".join(part.text for part in strip) for strip in app.console._compositor.render_strips()
             )
 
     return asyncio.run(go())
@@ -358,7 +358,7 @@ def test_every_view_of_the_terminal_opens(night, size):
             await keys.press(key)
             await keys.pause()
             shown[key] = "\n".join(
-                "".join(part.text for part in strip) for strip in app.screen._compositor.render_strips()
+                "".join(part.text for part in strip) for strip in app.console._compositor.render_strips()
             )
 
     pilot(night, size, act)
@@ -390,9 +390,9 @@ def test_names_are_words_and_the_cursor_stays_on_its_run(tmp_path):
         app.look()
         await keys.press("2", "4", "5")
 
-    _, screen = pilot(tmp_path / "b[red]", (120, 30), act)
-    assert "b[red]" in screen
-    assert "[/x]" in screen
+    _, console = pilot(tmp_path / "b[red]", (120, 30), act)
+    assert "b[red]" in console
+    assert "[/x]" in console
 
 
 def test_runs_are_listed_chosen_and_compared(tmp_path):
@@ -405,20 +405,20 @@ def test_runs_are_listed_chosen_and_compared(tmp_path):
         await keys.press("1")
         await keys.pause()
 
-    app, screen = pilot(tmp_path / "two", (100, 30), act)
+    app, console = pilot(tmp_path / "two", (100, 30), act)
     assert [one.name for one in app.followed] == ["two", "one"]
-    assert "━ two  ━ one" in screen
+    assert "━ two  ━ one" in console
 
     async def choose(app, keys):
         await keys.press("5", "down", "enter")
         await keys.pause()
 
-    app, screen = pilot(tmp_path / "two", (100, 30), choose)
+    app, console = pilot(tmp_path / "two", (100, 30), choose)
     assert app.shown.name == "one"
-    assert screen.lstrip().startswith("one")
+    assert console.lstrip().startswith("one")
 
 
-def test_the_terminal_follows_a_log_that_grows_pauses_and_changes_its_colours(tmp_path):
+def test_the_terminal_follows_a_log_that_grows_pauses_and_changes_its_colors(tmp_path):
     path = write_run(tmp_path / "a", 300, (100, 110), (), None, half=False)
 
     async def act(app, keys):
@@ -434,9 +434,9 @@ def test_the_terminal_follows_a_log_that_grows_pauses_and_changes_its_colours(tm
         await keys.press("t", "s")
         assert app.theme == "ansi-light"
 
-    _, screen = pilot(path, (100, 30), act)
-    assert "paused" in screen
-    assert "every step" in screen
+    _, console = pilot(path, (100, 30), act)
+    assert "paused" in console
+    assert "every step" in console
 
 
 def test_a_run_killed_while_watched_is_shown_dead(tmp_path):
@@ -459,12 +459,12 @@ def test_a_run_killed_while_watched_is_shown_dead(tmp_path):
         app.look()
         await keys.pause()
 
-    app, screen = pilot(run.path, (80, 24), act)
+    app, console = pilot(run.path, (80, 24), act)
     assert app.shown.summary["state"] == "dead"
-    assert f"its process {process.pid} is gone" in screen
+    assert f"its process {process.pid} is gone" in console
 
 
-def test_little_is_imported_before_the_first_picture():
+def test_little_is_imported_before_the_first_image():
     """Half a second of a processor here, of the one that it may take to open; others' work is not counted."""
     times = []
     for _ in range(3):

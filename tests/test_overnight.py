@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from m1clip import run as runs
 from m1clip.config import TrainConfig, to_json
-from m1clip.data.batches import Batches
+from m1clip.data.batches import BatchStream
 from m1clip.model.clip import load
 from m1clip.training import checkpoint, checkpoint_manager
 from m1clip.training.checkpoint import Progress
-from trained import Quiet, some_learner, trained
+from trained import Quiet, some_state, trained
 
 HERE = Path(__file__).parent
 
@@ -106,11 +106,11 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_used(tiny_run
     config = replace(tiny_run, save_steps=3)
     trained(replace(config, epochs=2), tmp_path / "r")
     damage(tmp_path / "r" / "checkpoints" / "step_000008" / name)
-    screen = Quiet()
+    console = Quiet()
     longer = replace(config, epochs=3)
-    assert trained(longer, tmp_path / "r", screen=screen).finished
-    assert "step_000008 is damaged" in screen.warnings[0]
-    assert "step_000006 instead" in screen.warnings[0]
+    assert trained(longer, tmp_path / "r", console=console).finished
+    assert "step_000008 is damaged" in console.warnings[0]
+    assert "step_000006 instead" in console.warnings[0]
     events = [row["event"] for row in runs.Run(tmp_path / "r").records("event")]
     assert "damaged checkpoint" in events
     assert not list((tmp_path / "r" / "checkpoints").glob("damaged*"))  # gone once newer ones were whole
@@ -128,7 +128,7 @@ def test_where_every_checkpoint_is_damaged_nothing_is_begun_anew(tiny_run, tmp_p
     for path in (tmp_path / "r" / "checkpoints").iterdir():
         flip(path / "training.safetensors")
     before = (tmp_path / "r" / "status.json").read_text()
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole .*--fresh"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole .*--overwrite"):
         trained(tiny_run, tmp_path / "r")
     assert (tmp_path / "r" / "status.json").read_text() == before
 
@@ -136,11 +136,11 @@ def test_where_every_checkpoint_is_damaged_nothing_is_begun_anew(tiny_run, tmp_p
 def test_the_best_is_kept_beside_the_newest(tiny_run, tmp_path, monkeypatch):
     scores = iter([0.2, 0.9, 0.3, 0.3, 0.5, 0.4])
     monkeypatch.setattr(
-        checkpoint_manager.Retrieval, "record", lambda self: {"mean_r1": next(scores), "pictures": 16}
+        checkpoint_manager.Retrieval, "record", lambda self: {"mean_r1": next(scores), "images": 16}
     )
-    learner, run = some_learner(tiny_run), runs.create(tmp_path, "r", "x", False)
+    state, run = some_state(tiny_run), runs.create(tmp_path, "r", "x", False)
     progress = Progress()
-    watched = checkpoint_manager.Keeper(run, learner, progress, lambda text: None)
+    watched = checkpoint_manager.CheckpointManager(run, state, progress, lambda text: None)
     for step in (4, 8, 12, 16, 20, 24):
         progress.step = step
         watched.judge(checkpoint_manager.Retrieval(*4 * [None]))
@@ -154,12 +154,14 @@ def test_the_best_is_kept_beside_the_newest(tiny_run, tmp_path, monkeypatch):
 
 
 class Judged:
-    """A keeper fed with scores, on a disk that may refuse."""
+    """A checkpoints fed with scores, on a disk that may refuse."""
 
     def __init__(self, config, tmp_path, monkeypatch):
-        self.learner, self.run = some_learner(config), runs.create(tmp_path, "r", "x", False)
+        self.state, self.run = some_state(config), runs.create(tmp_path, "r", "x", False)
         self.progress, self.warnings, self.full = Progress(), list[str](), False
-        self.keeper = checkpoint_manager.Keeper(self.run, self.learner, self.progress, self.warnings.append)
+        self.checkpoints = checkpoint_manager.CheckpointManager(
+            self.run, self.state, self.progress, self.warnings.append
+        )
         plain = checkpoint.save
 
         def save(*args, **kwargs):
@@ -168,14 +170,12 @@ class Judged:
             return plain(*args, **kwargs)
 
         monkeypatch.setattr(checkpoint, "save", save)
-        monkeypatch.setattr(
-            checkpoint_manager.Retrieval, "record", lambda scores: {"mean_r1": scores.pictures}
-        )
+        monkeypatch.setattr(checkpoint_manager.Retrieval, "record", lambda scores: {"mean_r1": scores.images})
 
     def evaluate(self, step: int, score: float, full: bool = False) -> None:
         self.progress.step, self.full = step, full
-        self.keeper.judge(checkpoint_manager.Retrieval(None, None, score, 0))
-        self.keeper.save()
+        self.checkpoints.judge(checkpoint_manager.Retrieval(None, None, score, 0))
+        self.checkpoints.save()
 
     @property
     def best(self):
@@ -187,16 +187,16 @@ def test_of_equal_scores_the_later_is_the_best_but_patience_runs_on(tiny_run, tm
     for step, expected in ((4, (0.5, 4, 0)), (8, (0.5, 8, 1)), (12, (0.5, 12, 2))):
         judged.evaluate(step, 0.5)
         assert judged.best == expected
-    assert judged.keeper.out_of_patience
+    assert judged.checkpoints.out_of_patience
 
 
 def test_a_best_that_the_disk_refused_is_none_once_training_has_moved_on(tiny_run, tmp_path, monkeypatch):
     judged = Judged(replace(tiny_run, patience=1), tmp_path, monkeypatch)
     judged.evaluate(4, 0.2)
     judged.evaluate(8, 0.9, full=True)
-    assert not judged.keeper.out_of_patience
+    assert not judged.checkpoints.out_of_patience
     assert judged.run.read("status.json")["trouble"] == "cannot save: No space left on device"
-    judged.keeper.retry_at = 0.0
+    judged.checkpoints.retry_at = 0.0
     judged.evaluate(12, 0.1)
     assert judged.run.trouble is None
     assert judged.best == (0.2, 4, 1)
@@ -208,7 +208,7 @@ def test_a_best_that_the_disk_takes_in_the_end_is_the_best(tiny_run, tmp_path, m
     judged.evaluate(4, 0.2)
     judged.evaluate(8, 0.9, full=True)
     judged.full = False
-    judged.keeper.finish(final=True)
+    judged.checkpoints.finish(final=True)
     assert judged.best == (0.9, 8, 0)
     assert (judged.run.path / "best").resolve().name == "step_000008"
 
@@ -219,11 +219,11 @@ def test_a_best_that_is_lost_is_told_and_another_is_found(tiny_run, tmp_path, mo
     judged.evaluate(4, 0.9)
     judged.evaluate(8, 0.1)
     damage(judged.run.checkpoints / "step_000004")
-    judged.keeper.finish(final=True)  # at the end: the model is the last state
+    judged.checkpoints.finish(final=True)  # at the end: the model is the last state
     assert "the model is the last state" in judged.warnings[-1]
     assert judged.run.model.is_dir()
-    checkpoint_manager.Keeper(
-        judged.run, judged.learner, judged.progress, judged.warnings.append
+    checkpoint_manager.CheckpointManager(
+        judged.run, judged.state, judged.progress, judged.warnings.append
     )  # on a resume
     assert "another will be found" in judged.warnings[-1]
     assert judged.best == (None, None, 0)
@@ -278,12 +278,12 @@ def test_a_full_disk_is_told_training_goes_on_and_it_saves_when_there_is_room(
 ):
     monkeypatch.setattr(checkpoint_manager, "RETRY_S", 0.0)
     config = replace(tiny_run, epochs=4, save_steps=1, log_every=1)
-    screen = Filling(small_disk, full_at=5, free_at=11)
-    assert trained(config, small_disk / "r", screen=screen).finished
-    failed = [text for text in screen.warnings if text.startswith("CANNOT SAVE")]
+    console = Filling(small_disk, full_at=5, free_at=11)
+    assert trained(config, small_disk / "r", console=console).finished
+    failed = [text for text in console.warnings if text.startswith("CANNOT SAVE")]
     assert "No space left" in failed[0]
     assert "step_000004" in failed[0]  # the last that was written, and still there
-    assert "saved again at step 11" in screen.warnings[-1]
+    assert "saved again at step 11" in console.warnings[-1]
     trained(config, tmp_path / "whole")
     assert same_end(small_disk / "r", tmp_path / "whole")
     assert losses(small_disk / "r") == losses(tmp_path / "whole")  # no line of the log was lost
@@ -292,32 +292,32 @@ def test_a_full_disk_is_told_training_goes_on_and_it_saves_when_there_is_room(
 def test_what_cannot_be_saved_at_the_end_is_waited_for_and_then_an_error(tiny_run, small_disk, monkeypatch):
     monkeypatch.setattr(checkpoint_manager, "RETRY_S", 0.01)
     monkeypatch.setattr(checkpoint_manager, "PATIENCE_S", {"stopping": 0.05, "finishing": 0.05})
-    screen = Filling(small_disk, full_at=6, free_at=99)
+    console = Filling(small_disk, full_at=6, free_at=99)
     with pytest.raises(OSError, match=r"step 8 could not be saved; the last good state is .*step_000004"):
-        trained(replace(tiny_run, log_every=1), small_disk / "r", screen=screen)
-    assert len([text for text in screen.warnings if text.startswith("CANNOT SAVE")]) >= 3
-    screen.plug.unlink()
+        trained(replace(tiny_run, log_every=1), small_disk / "r", console=console)
+    assert len([text for text in console.warnings if text.startswith("CANNOT SAVE")]) >= 3
+    console.plug.unlink()
     assert trained(tiny_run, small_disk / "r").finished
 
 
 def test_broken_weights_are_not_saved_over_good_ones(tiny_run, tmp_path):
-    learner, run = some_learner(tiny_run), runs.create(tmp_path, "r", "x", False)
-    checkpoint.save(run, learner, Progress(step=8), keep=1)
-    learner.model.text_projection.weight.data[0, 0] = float("inf")
+    state, run = some_state(tiny_run), runs.create(tmp_path, "r", "x", False)
+    checkpoint.save(run, state, Progress(step=8), keep=1)
+    state.model.text_projection.weight.data[0, 0] = float("inf")
     with pytest.raises(FloatingPointError, match=r"the last good state is .*step_000008"):
-        checkpoint.save(run, learner, Progress(step=9), keep=1)
+        checkpoint.save(run, state, Progress(step=9), keep=1)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_000008"]
 
 
 def test_a_folder_killed_before_its_first_files_can_be_used_again(tiny_run, tmp_path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / ".config.json.77").touch()
-    assert runs.new_path(tmp_path, "r", "x", fresh=False) == tmp_path / "r"
-    run = runs.create(tmp_path, "r", "x", fresh=False)
+    assert runs.new_path(tmp_path, "r", "x", overwrite=False) == tmp_path / "r"
+    run = runs.create(tmp_path, "r", "x", overwrite=False)
     assert not list(run.path.iterdir())
     (run.path / "config.json").write_text(to_json(tiny_run))  # the first thing that a run writes
-    with pytest.raises(FileExistsError, match="--fresh"):
-        runs.new_path(tmp_path, "r", "x", fresh=False)
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        runs.new_path(tmp_path, "r", "x", overwrite=False)
     assert trained(tiny_run, run.path).finished
 
 
@@ -334,29 +334,29 @@ def test_a_chunk_that_memory_decided_is_kept_by_a_resumed_run(tiny_run, tmp_path
 
 
 def poisoned(monkeypatch, row: int) -> None:
-    """That row's picture is not a number, whenever it comes."""
-    plain = Batches.at
+    """That row's image is not a number, whenever it comes."""
+    plain = BatchStream.at
 
     def at(self, step):
         batch = plain(self, step)
-        pictures = batch.bytes_BSSC.float()
-        pictures[torch.from_numpy(batch.rows == row)] = float("nan")
-        return replace(batch, bytes_BSSC=pictures)
+        images = batch.images_BHWC.float()
+        images[torch.from_numpy(batch.rows == row)] = float("nan")
+        return replace(batch, images_BHWC=images)
 
-    monkeypatch.setattr(Batches, "at", at)
+    monkeypatch.setattr(BatchStream, "at", at)
 
 
 def test_a_row_that_is_not_finite_is_named_and_its_batch_passed_over(tiny_run, tmp_path, monkeypatch):
     poisoned(monkeypatch, row=17)
-    screen = Quiet()
-    assert trained(replace(tiny_run, watch_every=1), tmp_path / "r", screen=screen).finished
+    console = Quiet()
+    assert trained(replace(tiny_run, inspect_every=1), tmp_path / "r", console=console).finished
     skipped = [row for row in runs.Run(tmp_path / "r").records("step") if row.get("skipped")]
     assert len(skipped) == 2  # once an epoch
     assert skipped[0]["loss"] is None
     events = [row for row in runs.Run(tmp_path / "r").records("event") if row["event"] == "skipped"]
     assert all(17 in row["rows"] and len(row["rows"]) == 16 for row in events)
     assert events[0]["names"] == ["synthetic train scene 17"]
-    assert "the batch held synthetic train scene 17. No step was taken" in screen.warnings[0]
+    assert "the batch held synthetic train scene 17. No step was taken" in console.warnings[0]
     assert np.isfinite(load(tmp_path / "r").text_projection.weight.detach().numpy()).all()
     for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
@@ -377,8 +377,8 @@ from dataclasses import replace
 from pathlib import Path
 import psutil
 from trained import trained
-from m1clip.config import preset
-config = replace(preset("nano"), data="synthetic:512", held_out=8, batch=512, epochs=1, chunk=512, threads=1)
+from m1clip.config import get_preset
+config = replace(get_preset("nano"), data="synthetic:512", val_size=8, batch=512, epochs=1, chunk=512, threads=1)
 trained(replace(config, batch=16, chunk=16, log_every=99), Path(sys.argv[1]) / "warm-up", stop_at=32)
 limit = psutil.Process().memory_info().vms + 450_000_000
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from m1clip import losses
+from m1clip.config import ModelConfig, TextConfig, VisionConfig
 from m1clip.model.clip import CLIP
 from m1clip.model.weight_names import OPEN_CLIP, TRANSFORMERS
-from m1clip.shapes import ModelConfig, TextConfig, VisionConfig
 
 TOLERANCE = 1e-5
 
@@ -27,11 +27,18 @@ def open_clip_twin(ours: CLIP) -> torch.nn.Module:
 
     vision, text = ours.config.vision, ours.config.text
     theirs = open_clip.CLIP(
-        ours.config.embed,
+        ours.config.embed_dim,
         open_clip.CLIPVisionCfg(
-            vision.depth, vision.width, vision.width // vision.heads, 4.0, vision.patch, vision.image_size
+            vision.layers,
+            vision.width,
+            vision.width // vision.heads,
+            4.0,
+            vision.patch_size,
+            vision.image_size,
         ),
-        open_clip.CLIPTextCfg(text.length, text.vocab, width=text.width, heads=text.heads, layers=text.depth),
+        open_clip.CLIPTextCfg(
+            text.context_length, text.vocab_size, width=text.width, heads=text.heads, layers=text.layers
+        ),
         quick_gelu=ours.config.activation == "quick_gelu",
     )
     theirs.load_state_dict(dict(OPEN_CLIP.from_ours(ours.state_dict())))
@@ -42,16 +49,16 @@ def transformers_twin(ours: CLIP) -> torch.nn.Module:
     from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
     vision, text, act = ours.config.vision, ours.config.text, ours.config.activation
-    shared = {"hidden_act": act, "projection_dim": ours.config.embed}
+    shared = {"hidden_act": act, "projection_dim": ours.config.embed_dim}
     theirs = CLIPModel(
         CLIPConfig(
             text_config=CLIPTextConfig(
-                vocab_size=text.vocab,
+                vocab_size=text.vocab_size,
                 hidden_size=text.width,
                 intermediate_size=4 * text.width,
-                num_hidden_layers=text.depth,
+                num_hidden_layers=text.layers,
                 num_attention_heads=text.heads,
-                max_position_embeddings=text.length,
+                max_position_embeddings=text.context_length,
                 bos_token_id=1,
                 eos_token_id=ours.text.end_id,
                 **shared,
@@ -59,13 +66,13 @@ def transformers_twin(ours: CLIP) -> torch.nn.Module:
             vision_config=CLIPVisionConfig(
                 hidden_size=vision.width,
                 intermediate_size=4 * vision.width,
-                num_hidden_layers=vision.depth,
+                num_hidden_layers=vision.layers,
                 num_attention_heads=vision.heads,
                 image_size=vision.image_size,
-                patch_size=vision.patch,
+                patch_size=vision.patch_size,
                 **shared,
             ).to_dict(),
-            projection_dim=ours.config.embed,
+            projection_dim=ours.config.embed_dim,
         )
     )
     missing, unexpected = theirs.load_state_dict(
@@ -96,18 +103,18 @@ TWINS = {
 def test_embeddings_loss_and_gradients_equal_the_peers(library, shape):
     torch.manual_seed(0)
     ours = CLIP(SHAPES[shape])
-    ours.text.end_id = ours.config.text.vocab - 1  # open_clip looks for the highest id
+    ours.text.end_id = ours.config.text.vocab_size - 1  # open_clip looks for the highest id
     for weight in ours.parameters():  # biases and norms away from 0 and 1, so that none can be confused
         weight.data += 0.02 * torch.randn_like(weight)
-    twin, encode = TWINS[library]
-    theirs = twin(ours)
+    duplicate, encode = TWINS[library]
+    theirs = duplicate(ours)
     text = ours.config.text
-    tokens = torch.randint(1, ours.text.end_id, (6, text.length))
-    for row, end in zip(tokens, (text.length - 1, 3, 7, 9, 2, 5), strict=True):
+    tokens = torch.randint(1, ours.text.end_id, (6, text.context_length))
+    for row, end in zip(tokens, (text.context_length - 1, 3, 7, 9, 2, 5), strict=True):
         row[end], row[end + 1 :] = ours.text.end_id, 0
     pixels = torch.randn(6, 3, ours.config.vision.image_size, ours.config.vision.image_size)
 
-    our_image, our_text = ours.embed_pixels(pixels), ours.embed_tokens(tokens)
+    our_image, our_text = ours.embed_images(pixels), ours.embed_tokens(tokens)
     their_image, their_text = encode(theirs, pixels, tokens)
     assert (our_image - their_image).abs().max() <= TOLERANCE
     assert (our_text - their_text).abs().max() <= TOLERANCE
@@ -123,6 +130,8 @@ def test_embeddings_loss_and_gradients_equal_the_peers(library, shape):
     # The peers' gradients, laid out as ours by the same mapping that carried the weights over.
     grads = CLIP(ours.config)
     grads.load_state_dict({name: weight.grad for name, weight in ours.named_parameters()})
-    expected = {name: value for name, value in twin(grads).state_dict().items() if "position_ids" not in name}
+    expected = {
+        name: value for name, value in duplicate(grads).state_dict().items() if "position_ids" not in name
+    }
     for name, weight in theirs.named_parameters():
         assert (weight.grad - expected[name]).abs().max() <= TOLERANCE, name

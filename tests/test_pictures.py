@@ -10,7 +10,7 @@ from m1clip.model.clip import CLIP
 
 @pytest.mark.parametrize("size", [(300, 200), (200, 300), (10, 10), (64, 64), (1, 500), (65, 64)])
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "1", "CMYK"])
-def test_any_picture_becomes_a_square_of_rgb_bytes(size, mode):
+def test_any_image_becomes_a_square_of_rgb_bytes(size, mode):
     made = square(Image.new(mode, size), 64)
     assert (made.shape, made.dtype) == ((64, 64, 3), np.uint8)
 
@@ -30,12 +30,12 @@ def test_a_photo_lying_on_its_side_is_put_upright():
     assert upright[32, 3].tolist() == [0] * 3
 
 
-def test_pixels_are_normalised_as_torchvision_does():
+def test_pixels_are_normalized_as_torchvision_does():
     from torchvision.transforms import v2
 
     vision = PRESETS["base"].model.vision
     with torch.device("meta"):
         model = CLIP(PRESETS["base"].model)
-    bytes_BSSC = torch.randint(0, 256, (2, 8, 8, 3), dtype=torch.uint8)
-    theirs = v2.Normalize(vision.mean, vision.std)(bytes_BSSC.permute(0, 3, 1, 2).float() / 255)
-    assert torch.allclose(model.normalise(bytes_BSSC), theirs, atol=1e-5)
+    images_BHWC = torch.randint(0, 256, (2, 8, 8, 3), dtype=torch.uint8)
+    theirs = v2.Normalize(vision.mean, vision.std)(images_BHWC.permute(0, 3, 1, 2).float() / 255)
+    assert torch.allclose(model.normalize(images_BHWC), theirs, atol=1e-5)

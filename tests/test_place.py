@@ -1,4 +1,4 @@
-"""Which device is trusted, how a run is placed, and two towers that work at once."""
+"""Which device is trusted, how a run is choice, and two towers that work at once."""
 
 from dataclasses import replace
 
@@ -12,9 +12,9 @@ from m1clip.config import TrainConfig
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.training import device_plan, parity, timing
-from m1clip.training.state import LOSS_SCALE, Learner
+from m1clip.training.state import LOSS_SCALE, TrainState
 from m1clip.training.step import train_step
-from trained import Quiet, some_batch, some_learner, trained
+from trained import Quiet, some_batch, some_state, trained
 
 SPLIT = Plan("vision=cpu,text=cpu")
 
@@ -30,17 +30,17 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def settled(config, model=None, before=None, screen=None):
-    batch = some_batch(config.batch)
-    return device_plan.settle(config, model or CLIP(config.model), batch, 10, before, screen or Quiet())
+def settled(config, model=None, before=None, console=None):
+    batch = some_batch(config.batch_size)
+    return device_plan.settle(config, model or CLIP(config.model), batch, 10, before, console or Quiet())
 
 
 @pytest.mark.parametrize("chunk", [8, 3])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_two_towers_at_once_learn_what_one_after_the_other_do(tiny, chunk, optimizer):
-    config = TrainConfig(model=tiny, batch=8, ema=0.9, dropout=0.1, drop_tokens=0.25, optimizer=optimizer)
-    plain, split = some_learner(config, chunk), some_learner(config, chunk)
-    split = Learner(split.model, config, SPLIT)
+    config = TrainConfig(model=tiny, batch=8, ema=0.9, dropout=0.1, patch_dropout=0.25, optimizer=optimizer)
+    plain, split = some_state(config, chunk), some_state(config, chunk)
+    split = TrainState(split.model, config, SPLIT)
     split.chunk = chunk
     for number in range(3):
         batch = some_batch(8, seed=number)
@@ -54,39 +54,39 @@ def test_the_towers_of_a_split_step_work_at_the_same_time(tiny):
     """Each waits for the other inside its tower: one after the other would never get past."""
     from threading import Barrier
 
-    learner = some_learner(TrainConfig(model=tiny, batch=4))
-    learner = Learner(learner.model, learner.config, SPLIT)
+    state = some_state(TrainConfig(model=tiny, batch=4))
+    state = TrainState(state.model, state.config, SPLIT)
     meet = Barrier(2, timeout=20)
-    for tower in (learner.model.vision, learner.model.text):
+    for tower in (state.model.vision, state.model.text):
         tower.register_forward_pre_hook(lambda *_: print(meet.wait()))
         tower.register_full_backward_hook(lambda *_: print(meet.wait()))
-    assert train_step(learner, some_batch(4))[0].isfinite().all()
+    assert train_step(state, some_batch(4))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_step_in_less_precision_is_near_that_in_full(tiny, precision):
     config = TrainConfig(model=tiny, batch=8)
-    full, less = some_learner(config), some_learner(config)
-    less = Learner(less.model, config, Plan("cpu", precision))
-    a, b = (train_step(learner, some_batch(8))[0] for learner in (full, less))
+    full, less = some_state(config), some_state(config)
+    less = TrainState(less.model, config, Plan("cpu", precision))
+    a, b = (train_step(state, some_batch(8))[0] for state in (full, less))
     assert torch.allclose(a, b, rtol=0.05, atol=0.13)  # one of eight may be matched otherwise
     assert not torch.equal(a, b)
     assert all(weight.dtype == torch.float32 for weight in less.weights.values())
 
 
 def test_gradients_too_large_for_fp16_halve_the_scale_of_the_loss_and_move_nothing(tiny):
-    learner = some_learner(TrainConfig(model=tiny, batch=4))
-    learner = Learner(learner.model, learner.config, Plan("cpu", "fp16"))
-    before = {name: weight.clone() for name, weight in learner.weights.items()}
-    learner.loss_scale.fill_(1e9)
-    train_step(learner, some_batch(4))
-    assert learner.loss_scale == 5e8
-    assert all(torch.equal(before[name], weight) for name, weight in learner.weights.items())
-    assert Learner(learner.model, learner.config, Plan("cpu", "fp16")).loss_scale == LOSS_SCALE
+    state = some_state(TrainConfig(model=tiny, batch=4))
+    state = TrainState(state.model, state.config, Plan("cpu", "fp16"))
+    before = {name: weight.clone() for name, weight in state.weights.items()}
+    state.loss_scale.fill_(1e9)
+    train_step(state, some_batch(4))
+    assert state.loss_scale == 5e8
+    assert all(torch.equal(before[name], weight) for name, weight in state.weights.items())
+    assert TrainState(state.model, state.config, Plan("cpu", "fp16")).loss_scale == LOSS_SCALE
 
 
 @pytest.mark.parametrize(
-    ("wish", "said"),
+    ("requested", "said"),
     [
         ("vision=cpu", "a placement is vision=DEVICE,text=DEVICE"),
         ("vision=cpu,txt=cpu", "a placement is vision=DEVICE,text=DEVICE"),
@@ -95,10 +95,10 @@ def test_gradients_too_large_for_fp16_halve_the_scale_of_the_loss_and_move_nothi
         ("cpu:3", "no device 'cpu:3'"),
     ],
 )
-def test_a_placement_that_cannot_be_is_refused(monkeypatch, wish, said):
+def test_a_placement_that_cannot_be_is_refused(monkeypatch, requested, said):
     monkeypatch.setattr(devices, "available", lambda: ["cpu"])
     with pytest.raises(ValueError, match=said):
-        devices.parts_of(wish)
+        devices.tower_devices(requested)
 
 
 def test_a_device_that_computes_the_same_is_trusted(tiny, monkeypatch):
@@ -157,42 +157,42 @@ def test_nan_on_the_device_is_a_difference(tiny, monkeypatch):
 
 def test_a_run_on_a_wrong_device_falls_back_and_says_so(tiny_run, monkeypatch, tmp_path):
     fake_gpu(monkeypatch, "text.blocks.1.mlp.activation", "backward")
-    screen = Quiet()
+    console = Quiet()
     config = replace(tiny_run, device="mps", epochs=1)
-    assert trained(config, tmp_path / "r", screen=screen).finished
+    assert trained(config, tmp_path / "r", console=console).finished
     machine = runs.Run(tmp_path / "r").read("machine.json")
     assert machine["device"] == "cpu"
     assert (
         "mps is not trusted: the gradient that comes back through text.blocks.1.mlp.activation"
         in machine["why"]
     )
-    assert any("The CPU is used instead" in warning for warning in screen.warnings)
+    assert any("The CPU is used instead" in warning for warning in console.warnings)
 
 
 def test_trust_device_does_not_compare(tiny_run, monkeypatch):
     fake_gpu(monkeypatch, "vision.patch", "forward")
-    placed = settled(replace(tiny_run, device="mps", trust_device=True))
-    assert (placed.plan.device, placed.parity) == ("mps", None)
+    choice = settled(replace(tiny_run, device="mps", trust_device=True))
+    assert (choice.plan.device, choice.parity) == ("mps", None)
 
 
 def test_with_a_cpu_alone_nothing_is_measured(tiny_run, monkeypatch):
     monkeypatch.setattr(devices, "available", lambda: ["cpu"])
-    monkeypatch.setattr(timing, "contest", lambda *_, **__: pytest.fail("measured"))
-    placed = settled(replace(tiny_run, device="auto"))
-    assert placed.plan == Plan()
-    assert placed.why == "no GPU that torch can use was found"
+    monkeypatch.setattr(timing, "time_plans", lambda *_, **__: pytest.fail("measured"))
+    choice = settled(replace(tiny_run, device="auto"))
+    assert choice.plan == Plan()
+    assert choice.why == "no GPU that torch can use was found"
 
 
 def test_with_two_devices_a_moment_of_real_steps_decides_and_is_remembered(tiny_run, monkeypatch):
     fake_gpu(monkeypatch)
     monkeypatch.setattr(device_plan, "MOMENT_S", 0.05)
-    placed = settled(replace(tiny_run, device="auto"))
+    choice = settled(replace(tiny_run, device="auto"))
     tried = {row["device"] for row in measurements.here().rows("step")}
     assert {"cpu", "mps", "vision=cpu,text=mps", "vision=mps,text=cpu"} <= tried
-    assert placed.why.count(" ms (") >= 2
-    assert "a step" in placed.why
-    monkeypatch.setattr(timing, "contest", lambda *_, **__: pytest.fail("measured twice"))
-    assert settled(replace(tiny_run, device="auto")).plan.device == placed.plan.device
+    assert choice.why.count(" ms (") >= 2
+    assert "a step" in choice.why
+    monkeypatch.setattr(timing, "time_plans", lambda *_, **__: pytest.fail("measured twice"))
+    assert settled(replace(tiny_run, device="auto")).plan.device == choice.plan.device
 
 
 def test_what_a_device_refuses_is_told_and_the_others_go_on(tiny_run, monkeypatch):
@@ -206,18 +206,18 @@ def test_what_a_device_refuses_is_told_and_the_others_go_on(tiny_run, monkeypatc
         real(timing_, *rest)
 
     monkeypatch.setattr(timing, "warm_up", refuse)
-    screen = Quiet()
-    placed = settled(replace(tiny_run, device="auto"), screen=screen)
-    assert placed.plan.device == "cpu"
-    assert "mps was not measured" in placed.why
-    assert any("mps: it ran out of memory; left out" in warning for warning in screen.warnings)
+    console = Quiet()
+    choice = settled(replace(tiny_run, device="auto"), console=console)
+    assert choice.plan.device == "cpu"
+    assert "mps was not measured" in choice.why
+    assert any("mps: it ran out of memory; left out" in warning for warning in console.warnings)
 
 
 def test_a_resumed_run_goes_on_by_the_plan_it_had(tiny_run, tmp_path):
     config = replace(tiny_run, device=SPLIT.device, precision="bf16")
     trained(config, tmp_path / "r", stop_at=2)
-    screen = Quiet()
-    trained(replace(config, device="auto", precision="auto"), tmp_path / "r", screen=screen)
+    console = Quiet()
+    trained(replace(config, device="auto", precision="auto"), tmp_path / "r", console=console)
     machine = runs.Run(tmp_path / "r").read("machine.json")
     assert machine["plan"] == {"device": SPLIT.device, "precision": "bf16", "compile": False, "threads": 0}
     assert machine["why"].startswith("asked for")  # the reason is still the first one's
@@ -225,27 +225,27 @@ def test_a_resumed_run_goes_on_by_the_plan_it_had(tiny_run, tmp_path):
 
 def test_a_device_that_is_gone_when_the_run_is_resumed_is_replaced_and_told(tiny_run, monkeypatch):
     monkeypatch.setattr(devices, "available", lambda: ["cpu"])
-    placed = settled(replace(tiny_run, device="auto"), before=Plan("mps", "fp16"))
-    assert placed.plan == Plan("cpu")
-    assert "it was on mps, but" in placed.why
+    choice = settled(replace(tiny_run, device="auto"), before=Plan("mps", "fp16"))
+    assert choice.plan == Plan("cpu")
+    assert "it was on mps, but" in choice.why
 
 
 def test_another_device_does_not_inherit_the_old_ones_precision(tiny_run):
-    placed = settled(replace(tiny_run, device="cpu"), before=Plan("mps", "fp16", True))
-    assert placed.plan == Plan("cpu")
-    assert placed.why == "as it was before, --device cpu"
+    choice = settled(replace(tiny_run, device="cpu"), before=Plan("mps", "fp16", True))
+    assert choice.plan == Plan("cpu")
+    assert choice.why == "as it was before, --device cpu"
 
 
 @pytest.mark.parametrize(("first", "then"), [("fp16", "fp32"), ("fp32", "fp16")])
 def test_the_scale_of_the_loss_belongs_to_the_precision(tiny, first, then):
     """A run in fp16 that went on in fp32 had gradients a thousand times too long."""
     config = TrainConfig(model=tiny, batch=8)
-    learners = [Learner(some_learner(config).model, config, Plan("cpu", one)) for one in (first, then)]
-    train_step(learners[0], some_batch(8))
-    learners[1].load(learners[0].model.state_dict(), learners[0].tensors())
-    norms = [train_step(learner, some_batch(8, seed=2))[0][3].item() for learner in learners]
+    states = [TrainState(some_state(config).model, config, Plan("cpu", one)) for one in (first, then)]
+    train_step(states[0], some_batch(8))
+    states[1].load(states[0].model.state_dict(), states[0].tensors())
+    norms = [train_step(state, some_batch(8, seed=2))[0][3].item() for state in states]
     assert norms[1] == pytest.approx(norms[0], rel=0.05)
-    assert learners[1].loss_scale == (LOSS_SCALE if then == "fp16" else 1)
+    assert states[1].loss_scale == (LOSS_SCALE if then == "fp16" else 1)
 
 
 def test_an_overflow_in_fp16_is_no_skip_that_counts(tiny_run, tmp_path, monkeypatch):
@@ -269,7 +269,7 @@ def test_parity_takes_the_step_itself_with_its_noise(tiny, monkeypatch):
 
     fake_gpu(monkeypatch)
     monkeypatch.setattr(rng, "uniform", wrong)
-    config = TrainConfig(model=tiny, batch=8, drop_tokens=0.5)
+    config = TrainConfig(model=tiny, batch=8, patch_dropout=0.5)
     found = parity.check(CLIP(tiny), some_batch(8), Plan("mps"), config)
     assert "the loss of a whole step" in str(found)
 
@@ -298,9 +298,9 @@ def test_whatever_the_device_raises_is_a_reason_to_leave_it(tiny_run, monkeypatc
             raise error
         return {("x", "gradient of"): torch.ones(1)}
 
-    placed = settled(replace(tiny_run, device="mps"))
-    assert placed.plan.device == "cpu"
-    assert "it failed" in placed.why
+    choice = settled(replace(tiny_run, device="mps"))
+    assert choice.plan.device == "cpu"
+    assert "it failed" in choice.why
 
 
 def test_parity_leaves_the_weights_as_they_were(tiny, monkeypatch):
@@ -316,12 +316,12 @@ def test_what_cannot_be_compiled_is_trained_without_and_said(tiny_run, tmp_path,
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/bin/false",))
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     torch._dynamo.reset()
-    screen = Quiet()
-    assert trained(replace(tiny_run, compile="on", steps=2), tmp_path / "r", screen=screen).finished
+    console = Quiet()
+    assert trained(replace(tiny_run, compile="on", steps=2), tmp_path / "r", console=console).finished
     machine = runs.Run(tmp_path / "r").read("machine.json")
     assert machine["plan"]["compile"] is False
     assert "; not compiled: " in machine["why"]
-    assert any(warning.startswith("not compiled: ") for warning in screen.warnings)
+    assert any(warning.startswith("not compiled: ") for warning in console.warnings)
 
 
 def test_steps_end_a_run_whatever_the_epochs(tiny_run, tmp_path):

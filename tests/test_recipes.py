@@ -19,11 +19,10 @@ import m1clip
 from m1clip import cli
 from m1clip import run as runs
 from m1clip.commands import train as verb
-from m1clip.config import TrainConfig, from_json, preset, recipe_defaults, to_json
-from m1clip.data.batches import Batches
-from m1clip.data.splits import open_sides
+from m1clip.config import RECIPES, TrainConfig, from_json, get_preset, recipe_defaults, to_json
+from m1clip.data.batches import BatchStream
+from m1clip.data.splits import open_splits
 from m1clip.model.clip import CLIP, load
-from m1clip.starts import RECIPES
 from m1clip.training import init, recipes
 from m1clip.training.features import encoded
 from m1clip.training.recipes import Estimate
@@ -54,12 +53,12 @@ def borrowed(tiny_run, tmp_path) -> TrainConfig:
     config = replace(tiny_run, vision="timm:test_vit", vision_weights=str(weights), text=f"hf:{text}")
     model = replace(config.model, embed=24, head="mlp", inside=16)
     return replace(
-        config, model=model, lr=1e-2, crop=0.6, save_steps=1, log_every=1, recipe="locked", head_dropout=0.3
+        config, model=model, lr=1e-2, crop=0.6, save_steps=1, log_every=1, recipe="frozen", head_dropout=0.3
     )
 
 
 HEADS = {"vision_projection", "text_projection", "logit_scale"}
-SMALL = ["--data", "synthetic:48", "--held-out", "16", "--device", "cpu"]
+SMALL = ["--data", "synthetic:48", "--val-size", "16", "--device", "cpu"]
 
 
 def weights_of(run: Path, name: str = "model") -> dict[str, torch.Tensor]:
@@ -119,7 +118,7 @@ def test_borrowed_towers_resume_exactly_without_their_files(borrowed, tmp_path):
     (tmp_path / "bert").rename(tmp_path / "gone")
     (tmp_path / "w.safetensors").unlink()
     config = from_json(TrainConfig, tmp_path / "parts" / "config.json")
-    assert config.lock == "both"
+    assert config.freeze == "both"
     assert trained(config, tmp_path / "parts").finished
     whole, parts = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
@@ -185,29 +184,29 @@ def test_new_heads_on_a_known_clip_begin_as_the_old_ones(known):
 
 
 def test_features_are_those_of_the_towers(start):
-    config = replace(start, recipe="locked")
+    config = replace(start, recipe="frozen")
     config, found = init.find(config, None)
-    data = open_sides(config, 32, 40)
+    data = open_splits(config, 32, 40)
     model = init.begin(config, found, found.tokenizer)
     made = encoded(model, data.train, config, ("vision", "text"), 2, Quiet().working)
     assert len(made.views) == 2
-    pixels = data.held_out  # of the size that the tower sees
+    pixels = data.val  # of the size that the tower sees
     seen = encoded(model, pixels, config, ("vision", "text"), 1, Quiet().working)
     with torch.no_grad():
-        want = model.vision(model.normalise(torch.from_numpy(pixels.take(np.arange(5))[1])))
+        want = model.vision(model.normalize(torch.from_numpy(pixels.take(np.arange(5))[1])))
         assert np.allclose(seen.views[0][:5], want.numpy(), atol=2e-3, rtol=2e-3)
         said = model.text(model.tokenize([data.train.captions(7)[0]]))
         assert np.allclose(made.of_captions(made.start_N[7:8]), said.numpy(), atol=2e-3, rtol=2e-3)
     assert not np.allclose(made.views[0], made.views[1])
-    batches = Batches(data.train, model.tokenize, 16, 0, 32, features=made)
+    batches = BatchStream(data.train, model.tokenize, 16, 0, 32, features=made)
     one, two = batches.at(3), batches.at(3)
-    assert torch.equal(one.bytes_BSSC, two.bytes_BSSC)
-    assert one.bytes_BSSC.shape == (16, 32)
+    assert torch.equal(one.images_BHWC, two.images_BHWC)
+    assert one.images_BHWC.shape == (16, 32)
 
 
 ENCODE = """
 import sys, time
-from m1clip.config import TrainConfig, from_json
+from m1clip.config import (TrainConfig, from_json)
 from m1clip.data import row_store
 from m1clip.model import clip
 from m1clip.training import features
@@ -230,7 +229,7 @@ trained(from_json(TrainConfig, Path(sys.argv[1])), Path(sys.argv[2]))
 
 
 def test_encoding_that_is_killed_goes_on_where_it_was(start, tmp_path):
-    config = replace(start, recipe="locked", views=2)
+    config = replace(start, recipe="frozen", views=2)
     (tmp_path / "c.json").write_text(to_json(config))
     env = {**os.environ, "M1CLIP_CACHE": str(tmp_path / "cache")}
     tests = str(Path(__file__).parent)
@@ -263,7 +262,7 @@ def test_encoding_that_is_killed_goes_on_where_it_was(start, tmp_path):
 
 
 def test_features_of_other_weights_are_not_taken(start, known, tmp_path):
-    config = replace(start, recipe="locked")
+    config = replace(start, recipe="frozen")
     trained(config, tmp_path / "one")
     cache = Path(os.environ["M1CLIP_CACHE"])
     before = set(cache.glob("features-*"))
@@ -279,17 +278,17 @@ def test_features_of_other_weights_are_not_taken(start, known, tmp_path):
 FAST, SLOW = Estimate(1e-3, 1e-3), Estimate(10.0, 10.0)
 
 
-def at_hand(what: str) -> init.Origin:
+def at_hand(what: str) -> init.InitModel:
     tower = object()
     return {
-        "a clip": init.Origin(known=tower),
-        "two towers": init.Origin(vision=tower, text=tower),
-        "one tower": init.Origin(vision=tower),
+        "a clip": init.InitModel(known=tower),
+        "two towers": init.InitModel(vision=tower, text=tower),
+        "one tower": init.InitModel(vision=tower),
     }[what]
 
 
 @pytest.mark.parametrize(
-    ("what", "pictures", "cost", "budget", "want", "told"),
+    ("what", "images", "cost", "budget", "want", "told"),
     [
         ("two towers", 6_000, FAST, "", "locked", "never met"),
         ("one tower", 6_000, FAST, "", "locked", "only the vision tower"),
@@ -300,15 +299,15 @@ def at_hand(what: str) -> init.Origin:
         ("a clip", 500, FAST, "10m", "lora", "by heart"),
     ],
 )
-def test_auto_says_what_and_why(what, pictures, cost, budget, want, told):
+def test_auto_says_what_and_why(what, images, cost, budget, want, told):
     config = replace(TrainConfig(), init="x", budget=budget)
-    recipe, why = recipes.decide(config, at_hand(what), pictures, 5 * pictures, cost)
+    recipe, why = recipes.decide(config, at_hand(what), images, 5 * images, cost)
     assert recipe == want
     assert told in why
 
 
 def words_of(known: Path, more: str) -> list[str]:
-    asked = f"--init KNOWN --data synthetic:48 --held-out 16 --device cpu --name r {more}"
+    asked = f"--init KNOWN --data synthetic:48 --val-size 16 --device cpu --name r {more}"
     return [str(known) if word == "KNOWN" else word for word in asked.split()]
 
 
@@ -319,9 +318,9 @@ def test_auto_from_the_command_line_takes_the_recipes_defaults(known, tmp_path, 
     assert verb.main(args) == 0
     config = from_json(TrainConfig, tmp_path / "runs" / "r" / "config.json")
     assert (config.recipe, config.lr, config.epochs) == ("lora", RECIPES["lora"]["lr"], 1)
-    assert config.batch == 48
+    assert config.batch_size == 48
     reason = [row for row in runs.Run(tmp_path / "runs" / "r").records("event") if row["event"] == "recipe"]
-    assert "48 pictures" in reason[0]["reason"]
+    assert "48 images" in reason[0]["reason"]
 
 
 def test_locked_then_unfrozen_is_one_command(known, tmp_path, monkeypatch):
@@ -336,7 +335,7 @@ def test_locked_then_unfrozen_is_one_command(known, tmp_path, monkeypatch):
 
 
 def test_a_shape_is_no_wish_one_can_have_of_a_model_that_is_there(capsys):
-    for flag in ("--model.text.mix=bag", "--model.embed=64"):
+    for flag in ("--model.text.encoder=bag", "--model.embed-dim=64"):
         assert cli.run(["train", "--init", "some.pt", flag]) == 2
         assert flag.partition("=")[0] in capsys.readouterr().err
     assert (
@@ -346,8 +345,8 @@ def test_a_shape_is_no_wish_one_can_have_of_a_model_that_is_there(capsys):
 
 def test_without_a_start_nothing_has_changed():
     args = verb.parse("m1clip train", [])
-    assert args.training == preset("nano")
-    assert recipe_defaults(preset("nano"), "scratch").lr == preset("nano").lr
+    assert args.training == get_preset("nano")
+    assert recipe_defaults(get_preset("nano"), "scratch").lr == get_preset("nano").lr
 
 
 @pytest.mark.parametrize(
@@ -419,11 +418,11 @@ def test_the_result_is_an_ordinary_model_and_telemetry_is_complete(borrowed, tmp
 
 def test_the_activation_is_part_of_a_feature_s_name(start, known, tmp_path):
     cache = Path(os.environ["M1CLIP_CACHE"])
-    trained(replace(start, recipe="locked"), tmp_path / "one")
+    trained(replace(start, recipe="frozen"), tmp_path / "one")
     before = set(cache.glob("features-*"))
     config = json.loads((known / "config.json").read_text())
     (known / "config.json").write_text(json.dumps({**config, "activation": "quick_gelu"}))
-    trained(replace(start, recipe="locked"), tmp_path / "two")
+    trained(replace(start, recipe="frozen"), tmp_path / "two")
     assert set(cache.glob("features-*")) - before
 
 
@@ -442,12 +441,12 @@ def test_a_second_stage_keeps_flags_and_is_never_a_stale_one(known, tmp_path, mo
         "--epochs",
         "1",
     ]
-    words += ["--crop", "1", "--no-flip"]
+    words += ["--crop-scale", "1", "--no-flip"]
     assert verb.main(verb.parse("m1clip train", words)) == 0
     second = tmp_path / "runs" / "r-unfrozen"
     config = from_json(TrainConfig, second / "config.json")
-    assert (config.crop, config.flip) == (1, False)
-    assert verb.main(verb.parse("m1clip train", [*words, "--fresh", "--lr", "0.05"])) == 0
+    assert (config.crop_scale, config.hflip) == (1, False)
+    assert verb.main(verb.parse("m1clip train", [*words, "--overwrite", "--lr", "0.05"])) == 0
     first = weights_of(tmp_path / "runs" / "r")
     assert all(torch.equal(value, first[name]) for name, value in weights_of(second, "start").items())
 

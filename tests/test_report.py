@@ -23,7 +23,7 @@ from trained import trained
 def two(tmp_path_factory, own_cache):
     """Two real runs of 8 steps that differ in their rate."""
     folder = tmp_path_factory.mktemp("runs")
-    config = replace(tiny_run_config(tiny_config()), watch_every=3)
+    config = replace(tiny_run_config(tiny_config()), inspect_every=3)
     for name, lr in (("a", 1e-3), ("b", 3e-3)):
         trained(replace(config, lr=lr), folder / name)
     return folder
@@ -66,17 +66,17 @@ def test_the_epoch_table_says_what_the_lines_it_names_say(two, written):
 def test_phases_memory_and_gradients_are_those_of_the_log(two, written):
     lines = lines_of(two / "a")
     steps = [one for one in lines if one["kind"] == "step"]
-    watch = [one for one in lines if one["kind"] == "watch"]
+    logger = [one for one in lines if one["kind"] == "logger"]
     for row in table_under(written[0], "Where the time of a step goes")[1:]:
         key = f"{row[0]}_ms"
         middle = np.median([one[key] for one in steps])
         assert float(row[1].replace(",", "")) == pytest.approx(middle, rel=6e-3), key
     blocks = {row[0]: row for row in table_under(written[0], "Gradient flow by layer")[1:]}
-    assert set(blocks) == set(watch[-1]["grad_norms"])
+    assert set(blocks) == set(logger[-1]["grad_norms"])
     for name, row in blocks.items():
-        assert float(row[3]) == pytest.approx(watch[-1]["grad_norms"][name], rel=6e-3)
+        assert float(row[3]) == pytest.approx(logger[-1]["grad_norms"][name], rel=6e-3)
     parts = {row[0] for row in table_under(written[0], "Memory by part")[1:]}
-    assert parts == {name for name, size in watch[-1]["memory_gb"].items() if size}
+    assert parts == {name for name, size in logger[-1]["memory_gb"].items() if size}
 
 
 def test_negatives_by_difficulty_are_told_with_their_definition_and_chance(two, written):
@@ -92,9 +92,9 @@ def test_negatives_by_difficulty_are_told_with_their_definition_and_chance(two, 
 
 
 def test_what_was_not_measured_is_said_to_be_so(written):
-    energy = written[0].split("## Energy and heat")[1].split("\n## ")[0]
+    energy = written[0].split("## EnergyMeter and heat")[1].split("\n## ")[0]
     assert energy.count("not measured") >= 2 or "W in" in energy
-    assert "Wh (line" in energy or "Energy was not measured." in energy
+    assert "Wh (line" in energy or "EnergyMeter was not measured." in energy
 
 
 def test_how_to_repeat_it_names_the_command_the_versions_and_the_seed(two, written):
@@ -105,14 +105,14 @@ def test_how_to_repeat_it_names_the_command_the_versions_and_the_seed(two, writt
     assert json.loads((two / "a" / "data.json").read_text())["identity"] in part
 
 
-def test_the_html_holds_everything_and_the_markdown_its_pictures_beside_it(two, written):
+def test_the_html_holds_everything_and_the_markdown_its_images_beside_it(two, written):
     markdown, html = written
     assert not re.search(r'(src|href)="(?!data:)', html)
     assert "<script" not in html
-    pictures = re.findall(r"!\[.*?\]\((.*?)\)", markdown)
-    assert len(pictures) >= 5
-    assert all((two / "a" / "report" / name).is_file() for name in pictures)
-    assert html.count("data:image/png;base64,") == len(pictures)
+    images = re.findall(r"!\[.*?\]\((.*?)\)", markdown)
+    assert len(images) >= 5
+    assert all((two / "a" / "report" / name).is_file() for name in images)
+    assert html.count("data:image/png;base64,") == len(images)
 
 
 def test_parameters_are_counted_from_the_saved_weights(two):
@@ -129,11 +129,11 @@ def test_two_runs_are_compared_by_what_differs(two, tmp_path, capsys):
     differs = {row[0]: row[1:] for row in table_under(text, "What differs")[1:]}
     assert differs["lr"] == ["0.001", "0.003"]
     assert "batch" not in differs
-    scores = table_under(text, "Held-out retrieval at the last evaluation")
+    scores = table_under(text, "validation retrieval at the last evaluation")
     for row, name in zip(scores[1:], "ab", strict=True):
         record = lines_of(two / name)[int(row[-1]) - 1]
         assert row[1].startswith(f"{100 * record['i2t_r1']:.1f} %")
-    assert "chance can make such a difference between equals" in text  # with 16 held-out pictures
+    assert "chance can make such a difference between equals" in text  # with 16 validation images
     assert "data:image/png" in Path(paths["html"]).read_text()
 
 

@@ -21,7 +21,7 @@ def test_ranks_equal_a_full_sort_when_captions_are_several_and_the_set_spans_chu
     owner, own = torch.randint(20, (60,)), torch.arange(20)
     owner[:20] = own  # everyone has at least one
     assert r.ranks(text, image, owner, own).tolist() == plain_ranks(text, image, owner, own)
-    # A picture's own other captions above its best do not count against it: there are none above the best.
+    # An image's own other captions above its best do not count against it: there are none above the best.
     found = r.ranks(image, text, own, owner).tolist()
     assert found == plain_ranks(image, text, own, owner)
 
@@ -54,7 +54,7 @@ def test_a_perfect_model_scores_one_and_chance_is_shown_beside_it():
     assert scores.record()["chance_r1"] == 1 / 40
 
 
-def test_chance_with_five_captions_a_picture_is_what_guessing_gives():
+def test_chance_with_five_captions_a_image_is_what_guessing_gives():
     torch.manual_seed(0)
     image_NE, text_ME = (F.normalize(torch.randn(n, 32), dim=1) for n in (200, 1000))
     tries = [r.retrieval(image_NE, text_ME[torch.randperm(1000)], torch.arange(1000) // 5) for _ in range(40)]

@@ -8,7 +8,7 @@ from m1clip.run import Run
 
 
 def made(path) -> Run:
-    run = runs.create(path.parent, path.name, "nano", fresh=False)
+    run = runs.create(path.parent, path.name, "nano", overwrite=False)
     run.write("config.json", {"epochs": 1})
     run.status("running", 0)
     return run
@@ -26,23 +26,23 @@ def test_records_come_back_and_a_cut_line_is_passed_over(tmp_path):
 
 
 def test_new_runs_are_numbered(tmp_path):
-    assert runs.new_path(tmp_path, None, "nano", fresh=False).name == "nano-1"
+    assert runs.new_path(tmp_path, None, "nano", overwrite=False).name == "nano-1"
     for name in ("nano-2", "nano-10", "nano-x", "nano-tiny-50"):
         made(tmp_path / name)
-    assert runs.new_path(tmp_path, None, "nano", fresh=False).name == "nano-11"
+    assert runs.new_path(tmp_path, None, "nano", overwrite=False).name == "nano-11"
 
 
 def test_an_existing_run_is_refused_with_the_ways_out(tmp_path):
     made(tmp_path / "mine")
-    with pytest.raises(FileExistsError, match=r"--resume continues it, --fresh deletes it"):
-        runs.new_path(tmp_path, "mine", "nano", fresh=False)
-    runs.create(tmp_path, "mine", "nano", fresh=True)
+    with pytest.raises(FileExistsError, match=r"--resume continues it, --overwrite deletes it"):
+        runs.new_path(tmp_path, "mine", "nano", overwrite=False)
+    runs.create(tmp_path, "mine", "nano", overwrite=True)
     assert not list((tmp_path / "mine").iterdir())
 
 
 def test_an_empty_folder_may_become_a_run(tmp_path):
     (tmp_path / "mine").mkdir()
-    assert runs.create(tmp_path, "mine", "nano", fresh=False).path == tmp_path / "mine"
+    assert runs.create(tmp_path, "mine", "nano", overwrite=False).path == tmp_path / "mine"
 
 
 def test_a_number_taken_meanwhile_is_not_taken_twice(tmp_path, monkeypatch):
@@ -50,7 +50,7 @@ def test_a_number_taken_meanwhile_is_not_taken_twice(tmp_path, monkeypatch):
     names = iter(("nano-1", "nano-2"))
     monkeypatch.setattr(runs, "new_path", lambda *a: tmp_path / next(names))
     monkeypatch.setattr(runs, "is_run", lambda path: False)  # as it was when the number was chosen
-    assert runs.create(tmp_path, None, "nano", fresh=False).name == "nano-2"
+    assert runs.create(tmp_path, None, "nano", overwrite=False).name == "nano-2"
     assert (tmp_path / "nano-1" / "config.json").exists()
 
 
@@ -65,7 +65,7 @@ def test_a_swap_that_fails_half_way_keeps_the_old_folder(tmp_path, monkeypatch):
         return rename(self, target)
 
     monkeypatch.setattr(type(tmp_path), "rename", fail_on_the_second)
-    with pytest.raises(KeyboardInterrupt), runs.replacing_folder(tmp_path / "m") as aside:
+    with pytest.raises(KeyboardInterrupt), files.atomic_folder(tmp_path / "m") as aside:
         (aside / "new").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["m", "old"]
 
@@ -74,7 +74,7 @@ def test_fresh_never_deletes_what_is_not_a_run(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").touch()
     with pytest.raises(FileExistsError, match="not a run"):
-        runs.new_path(tmp_path, "photos", "nano", fresh=True)
+        runs.new_path(tmp_path, "photos", "nano", overwrite=True)
 
 
 def test_the_newest_run_is_the_default(tmp_path):
@@ -173,14 +173,14 @@ def test_a_run_has_one_owner(tmp_path):
         with pytest.raises(RuntimeError, match="another process"), Run(run.path).owned():
             pass
         with pytest.raises(FileExistsError, match="another process"):
-            runs.new_path(tmp_path, "r", "nano", fresh=True)
+            runs.new_path(tmp_path, "r", "nano", overwrite=True)
     with run.owned():
         pass
 
 
 def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path):
-    runs.write_whole(tmp_path / "f", "old")
+    files.atomic_write(tmp_path / "f", "old")
     with pytest.raises(UnicodeEncodeError):
-        runs.write_whole(tmp_path / "f", "\udc80")
+        files.atomic_write(tmp_path / "f", "\udc80")
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
     assert (tmp_path / "f").read_text() == "old"

@@ -44,7 +44,7 @@ def test_captions_in_json_and_names_with_folders_and_dots(tmp_path):
         "two.png.jpg": jpeg(1),
         "two.txt": b"z",
     }
-    assert listed(opened(tar(tmp_path / "s.tar", members), held_out=1)) == {
+    assert listed(opened(tar(tmp_path / "s.tar", members), val_size=1)) == {
         "a/b.c/one.jpg": ["x", "y"],
         "two.png.jpg": ["z"],
     }
@@ -56,7 +56,7 @@ def test_what_a_mac_adds_is_passed_over_and_a_key_that_comes_twice_is_two_pairs(
         for key, value in pairs(0, 3).items()
         for name, data in ((f"._{key}", b"mac"), (key, value))
     }
-    assert not opened(tar(tmp_path / "mac.tar", members), held_out=1).faults
+    assert not opened(tar(tmp_path / "mac.tar", members), val_size=1).faults
     twice = tmp_path / "twice.tar"
     with tarfile.open(twice, "w") as file:
         for i in (0, 1, 1):
@@ -64,14 +64,14 @@ def test_what_a_mac_adds_is_passed_over_and_a_key_that_comes_twice_is_two_pairs(
                 info = tarfile.TarInfo(name)
                 info.size = len(data)
                 file.addfile(info, io.BytesIO(data))
-    assert len(opened(twice, held_out=1).every) == 3
+    assert len(opened(twice, val_size=1).every) == 3
 
 
-def test_pairs_without_picture_or_caption_are_named(tmp_path):
+def test_pairs_without_image_or_caption_are_named(tmp_path):
     members = pairs(0, 6)
     del members["000000001.jpg"], members["000000002.txt"], members["000000002.json"]
     members["000000003.json"] = b"{broken"  # its text is there
-    assert found(opened(tar(tmp_path / "s.tar", members), held_out=1)) == {
+    assert found(opened(tar(tmp_path / "s.tar", members), val_size=1)) == {
         ("missing file", "s.tar: 000000001"),
         ("no caption", "s.tar: 000000002.jpg"),
     }
@@ -150,17 +150,17 @@ def test_links_that_leave_the_folder_are_refused_unless_asked_for(tmp_path):
     os.symlink(tmp_path / "elsewhere" / "0000.jpg", tmp_path / "set" / "cat" / "out.jpg")
     os.symlink(tmp_path / "set" / "cat" / "0010.jpg", tmp_path / "set" / "cat" / "within.jpg")
     os.symlink(tmp_path / "elsewhere", tmp_path / "set" / "dog")
-    refused = opened(tmp_path / "set", held_out=1)
+    refused = opened(tmp_path / "set", val_size=1)
     assert found(refused) == {("refused", "out.jpg"), ("refused", "dog")}
     assert "cat/within.jpg" in listed(refused)
     table = tmp_path / "set" / "t.csv"
     table.write_text("image,caption\ndog/0001.jpg,a dog\ncat/0010.jpg,a cat\ncat/0011.jpg,x")
-    assert found(opened(table, held_out=1)) == {("refused", "t.csv line 2")}
+    assert found(opened(table, val_size=1)) == {("refused", "t.csv line 2")}
     table.unlink()
     os.symlink(tmp_path / "set", tmp_path / "set" / "circle")
     os.symlink(tmp_path / "set", tmp_path / "set" / "cat" / "circle")
     assert {"cat/out.jpg", "dog/0001.jpg"} <= listed(
-        opened(tmp_path / "set", held_out=1, allow=("links",))
+        opened(tmp_path / "set", val_size=1, allow=("links",))
     ).keys()
 
 
@@ -201,7 +201,7 @@ def test_addresses_are_refused_unless_asked_for(tmp_path, server, monkeypatch):
     (tmp_path / "t.csv").write_text("url,caption\n" + "\n".join(rows))
     with pytest.raises(ValueError, match=r"is on the net; --allow urls would fetch it"):
         opened(tmp_path / "t.csv")
-    source = opened(tmp_path / "t.csv", held_out=1, allow=("urls",))
+    source = opened(tmp_path / "t.csv", val_size=1, allow=("urls",))
     assert found(source) == {("refused", "t.csv line 8")}
     every = source.every
     assert every.read(2) == jpeg(2)

@@ -12,7 +12,7 @@ from m1clip.data.sources import open_sources, parts_of
 from photos import coco_json, found, jpeg, karpathy_json, listed, names, opened, photos
 
 
-def test_captions_beside_the_pictures(tmp_path):
+def test_captions_beside_the_images(tmp_path):
     for i, name in enumerate(photos(tmp_path, 30)):
         (tmp_path / name).with_suffix(".txt").write_text(f"scene {i}\nthe same, scene {i}\n")
     (tmp_path / "README.txt").write_text("about this folder")
@@ -47,7 +47,7 @@ def test_a_folder_with_metadata(tmp_path):
         (tmp_path / side / "metadata.jsonl").write_text("\n".join(lines))
     source = opened(tmp_path)
     assert listed(source)["train/0002.jpg"] == ["scene 2"]
-    assert (len(source.train), len(source.held_out), source.why) == (6, 3, "the test split as given")
+    assert (len(source.train), len(source.val), source.why) == (6, 3, "the test split as given")
     (tmp_path / "flat").mkdir()
     photos(tmp_path / "flat", 4)
     (tmp_path / "flat" / "metadata.csv").write_text("file_name,text\n0000.jpg,one\n0001.jpg,two\n")
@@ -64,12 +64,12 @@ def test_names_of_folders_become_prompts(tmp_path):
     assert prompted("An_apple", "this is a {}") == "this is an An apple"
 
 
-def test_a_folder_of_pictures_without_captions_says_what_to_do(tmp_path):
+def test_a_folder_of_images_without_captions_says_what_to_do(tmp_path):
     photos(tmp_path, 3)
     with pytest.raises(ValueError, match=r"no captions: put a .txt beside each"):
         opened(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="has no pictures in it"):
+    with pytest.raises(ValueError, match="has no images in it"):
         opened(tmp_path / "empty")
 
 
@@ -94,7 +94,7 @@ TABLES = {
 def test_tables_of_many_dialects(tmp_path, name):
     images = photos(tmp_path / "images", 2)
     (tmp_path / name).write_text(TABLES[name].format(*images))
-    source = opened(tmp_path / name, held_out=1)
+    source = opened(tmp_path / name, val_size=1)
     assert sorted(captions[0].partition(",")[0] for captions in listed(source).values()) == ["one", "two"]
     assert not source.faults
 
@@ -105,12 +105,12 @@ def test_columns_can_be_said(tmp_path):
     table.write_text(
         f"image,thumb,caption,alt\n{images[0]},{images[1]},long,short\n{images[1]},{images[0]},l2,s2\n"
     )
-    source = opened(table, held_out=1, image_column="thumb", caption_column="alt")
+    source = opened(table, val_size=1, image_column="thumb", caption_column="alt")
     assert listed(source) == {images[1]: ["short"], images[0]: ["s2"]}
     with pytest.raises(ValueError, match="no column 'nope'; it has 'thumb', 'caption', 'alt'"):
         opened(table, caption_column="nope")
     table.rename(tmp_path / "t.txt")
-    assert listed(opened(tmp_path / "t.txt", held_out=1, caption_column="alt"))[images[0]] == ["short"]
+    assert listed(opened(tmp_path / "t.txt", val_size=1, caption_column="alt"))[images[0]] == ["short"]
     (tmp_path / "n.csv").write_text("a,b\n1,2\n3,4\n")
     with pytest.raises(ValueError, match="which column is the image"):
         opened(tmp_path / "n.csv")
@@ -120,20 +120,20 @@ def test_several_captions_as_repeated_rows_lists_or_numbered_columns(tmp_path):
     a, b, c = photos(tmp_path, 3)
     repeated = tmp_path / "repeated.csv"
     repeated.write_text(f"image,caption\n{a},one\n{b},two\n{a},three\n{a},four\n{c},x\n")
-    assert listed(opened(repeated, held_out=1)) == {a: ["one", "three", "four"], b: ["two"], c: ["x"]}
+    assert listed(opened(repeated, val_size=1)) == {a: ["one", "three", "four"], b: ["two"], c: ["x"]}
     lists = tmp_path / "lists.jsonl"
     lists.write_text(
         json.dumps({"image": a, "captions": ["one", "three"]})
         + "\n"
         + json.dumps({"image": b, "captions": ["two"]})
     )
-    assert listed(opened(lists, held_out=1)) == {a: ["one", "three"], b: ["two"]}
+    assert listed(opened(lists, val_size=1)) == {a: ["one", "three"], b: ["two"]}
     written = tmp_path / "written.csv"
     written.write_text(f"""image,raw\n{a},"['one', 'three']"\n{b},"[""two""]"\n""")
-    assert listed(opened(written, held_out=1)) == {a: ["one", "three"], b: ["two"]}
+    assert listed(opened(written, val_size=1)) == {a: ["one", "three"], b: ["two"]}
     numbered = tmp_path / "numbered.csv"
     numbered.write_text(f"image,caption_1,caption_2\n{a},one,three\n{b},two,\n")
-    assert listed(opened(numbered, held_out=1)) == {a: ["one", "three"], b: ["two"]}
+    assert listed(opened(numbered, val_size=1)) == {a: ["one", "three"], b: ["two"]}
 
 
 def test_broken_lines_are_named_and_cost_no_others(tmp_path):
@@ -158,7 +158,7 @@ def test_broken_lines_are_named_and_cost_no_others(tmp_path):
     }
     assert len(listed(source)) == 54
     assert listed(source)["0030.jpg"] == ["goes over\ntwo lines"]
-    with pytest.raises(ValueError, match=r"6 of 60 rows are unusable \(3 broken line.*--max-bad"):
+    with pytest.raises(ValueError, match=r"6 of 60 rows are unusable \(3 broken line.*--max-bad-rows"):
         opened(tmp_path / "t.csv", max_bad=0.01)
 
 
@@ -173,7 +173,7 @@ def test_a_lost_quote_takes_no_other_line_with_it(tmp_path):
         '0003.jpg,"also" fine, yes',
     ]
     (tmp_path / "t.csv").write_text("\n".join([*lines, "0004.jpg,commas, that nobody, quoted"]))
-    source = opened(tmp_path / "t.csv", held_out=1)
+    source = opened(tmp_path / "t.csv", val_size=1)
     assert found(source) == {("broken line", "t.csv line 3")}
     assert listed(source) == {
         "0001.jpg": ["fine"],
@@ -184,7 +184,7 @@ def test_a_lost_quote_takes_no_other_line_with_it(tmp_path):
 
 
 def test_faults_are_counted_against_what_they_cost(tmp_path):
-    """A broken line of a picture with five is a fifth of it; a missing picture is all of it."""
+    """A broken line of an image with five is a fifth of it; a missing image is all of it."""
     some = photos(tmp_path, 20)
     lines = [f"{name},caption {k}" for name in some for k in range(5)]
     lines[7] = "broken"
@@ -200,14 +200,14 @@ def test_broken_json_lines_are_named(tmp_path):
     (tmp_path / "t.jsonl").write_bytes(
         b"\n".join([lines[0], lines[1][:20], b"[1]", b'{"image": "\xff"}', *lines[2:]])
     )
-    assert found(opened(tmp_path / "t.jsonl", held_out=1)) == {
+    assert found(opened(tmp_path / "t.jsonl", val_size=1)) == {
         ("broken line", "t.jsonl line 2"),
         ("broken line", "t.jsonl line 3"),
         ("not UTF-8", "t.jsonl line 4"),
     }
 
 
-def test_parquet_with_paths_and_with_pictures_inside(tmp_path):
+def test_parquet_with_paths_and_with_images_inside(tmp_path):
     images = photos(tmp_path, 6)
     captions = [[f"scene {i}", f"scene {i} again"] for i in range(6)]
     pq.write_table(pa.table({"image": images, "text": captions}), tmp_path / "paths.parquet")
@@ -233,7 +233,7 @@ def test_coco_as_it_is_distributed(tmp_path):
         (tmp_path / "annotations" / f"captions_{side}.json").write_text(coco_json(some, first=start + 1))
         (tmp_path / "annotations" / f"instances_{side}.json").write_text("{}")
     source = opened(f"coco:{tmp_path}")
-    assert (len(source.train), len(source.held_out), source.why) == (8, 3, "the validation split as given")
+    assert (len(source.train), len(source.val), source.why) == (8, 3, "the validation split as given")
     assert listed(source)["val2017/0009.jpg"] == [f"caption {k} of 0009.jpg" for k in range(5)]
     assert not source.faults
     one = tmp_path / "annotations" / "captions_val2017.json"
@@ -248,7 +248,7 @@ def test_coco_faults_are_named(tmp_path):
     values["annotations"] = [one for one in values["annotations"] if one["image_id"] != 3]
     (tmp_path / "annotations").mkdir()
     (tmp_path / "annotations" / "captions_val2017.json").write_text(json.dumps(values))
-    source = opened(f"coco:{tmp_path}", held_out=1)
+    source = opened(f"coco:{tmp_path}", val_size=1)
     assert source.faults.counts == {"broken line": 1, "no caption": 1, "missing file": 1}
 
 
@@ -256,7 +256,7 @@ def test_a_broken_first_line_of_a_token_file_is_told(tmp_path):
     some = photos(tmp_path / "images", 4)
     lines = ["what is this", *(f"{name}#0\tscene" for name in some)]
     (tmp_path / "Flickr8k.token.txt").write_text("\n".join(lines))
-    assert found(opened(f"flickr8k:{tmp_path}", held_out=1)) == {("broken line", "Flickr8k.token.txt line 1")}
+    assert found(opened(f"flickr8k:{tmp_path}", val_size=1)) == {("broken line", "Flickr8k.token.txt line 1")}
 
 
 def test_karpathys_json(tmp_path):
@@ -264,12 +264,12 @@ def test_karpathys_json(tmp_path):
     sides = dict(zip(some, ["train"] * 4 + ["restval", "val", "test", "test"], strict=True))
     (tmp_path / "dataset_flickr30k.json").write_text(karpathy_json(sides, "flickr30k"))
     source = opened(f"flickr30k:{tmp_path}")
-    assert (len(source.train), len(source.held_out), len(source.test)) == (5, 1, 2)
+    assert (len(source.train), len(source.val), len(source.test)) == (5, 1, 2)
     assert listed(source)["0005.jpg"][2] == "Caption 2 of 0005.jpg."
     coco = tmp_path / "coco"
     photos(coco / "val2014", 8)
     (coco / "dataset_coco.json").write_text(karpathy_json(sides, "coco", filepath="val2014"))
-    assert names(opened(f"coco:{coco}").held_out) == {"val2014/0005.jpg"}
+    assert names(opened(f"coco:{coco}").val) == {"val2014/0005.jpg"}
 
 
 def test_flickr8k_as_it_is_distributed(tmp_path):
@@ -277,13 +277,13 @@ def test_flickr8k_as_it_is_distributed(tmp_path):
     text = tmp_path / "Flickr8k_text"
     text.mkdir()
     lines = [f"{name}#{k}\tcaption {k} of {name} ." for name in some for k in range(5)]
-    lines += ["2258277193_586949ec62.jpg.1#0\ta picture that was never there"]  # the set has this line
+    lines += ["2258277193_586949ec62.jpg.1#0\ta image that was never there"]  # the set has this line
     (text / "Flickr8k.token.txt").write_text("\n".join(lines))
     (text / "Flickr8k.lemma.token.txt").write_text("\n".join(lines).replace("caption", "lemma"))
     for side, part in (("train", some[:5]), ("dev", some[5:7]), ("test", some[7:8])):
         (text / f"Flickr_8k.{side}Images.txt").write_text("\n".join(part) + "\n")
     source = opened(f"flickr8k:{tmp_path}")
-    assert (len(source.train), len(source.held_out), len(source.test)) == (5, 2, 1)
+    assert (len(source.train), len(source.val), len(source.test)) == (5, 2, 1)
     assert listed(source)[some[8]][4] == f"caption 4 of {some[8]} ."  # listed, and on no side
     assert found(source) == {("missing file", "Flickr8k.token.txt line 46")}
 
@@ -299,37 +299,37 @@ def test_flickr30k_as_kaggle_has_it(tmp_path):
     for side, part in (("train", some[:4]), ("val", some[4:])):
         (tmp_path / f"{side}.txt").write_text("\n".join(name.removesuffix(".jpg") for name in part))
     source = opened(f"flickr30k:{tmp_path}")
-    assert (len(source.train), len(source.held_out)) == (4, 2)
+    assert (len(source.train), len(source.val)) == (4, 2)
     assert len(listed(source)[some[1]]) == 4
     assert listed(source)[some[0]][0] == f"caption 0, {some[0]} ."
     assert found(source) == {("broken line", "results.csv line 9")}
 
 
 def test_an_image_never_stands_on_both_sides(tmp_path):
-    """Sides go by the bytes: copies stay together, and neither names nor order nor other rows matter."""
+    """Splits go by the bytes: copies stay together, and neither names nor order nor other rows matter."""
     photos(tmp_path / "a", 60)
     for i in range(20):
         (tmp_path / "a" / f"copy{i}.jpg").write_bytes(jpeg(i))
-    for picture in (tmp_path / "a").iterdir():
-        picture.with_suffix(".txt").write_text("a scene")
-    source = opened(tmp_path / "a", held_out=15)
-    held = {source.held_out.read(i) for i in range(len(source.held_out))}
+    for image in (tmp_path / "a").iterdir():
+        image.with_suffix(".txt").write_text("a scene")
+    source = opened(tmp_path / "a", val_size=15)
+    held = {source.val.read(i) for i in range(len(source.val))}
     train = {source.train.read(i) for i in range(len(source.train))}
     assert len(held) == 15
     assert not held & train
     lines = [f"a/{name},again" for name in sorted(f"{i:04d}.jpg" for i in range(60))[::-1]]
     (tmp_path / "other.csv").write_text("\n".join(["image,caption", *lines]))
-    other = opened(tmp_path / "other.csv", held_out=15)
-    assert {other.held_out.read(i) for i in range(len(other.held_out))} == held
+    other = opened(tmp_path / "other.csv", val_size=15)
+    assert {other.val.read(i) for i in range(len(other.val))} == held
 
 
 def test_mixed_sources_keep_what_one_holds_out_from_the_other(tmp_path):
     photos(tmp_path, 40)
     for table, some in (("a.csv", range(30)), ("b.csv", range(10, 40))):
         (tmp_path / table).write_text("image,caption\n" + "\n".join(f"{i:04d}.jpg,scene {i}" for i in some))
-    a, b = open_sources(DataConfig(data=f"{tmp_path}/a.csv@3+{tmp_path}/b.csv", held_out=8))
+    a, b = open_sources(DataConfig(data=f"{tmp_path}/a.csv@3+{tmp_path}/b.csv", val_size=8))
     assert (a.weight, b.weight) == (3, 1)
-    kept = names(a.held_out) | names(b.held_out)
+    kept = names(a.val) | names(b.val)
     assert not kept & (names(a.train) | names(b.train))
 
 
@@ -371,8 +371,8 @@ def test_words_for_sides(tmp_path, words, sides):
     some = photos(tmp_path, 4)
     lines = [f"{name},x,{word}" for name, word in zip(some, words, strict=True)]
     (tmp_path / "t.csv").write_text("image,caption,split\n" + "\n".join(lines))
-    source = opened(tmp_path / "t.csv", held_out=2 if sides[2] else 1)
-    assert (len(source.train), len(source.held_out), len(source.test or [])) == sides
+    source = opened(tmp_path / "t.csv", val_size=2 if sides[2] else 1)
+    assert (len(source.train), len(source.val), len(source.test or [])) == sides
 
 
 def test_many_files_or_folders_are_one_source(tmp_path):
@@ -380,25 +380,25 @@ def test_many_files_or_folders_are_one_source(tmp_path):
         some = photos(tmp_path / side, 5, start)
         (tmp_path / f"captions_{side}.json").write_text(coco_json(some, first=start + 1))
     source = opened(tmp_path / "captions_{train,val}2017.json")
-    assert (len(source.train), len(source.held_out)) == (5, 5)
+    assert (len(source.train), len(source.val)) == (5, 5)
     photos(tmp_path / "a" / "cat", 3)
     photos(tmp_path / "b" / "dog", 3, start=3)
     assert set(listed(opened(tmp_path / "{a,b}"))) >= {"a/cat/0000.jpg", "b/dog/0003.jpg"}
 
 
-def test_folders_of_known_sets_are_recognised_and_generic_names_are_no_labels(tmp_path):
+def test_folders_of_known_sets_are_recognized_and_generic_names_are_no_labels(tmp_path):
     """Flickr8k as a plain folder once gave 7,000 times "a photo of an images"."""
     some = photos(tmp_path / "flickr" / "images", 4)
-    with pytest.raises(ValueError, match="has pictures but no captions"):
+    with pytest.raises(ValueError, match="has images but no captions"):
         opened(tmp_path / "flickr")
     (tmp_path / "flickr" / "captions.txt").write_text(
         "image,caption\n" + "\n".join(f"{n},scene {n}" for n in some)
     )
-    assert listed(opened(tmp_path / "flickr", held_out=1))["0001.jpg"] == ["scene 0001.jpg"]
+    assert listed(opened(tmp_path / "flickr", val_size=1))["0001.jpg"] == ["scene 0001.jpg"]
     some = photos(tmp_path / "coco" / "train2014", 4)
     (tmp_path / "coco" / "annotations").mkdir()
     (tmp_path / "coco" / "annotations" / "captions_train2014.json").write_text(coco_json(some))
-    assert len(listed(opened(tmp_path / "coco", held_out=1))["train2014/0002.jpg"]) == 5
+    assert len(listed(opened(tmp_path / "coco", val_size=1))["train2014/0002.jpg"]) == 5
 
 
 def test_what_users_write_by_hand(tmp_path):
@@ -416,13 +416,13 @@ def test_what_users_write_by_hand(tmp_path):
         "image\tcaption\n" + "\n".join(f"000{i}.jpg\tscene, {i}" for i in range(4)), "utf-16"
     )
     for name in ("slash.csv", "bare.csv", "wide.csv"):
-        source = opened(tables / name, held_out=1)
+        source = opened(tables / name, val_size=1)
         assert (name, len(source.every), len(source.faults)) == (name, 4, 0)
     photos(tmp_path / "beside", 2)
     (tmp_path / "beside" / "0000.jpg").rename(tmp_path / "beside" / "A.JPG")
     (tmp_path / "beside" / "A.TXT").write_text("one")
     (tmp_path / "beside" / "0001.jpg.txt").write_text("two")
-    assert listed(opened(tmp_path / "beside", held_out=1)) == {"A.JPG": ["one"], "0001.jpg": ["two"]}
+    assert listed(opened(tmp_path / "beside", val_size=1)) == {"A.JPG": ["one"], "0001.jpg": ["two"]}
 
 
 def test_ids_are_no_captions(tmp_path):
@@ -430,7 +430,7 @@ def test_ids_are_no_captions(tmp_path):
     turns = [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "A scene."}]
     rows = [{"id": f"p{i}", "image": f"000{i}.jpg", "conversations": turns} for i in range(2)]
     (tmp_path / "llava.json").write_text(json.dumps(rows))
-    assert listed(opened(tmp_path / "llava.json", held_out=1))["0000.jpg"] == ["A scene."]
+    assert listed(opened(tmp_path / "llava.json", val_size=1))["0000.jpg"] == ["A scene."]
     (tmp_path / "ids.csv").write_text("id,image\n1,0000.jpg\n2,0001.jpg")
     with pytest.raises(ValueError, match="which column is the caption"):
         opened(tmp_path / "ids.csv")
@@ -442,11 +442,11 @@ def test_a_table_of_addresses_needs_no_header(tmp_path):
         opened(tmp_path / "t.tsv")
 
 
-def test_a_picture_may_have_thousands_of_captions(tmp_path):
+def test_a_image_may_have_thousands_of_captions(tmp_path):
     photos(tmp_path, 2)
     lines = [f"000{i % 2}.jpg,caption {i}" for i in range(6000)]
     (tmp_path / "t.csv").write_text("image,caption\n" + "\n".join(lines))
-    pairs = opened(tmp_path / "t.csv", held_out=1).every
+    pairs = opened(tmp_path / "t.csv", val_size=1).every
     assert len(pairs.captions(1)) == 3000
     assert pairs.captions(1)[2999] == "caption 5999"
 
@@ -454,14 +454,14 @@ def test_a_picture_may_have_thousands_of_captions(tmp_path):
 def test_sides_are_no_labels(tmp_path):
     photos(tmp_path / "train", 3)
     photos(tmp_path / "val", 3, start=3)
-    with pytest.raises(ValueError, match="has pictures but no captions"):
+    with pytest.raises(ValueError, match="has images but no captions"):
         opened(tmp_path)
 
 
-def test_too_many_held_out_leave_nothing_to_learn(tmp_path):
+def test_too_many_val_leave_nothing_to_learn(tmp_path):
     photos(tmp_path / "cat", 5)
-    with pytest.raises(ValueError, match="--held-out 5 of 5 different pictures leaves none"):
-        opened(tmp_path, held_out=5)
+    with pytest.raises(ValueError, match="--val-size 5 of 5 different images leaves none"):
+        opened(tmp_path, val_size=5)
 
 
 MILLION = """
@@ -471,17 +471,17 @@ import numpy as np
 import psutil
 from m1clip.config import DataConfig
 from m1clip.data.index import Builder, Indexed
-from m1clip.data.rows import Faults, Listing, Row
+from m1clip.data.rows import BadRows, Listing, Row
 
 def rows():
     for i in range(1_000_000):
         said = f"caption {i}: a dog runs over the wet grass towards number {i % 977}"
         place = i * 7919 % 700_000
-        yield Row(f"picture-{place:07d}.jpg", [said], file=sys.argv[2], offset=place, length=100)
+        yield Row(f"image-{place:07d}.jpg", [said], file=sys.argv[2], offset=place, length=100)
 
 before = psutil.Process().memory_info().rss
 folder = Path(sys.argv[1])
-Builder(Listing(".", rows()), DataConfig(), Faults()).write(folder, lambda n: None)
+Builder(Listing(".", rows()), DataConfig(), BadRows()).write(folder, lambda n: None)
 pairs = Indexed(folder)
 some = np.random.default_rng(0).integers(0, len(pairs), 20_000)
 words = sum(len(pairs.captions(int(i))[0]) for i in some)
@@ -503,6 +503,6 @@ def test_a_million_rows_need_less_than_300_mb(tmp_path):
         text=True,
         check=True,
     )
-    pictures, grown = map(int, done.stdout.split())
-    assert pictures == 700_000
+    images, grown = map(int, done.stdout.split())
+    assert images == 700_000
     assert grown < 300e6

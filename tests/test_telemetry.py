@@ -15,8 +15,8 @@ from m1clip import sensors
 from m1clip.evals.health import effective_rank, health, uniformity
 from m1clip.training import logger, trackers
 from m1clip.training.diagnose import History, diagnose
-from m1clip.training.metrics import PHASES, Meter
-from trained import Quiet, some_batch, some_learner, trained
+from m1clip.training.metrics import PHASES, StepMetrics
+from trained import Quiet, some_batch, some_state, trained
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def told(tmp_path_factory):
     from conftest import tiny_config, tiny_run_config
 
     path = tmp_path_factory.mktemp("told") / "r"
-    trained(replace(tiny_run_config(tiny_config()), epochs=3, watch_every=5), path)
+    trained(replace(tiny_run_config(tiny_config()), epochs=3, inspect_every=5), path)
     lines = (path / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
@@ -53,7 +53,7 @@ def test_the_phases_add_up_to_the_step(told):
 
 def test_the_steps_add_up_to_the_clock(tiny_run):
     """Waiting, working and pausing of known length: what is told is what a clock outside has seen."""
-    meter, batch = Meter(tiny_run, torch.device("cpu")), some_batch(16)
+    metrics, batch = StepMetrics(tiny_run, torch.device("cpu")), some_batch(16)
     spent = {"waiting": 0.0, "working": 0.0, "pausing": 0.0}  # sleep may take longer than it was asked to
 
     def sleep(seconds, what):
@@ -67,40 +67,49 @@ def test_the_steps_add_up_to_the_clock(tiny_run):
             yield batch
 
     began = time.perf_counter()
-    for step, _ in enumerate(meter.timed(slow_batches()), 1):
+    for step, _ in enumerate(metrics.timed(slow_batches()), 1):
         for phase in PHASES[1:]:
             sleep(0.005, "working")
-            meter.mark(phase)
-        meter.add(step, 1e-3, torch.ones(5), batch, 16)
+            metrics.mark(phase)
+        metrics.add(step, 1e-3, torch.ones(5), batch, 16)
         if step % 2 == 0:
-            meter.read()
-            with meter.paused():
+            metrics.read()
+            with metrics.paused():
                 sleep(0.05, "pausing")
-    told = meter.epoch()
+    told = metrics.epoch()
     assert told["seconds"] == pytest.approx(time.perf_counter() - began - spent["pausing"], rel=0.1)
     assert told["wait_ms"] == pytest.approx(1e3 * spent["waiting"] / 6, rel=0.1)
     assert told["step_ms"] == pytest.approx(1e3 * (spent["waiting"] + spent["working"]) / 6, rel=0.1)
 
 
 def test_a_look_inside_has_norms_by_block_health_memory_and_the_machine(told):
-    look = of_kind(told, "watch")[0]
+    look = of_kind(told, "logger")[0]
     assert look["step"] == 5
     blocks = {f"{tower}.blocks.{i}" for tower in ("vision", "text") for i in range(2)}
     for norms in (look["grad_norms"], look["weight_norms"]):
-        assert blocks | {"vision.patch", "text.token", "vision_projection", "logit_scale"} <= norms.keys()
+        assert (
+            blocks | {"vision.patch", "text.token", "vision_projection", "logit_scale"} <= norms.keys()
+        )
         assert all(norm > 0 for norm in norms.values())
     whole = math.sqrt(sum(norm**2 for norm in look["grad_norms"].values()))
     assert whole == pytest.approx(of_kind(told, "step")[4]["grad_norm"], rel=1e-3)  # as before clipping
     memory = look["memory_gb"]
-    assert memory["optimiser"] == pytest.approx(2 * memory["parameters"], rel=0.01)
+    assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=0.01)
     assert memory["gradients"] == memory["parameters"]
     assert memory["activations"] > memory["data"] > 0
     assert look["rss_gb"] > 0.1
     assert len(look["cpu_percent"]) >= 1
-    assert {"heat_c", "power_w", "joules", "swap_used_gb", "disk_free_gb", "peak_rss_gb"} <= look.keys()
+    assert {
+        "temperature_c",
+        "power_w",
+        "joules",
+        "swap_used_gb",
+        "disk_free_gb",
+        "peak_rss_gb",
+    } <= look.keys()
 
 
-def test_scores_come_with_the_health_of_the_held_out_embeddings_and_epochs_with_energy(told):
+def test_scores_come_with_the_health_of_the_val_embeddings_and_epochs_with_energy(told):
     score, epoch = of_kind(told, "eval")[-1], of_kind(told, "epoch")[-1]
     assert score["chance_r1"] == 1 / 16
     assert 0 < score["alignment"] < 4
@@ -127,12 +136,12 @@ def test_health_of_known_spaces():
 
 
 def test_norms_are_those_written_out(tiny_run):
-    learner = some_learner(tiny_run)
-    for weight in learner.weights.values():
+    state = some_state(tiny_run)
+    for weight in state.weights.values():
         weight.grad = torch.full_like(weight, 2.0)
-    learner.weights["logit_scale"].grad = None
-    grads, weights = logger.norms(learner)
-    block = [weight for name, weight in learner.weights.items() if name.startswith("text.blocks.1.")]
+    state.weights["logit_scale"].grad = None
+    grads, weights = logger.norms(state)
+    block = [weight for name, weight in state.weights.items() if name.startswith("text.blocks.1.")]
     assert grads["text.blocks.1"] == pytest.approx(2 * math.sqrt(sum(weight.numel() for weight in block)))
     assert weights["text.blocks.1"] == pytest.approx(torch.cat([w.flatten() for w in block]).norm().item())
     assert grads["logit_scale"] == 0
@@ -147,7 +156,7 @@ def rows(count: int, start: int = 0, **values) -> list[dict]:
 
 
 LOOK = {"grad_norms": {"vision.blocks.0": 1.0}, "swapped_out_gb": 0.0, "swap_used_gb": 0.0}
-EVAL = {"pictures": 1000}
+EVAL = {"images": 1000}
 
 
 @pytest.mark.parametrize(
@@ -190,12 +199,12 @@ def test_a_healthy_run_has_no_findings():
 
 
 def test_a_run_says_what_is_wrong_and_writes_it_down(tiny_run, tmp_path):
-    screen = Quiet()
-    stuck = replace(tiny_run, epochs=20, lr=1e-9, watch_every=10)
-    trained(stuck, tmp_path / "r", screen=screen)
+    console = Quiet()
+    stuck = replace(tiny_run, epochs=20, lr=1e-9, inspect_every=10)
+    trained(stuck, tmp_path / "r", console=console)
     events = [row for row in runs.Run(tmp_path / "r").records("event") if row["event"] == "diagnosis"]
     assert any("at chance" in row["about"] for row in events)
-    assert any("at chance" in text for text in screen.warnings)
+    assert any("at chance" in text for text in console.warnings)
     assert len({row["about"] for row in events}) == len(events)  # each once
 
 
@@ -229,14 +238,14 @@ def test_energy_is_the_sum_of_the_chips_parts_and_none_where_nothing_can_be_read
     fakes["zeus.device.exception"] = SimpleNamespace(ZeusBaseError=MissingError)
     for name, module in fakes.items():
         monkeypatch.setitem(sys.modules, name, module)
-    energy = sensors.Energy()
+    energy = sensors.EnergyMeter()
     assert energy.joules() == pytest.approx(1.5)  # 500 mJ of the CPU and twice that of the GPU
     zeus.get_soc = absent
-    assert sensors.Energy().joules() is None
+    assert sensors.EnergyMeter().joules() is None
 
 
 def test_peak_sees_memory_that_is_gone_again():
-    with sensors.Peak() as peak:
+    with sensors.PeakMemory() as peak:
         big = torch.ones(50_000_000)
         time.sleep(0.02)
         del big
@@ -255,13 +264,13 @@ def test_a_containers_limit_is_the_memory_that_can_be_had(tmp_path, monkeypatch)
 
 def test_tensorboard_gets_the_same_numbers(tiny_run, tmp_path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    trained(replace(tiny_run, track="tensorboard", watch_every=4), tmp_path / "r")
+    trained(replace(tiny_run, track="tensorboard", inspect_every=4), tmp_path / "r")
     events = reader.EventAccumulator(str(tmp_path / "r" / "tensorboard"))
     events.Reload()
     shown = {event.step: event.value for event in events.Scalars("step/loss")}
     run = runs.Run(tmp_path / "r")
     assert shown == pytest.approx({row["step"]: row["loss"] for row in run.records("step")})
-    assert "watch/grad_norms/vision.blocks.0" in events.Tags()["scalars"]
+    assert "logger/grad_norms/vision.blocks.0" in events.Tags()["scalars"]
     assert "eval/mean_r1" in events.Tags()["scalars"]
 
 
@@ -288,10 +297,10 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(tiny_run, tmp_path
         return send, lambda: None
 
     monkeypatch.setitem(trackers.OPEN, "tensorboard", broken)
-    screen = Quiet()
-    assert trained(replace(tiny_run, track="tensorboard"), tmp_path / "r", screen=screen).finished
+    console = Quiet()
+    assert trained(replace(tiny_run, track="tensorboard"), tmp_path / "r", console=console).finished
     assert len(calls) == 1
-    assert any("the service is gone" in text for text in screen.warnings)
+    assert any("the service is gone" in text for text in console.warnings)
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_extra(monkeypatch):
@@ -302,21 +311,21 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_extra(monkeypatch):
 
 def test_telemetry_costs_less_than_a_hundredth_of_a_step(tiny_run, tmp_path):
     """All that a step pays for being told: stamps, its line, a share of the looks. Nano has 400 ms."""
-    learner, run = some_learner(tiny_run), runs.create(tmp_path, "r", "x", False)
-    meter, batch = Meter(tiny_run, torch.device("cpu")), some_batch(16)
+    state, run = some_state(tiny_run), runs.create(tmp_path, "r", "x", False)
+    metrics, batch = StepMetrics(tiny_run, torch.device("cpu")), some_batch(16)
     image_BE, text_BE = (torch.nn.functional.normalize(torch.randn(256, 128), dim=1) for _ in range(2))
-    for weight in learner.weights.values():
+    for weight in state.weights.values():
         weight.grad = torch.ones_like(weight)
     began = time.perf_counter()
     for step in range(1, 101):
         for phase in ("start", *PHASES):
-            meter.mark(phase)
-        meter.add(step, 1e-3, torch.ones(5), batch, 16)
+            metrics.mark(phase)
+        metrics.add(step, 1e-3, torch.ones(5), batch, 16)
         if step % 10 == 0:
-            for row in meter.read():
+            for row in metrics.read():
                 run.log("step", **row)
             run.status("running", step)
         if step % 50 == 0:
-            run.log("watch", step, norms=logger.norms(learner), **health(image_BE, text_BE))
+            run.log("logger", step, norms=logger.norms(state), **health(image_BE, text_BE))
             sensors.readings(tmp_path)
     assert (time.perf_counter() - began) / 100 < 0.004

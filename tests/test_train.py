@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from m1clip import run as runs
-from m1clip.config import preset
+from m1clip.config import get_preset
 from m1clip.model.clip import load
 from m1clip.training.optim import rate
 from m1clip.training.setup import check
@@ -66,7 +66,7 @@ def test_a_run_learns(tiny_run, tmp_path):
 
 
 def test_resumed_run_ends_with_the_same_weights_as_an_unbroken_one(tiny_run, tmp_path):
-    tiny_run = replace(tiny_run, crop=0.6, colour=0.2)
+    tiny_run = replace(tiny_run, crop=0.6, color=0.2)
     trained(tiny_run, tmp_path / "whole")
     broken = trained(tiny_run, tmp_path / "broken", stop_at=4)
     assert (broken.finished, broken.step) == (False, 5)  # in the middle of the second epoch
@@ -100,12 +100,12 @@ def test_no_room_for_checkpoints_is_refused_before_anything_is_written(tmp_path,
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**9))
     with pytest.raises(OSError, match=r"1\.00 GB free; checkpoints need 5\.48 GB"):
-        check(preset("seed"), tmp_path / "deep" / "runs", None, Quiet())
+        check(get_preset("seed"), tmp_path / "deep" / "runs", None, Quiet())
     assert not list(tmp_path.iterdir())
 
 
 def test_rate_climbs_to_its_peak_and_falls_to_nothing():
-    config = replace(preset("nano"), lr=1.0, warmup=0.1)
+    config = replace(get_preset("nano"), lr=1.0, warmup=0.1)
     rates = [rate(step, 100, config) for step in range(100)]
     assert rates.index(max(rates)) == 10
     assert rates[10] == 1.0

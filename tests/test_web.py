@@ -16,15 +16,15 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from longlog import START, put, write_eval, write_run, write_step
+from m1clip.files import lock_folder
 from m1clip.monitor import web
-from m1clip.run import locked
 
 CHROMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 MAC = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
 
 
 def retrievals(step: int) -> dict:
-    """Two queries over three pictures, with a caption that would like to be HTML."""
+    """Two queries over three images, with a caption that would like to be HTML."""
     made = io.BytesIO()
     Image.new("RGB", (32, 32), "red").save(made, "JPEG")
     jpeg = base64.b64encode(made.getvalue()).decode()
@@ -223,7 +223,7 @@ def test_a_live_curve_grows_a_run_is_picked_another_laid_over_it_and_searched(fo
         put(file, "event", 320, event="diagnosis", about="swapping", text="the machine is swapping")
     visit.until(lambda: visit.last_step() == 320)
 
-    with locked(folder / "new"):  # as training holds it, until it is killed
+    with lock_folder(folder / "new"):  # as training holds it, until it is killed
         visit.until(lambda: page.text_content("#state") == "running")
     visit.until(lambda: page.text_content("#state") == "dead")
 
@@ -244,7 +244,7 @@ def test_a_live_curve_grows_a_run_is_picked_another_laid_over_it_and_searched(fo
     assert page.locator(".query").count() == 3
     assert page.locator(".query >> nth=0 >> figure.true figcaption").text_content().startswith("2. true")
     assert page.locator(".query >> nth=2 >> .beyond figcaption").text_content().startswith("30. true")
-    assert "<img src=x" in page.locator(".query >> nth=0").text_content()  # words, not a picture
+    assert "<img src=x" in page.locator(".query >> nth=0").text_content()  # words, not an image
     page.fill("#find-query", "bus")
     visit.until(lambda: page.locator(".query").count() == 1)
 

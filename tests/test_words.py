@@ -2,7 +2,7 @@
 
 import pytest
 
-from m1clip.format import clock, percent
+from m1clip.format import duration, percent
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from m1clip.format import clock, percent
     ],
 )
 def test_a_clock_has_no_sixtieth_second(seconds, words):
-    assert clock(seconds) == words
+    assert duration(seconds) == words
 
 
 @pytest.mark.parametrize(

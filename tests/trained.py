@@ -1,4 +1,4 @@
-"""Training from a test: a run in a folder, without a screen, that may be stopped after some step."""
+"""Training from a test: a run in a folder, without a console, that may be stopped after some step."""
 
 import io
 import signal
@@ -10,16 +10,16 @@ import torch
 
 from m1clip import run as runs
 from m1clip.config import TrainConfig
-from m1clip.console import Screen
+from m1clip.console import Console
 from m1clip.data.batches import Batch
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.training import loop
 from m1clip.training.setup import check
-from m1clip.training.state import Learner
+from m1clip.training.state import TrainState
 
 
-class Quiet(Screen):
+class Quiet(Console):
     def __init__(self, stop_at: int | None = None):
         super().__init__(io.StringIO())
         self.stop_at, self.warnings = stop_at, list[str]()
@@ -35,29 +35,29 @@ class Quiet(Screen):
 
 
 def trained(
-    config: TrainConfig, path: Path, stop_at: int | None = None, screen: Quiet | None = None
+    config: TrainConfig, path: Path, stop_at: int | None = None, console: Quiet | None = None
 ) -> loop.Result:
     """Train the run at `path`, or go on with it."""
     old = runs.Run(path) if path.exists() else None
     run = old or runs.create(path.parent, path.name, "x", False)
     with run.owned():
-        screen = screen or Quiet(stop_at)
-        return loop.train(check(config, path.parent, old, screen), run, screen)
+        console = console or Quiet(stop_at)
+        return loop.train(check(config, path.parent, old, console), run, console)
 
 
-def some_batch(size: int, seed: int = 1, twin_BB: torch.Tensor | None = None) -> Batch:
-    """Random pictures of 32 px with random captions of 8 tokens."""
+def some_batch(size: int, seed: int = 1, duplicate_BB: torch.Tensor | None = None) -> Batch:
+    """Random images of 32 px with random captions of 8 tokens."""
     rng = torch.Generator().manual_seed(seed)
-    pictures = torch.randint(0, 256, (size, 32, 32, 3), generator=rng, dtype=torch.uint8)
+    images = torch.randint(0, 256, (size, 32, 32, 3), generator=rng, dtype=torch.uint8)
     words = torch.randint(3, 500, (size, 6), generator=rng)
     start, end = torch.full((size, 1), 1), torch.full((size, 1), 2)
     keys = torch.randint(0, 2**32, (size,), generator=rng)
-    return Batch(pictures, torch.cat([start, words, end], dim=1), keys, twin_BB, np.arange(size))
+    return Batch(images, torch.cat([start, words, end], dim=1), keys, duplicate_BB, np.arange(size))
 
 
-def some_learner(config: TrainConfig, chunk: int | None = None) -> Learner:
+def some_state(config: TrainConfig, chunk: int | None = None) -> TrainState:
     """The same weights every time."""
     torch.manual_seed(0)
-    learner = Learner(CLIP(config.model, Tokenizer.characters()), config)
-    learner.chunk = chunk or config.batch
-    return learner
+    state = TrainState(CLIP(config.model, Tokenizer.characters()), config)
+    state.chunk = chunk or config.batch_size
+    return state

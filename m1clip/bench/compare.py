@@ -23,7 +23,7 @@ COLUMNS = (
     "J",
     "W",
     "loss, last 10",
-    "held-out R@1",
+    "validation R@1",
     "apart",
 )
 FIRST = 3  # steps that are not counted: kernels, caches and threads are made in them
@@ -31,7 +31,7 @@ FIRST = 3  # steps that are not counted: kernels, caches and threads are made in
 
 @dataclass(frozen=True)
 class Contestant:
-    wish: str
+    requested: str
     run: Run
     scores: Row
     """What it said at its end."""
@@ -56,9 +56,9 @@ class Contestant:
     def record(self, first: "Contestant") -> Row:
         """Flat; what could not be read is None."""
         if self.failed:
-            return {"wish": self.wish, "failed": self.failed}
+            return {"requested": self.requested, "failed": self.failed}
         steps, ms = self.steps, self.counted
-        looks = list(self.run.records("watch"))
+        looks = list(self.run.records("logger"))
         low, middle, high = quartiles(ms)
         joules = looks[-1]["joules"] if looks else None
         seconds = sum(row["step_ms"] + row["between_ms"] for row in steps) / 1e3
@@ -67,7 +67,7 @@ class Contestant:
         pairs = [(row["loss"], theirs.get(row["step"])) for row in steps]
         apart = [abs(a - b) for a, b in pairs if a is not None and b is not None]
         return {
-            "wish": self.wish,
+            "requested": self.requested,
             "device": self.run.read("machine.json")["device"],
             "step_ms": middle,
             "low_ms": low,
@@ -90,9 +90,9 @@ def table(contestants: Sequence[Contestant]) -> list[list[str]]:
     for one in contestants:
         row = one.record(contestants[0])
         if one.failed:
-            lines.append([one.wish, *["–"] * (len(COLUMNS) - 2), one.failed])
+            lines.append([one.requested, *["–"] * (len(COLUMNS) - 2), one.failed])
             continue
-        name = one.wish if row["device"] == one.wish else f"{one.wish} → {row['device']}"
+        name = one.requested if row["device"] == one.requested else f"{one.requested} → {row['device']}"
         recall = row["mean_r1"]
         lines.append(
             [
@@ -112,10 +112,10 @@ def table(contestants: Sequence[Contestant]) -> list[list[str]]:
     return lines
 
 
-def picture(contestants: Sequence[Contestant], path: Path) -> Path:
+def image(contestants: Sequence[Contestant], path: Path) -> Path:
     """Loss over steps, where equal devices lie on each other, and over seconds, where the faster leads."""
     figure, panels = plots.axes(2, 5.5, 4)
-    for one, colour in zip(contestants, plots.COLOURS, strict=False):
+    for one, color in zip(contestants, plots.COLORS, strict=False):
         if one.failed:
             continue
         rows = [row for row in one.steps if row["loss"] is not None]
@@ -125,10 +125,10 @@ def picture(contestants: Sequence[Contestant], path: Path) -> Path:
             seconds.append(passed)
         style = "-" if one is contestants[0] else "--"
         for panel, x in zip(panels, ([row["step"] for row in rows], seconds), strict=True):
-            panel.plot(x, [row["loss"] for row in rows], style, color=colour, label=one.wish, lw=1.6)
+            panel.plot(x, [row["loss"] for row in rows], style, color=color, label=one.requested, lw=1.6)
     chance = next(row["chance_loss"] for one in contestants if not one.failed for row in one.steps)
     for panel, words in zip(panels, ("step", "seconds of training"), strict=True):
-        panel.axhline(chance, color=plots.COLOURS[6], lw=1, ls=":")
+        panel.axhline(chance, color=plots.COLORS[6], lw=1, ls=":")
         panel.annotate(
             "chance",
             (1, chance),
@@ -157,6 +157,6 @@ def page(contestants: Sequence[Contestant], folder: Path) -> Path:
         "what the machine's counters told, – where they tell nothing. apart: the largest difference of a "
         "step's loss from that of the first line: rounding grows with the steps."
     )
-    document.picture(picture(contestants, folder / "compare.png"), "loss over steps and over time")
-    document.points([f"{one.wish}: {one.failed}" if one.failed else one.why for one in contestants])
+    document.image(image(contestants, folder / "compare.png"), "loss over steps and over time")
+    document.points([f"{one.requested}: {one.failed}" if one.failed else one.why for one in contestants])
     return document.write(folder, "compare")

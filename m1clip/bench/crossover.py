@@ -73,11 +73,11 @@ def _along(along: str, of: str, rows: Sequence[Row], seed: int) -> list[Crossing
     plans = list(dict.fromkeys(plan_of(row) for row in rows))
     found = []
     for one, other in itertools.combinations(plans, 2):
-        a = {row["contest"]: row for row in rows if plan_of(row) == one}
-        b = {row["contest"]: row for row in rows if plan_of(row) == other}
-        both = sorted(a.keys() & b.keys(), key=lambda contest: a[contest][along])
-        if len({a[contest][along] for contest in both}) >= POINTS:
-            samples = [(a[contest], b[contest]) for contest in both]
+        a = {row["time_plans"]: row for row in rows if plan_of(row) == one}
+        b = {row["time_plans"]: row for row in rows if plan_of(row) == other}
+        both = sorted(a.keys() & b.keys(), key=lambda time_plans: a[time_plans][along])
+        if len({a[time_plans][along] for time_plans in both}) >= POINTS:
+            samples = [(a[time_plans], b[time_plans]) for time_plans in both]
             found.append(_crossing(one, other, along, of, samples, np.random.default_rng(seed)))
     return found
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from m1clip.advisor import Advice
+from m1clip.config import ModelConfig, VisionConfig
 from m1clip.estimates import Work
-from m1clip.shapes import ModelConfig, VisionConfig
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The pictures of a sweep, from its rows alone."""
+"""The images of a sweep, from its rows alone."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from m1clip.bench.crossover import Crossing
 from m1clip.bench.sweep import peaks
 from m1clip.devices import Plan
 from m1clip.estimates import plan_of
-from m1clip.plots import COLOURS, PHASES, axes, legend, log_axis, note, save
+from m1clip.plots import COLORS, PHASES, axes, legend, log_axis, note, save
 
 Row = dict[str, Any]
 TICKS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2, 3, 5, 10, 20)  # times as fast
@@ -32,14 +32,14 @@ def by_size(rows: Sequence[Row]) -> list[str]:
     return sorted(sizes, key=lambda name: sizes[name])
 
 
-def colours(rows: Sequence[Row]) -> dict[Plan, str]:
+def colors(rows: Sequence[Row]) -> dict[Plan, str]:
     plans = dict.fromkeys(plan_of(row) for row in rows)
-    return {plan: COLOURS[i % len(COLOURS)] for i, plan in enumerate(plans)}
+    return {plan: COLORS[i % len(COLORS)] for i, plan in enumerate(plans)}
 
 
 def throughput(rows: Sequence[Row], path: Path) -> Path:
-    """Pairs a second over the batch, a panel for each model and a line for each plan."""
-    presets, colour = by_size(rows), colours(rows)
+    """PairDataset a second over the batch, a panel for each model and a line for each plan."""
+    presets, color = by_size(rows), colors(rows)
     figure, panels = axes(len(presets), 3.6 if len(presets) > 1 else 5.5, 3.3)
     for panel, name in zip(panels, presets, strict=True):
         mine = [row for row in rows if row["preset"] == name]
@@ -47,7 +47,7 @@ def throughput(rows: Sequence[Row], path: Path) -> Path:
             batch, speed = (np.array([row[key] for row in line]) for key in ("batch", "pairs_per_s"))
             slow, fast = (1e3 * batch / [row[key] for row in line] for key in ("high_ms", "low_ms"))
             spread = np.abs([speed - slow, fast - speed])
-            style: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 3, "color": colour[plan]}
+            style: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 3, "color": color[plan]}
             panel.errorbar(batch, speed, spread, label=str(plan), **style)
         panel.set_title(f"{name}, {mine[0]['parameters'] / 1e6:.3g} M", fontsize=10)
         panel.set_xlabel("batch")
@@ -60,23 +60,25 @@ def throughput(rows: Sequence[Row], path: Path) -> Path:
 
 
 def ratios(rows: Sequence[Row], found: Sequence[Crossing], path: Path) -> Path:
-    """How much faster each plan is than the first of its contest, over the batch; crossings are marked."""
+    """How much faster each plan is than the first of its time_plans, over the batch; crossings are marked."""
     several = [name for name in by_size(rows) if len({r["batch"] for r in rows if r["preset"] == name}) > 1]
-    presets, colour = several or by_size(rows), colours(rows)
+    presets, color = several or by_size(rows), colors(rows)
     figure, panels = axes(len(presets), 3.6 if len(presets) > 1 else 5.5, 3.3)
     for panel, name in zip(panels, presets, strict=True):
         mine = [row for row in rows if row["preset"] == name]
         base = plan_of(mine[0])
-        first = {row["contest"]: row["step_ms"] for row in mine if plan_of(row) == base}
+        first = {row["time_plans"]: row["step_ms"] for row in mine if plan_of(row) == base}
         for plan, line in lines_of(mine).items():
-            line = [row for row in line if row["contest"] in first]  # the plain plan may have failed in one
-            speed = [first[row["contest"]] / row["step_ms"] for row in line]
-            panel.plot([row["batch"] for row in line], speed, "o-", color=colour[plan], ms=4, label=str(plan))
+            line = [
+                row for row in line if row["time_plans"] in first
+            ]  # the plain plan may have failed in one
+            speed = [first[row["time_plans"]] / row["step_ms"] for row in line]
+            panel.plot([row["batch"] for row in line], speed, "o-", color=color[plan], ms=4, label=str(plan))
         for one in found:
             if one.along == "batch" and one.of == name and one.at and base in (one.first, one.second):
                 other = one.second if one.first == base else one.first
-                panel.axvspan(one.low or one.at, one.high or one.at, color=colour[other], alpha=0.15, lw=0)
-                panel.axvline(one.at, color=colour[other], ls=":", lw=1.2)
+                panel.axvspan(one.low or one.at, one.high or one.at, color=color[other], alpha=0.15, lw=0)
+                panel.axvline(one.at, color=color[other], ls=":", lw=1.2)
         panel.set_title(f"{name}, against {base}", fontsize=10)
         panel.set_xlabel("batch")
         log_axis(panel, "x", sorted({row["batch"] for row in mine}))
@@ -102,11 +104,11 @@ def phases(rows: Sequence[Row], path: Path) -> Path:
     ]
     left = np.zeros(len(shown))
     whole = np.array([sum(row["phases_ms"].values()) for row in shown])
-    for phase, colour in PHASES.items():
+    for phase, color in PHASES.items():
         if not any(phase in row["phases_ms"] for row in shown):
             continue
         part = np.array([row["phases_ms"].get(phase, 0.0) for row in shown]) / whole * 100
-        bars = panel.barh(names, part, left=left, color=colour, label=phase)
+        bars = panel.barh(names, part, left=left, color=color, label=phase)
         words = [f"{value:.0f} %" if value >= 6 else "" for value in part]
         panel.bar_label(
             bars, words, label_type="center", fontsize=8, color="white" if phase == "backward" else "black"
@@ -131,18 +133,18 @@ def roofline(operations: Sequence[Row], steps: Sequence[Row], path: Path) -> Pat
         mine = [row for row in operations if row["device"] == name and row["precision"] == "fp32"]
         moved = [row["gb_per_s"] for row in mine if row["operation"] in ("copy", "AdamW")]
         draw_roofs(panel, best[name, "fp32"], max(moved, default=0.0))
-        for kind, marker, colour in (("product", "s", COLOURS[0]), ("attention", "D", COLOURS[2])):
+        for kind, marker, color in (("product", "s", COLORS[0]), ("attention", "D", COLORS[2])):
             some = [(row["flop_per_byte"], row["gflops"]) for row in mine if row["operation"] == kind]
-            panel.plot(*zip(*some, strict=True), marker, color=colour, label=kind) if some else None
+            panel.plot(*zip(*some, strict=True), marker, color=color, label=kind) if some else None
         for row in mine:
             if row["operation"] == "product":
                 note(panel, row["size"], (row["flop_per_byte"], row["gflops"]), (4, -9), fontsize=7)
         plain_steps = lines_of(steps).get(Plan(name), [])
         points = [(intensity(row), rate(row)) for row in plain_steps]
-        panel.plot(*zip(*points, strict=True), "o", color=COLOURS[1], ms=5, label="step") if points else None
+        panel.plot(*zip(*points, strict=True), "o", color=COLORS[1], ms=5, label="step") if points else None
         for preset in by_size(plain_steps):  # the largest batch of each
             row = [row for row in plain_steps if row["preset"] == preset][-1]
-            note(panel, f"{preset} {row['batch']}", (intensity(row), rate(row)), (5, -3), color=COLOURS[1])
+            note(panel, f"{preset} {row['batch']}", (intensity(row), rate(row)), (5, -3), color=COLORS[1])
         log_axis(panel, "x")
         log_axis(panel, "y")
         panel.set_title(name, fontsize=10)

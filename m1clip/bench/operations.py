@@ -83,16 +83,16 @@ def _adamw(t: list[Tensor]) -> Call:
 @torch.no_grad()
 def measure(operation: Operation, name: str, precision: str, seconds: float) -> dict[str, Any]:
     """Times of one call: on its own with a wait at its end, without one, and among many in a row."""
-    device, dtype = devices.at(name), devices.DTYPES[precision]
+    device, dtype = devices.torch_device(name), devices.DTYPES[precision]
     host = [torch.randn(shape).to(dtype) for shape in operation.inputs]
     if operation.name == "AdamW":
         host = [one.float() for one in host]
-    call = operation.call([devices.copy(one, device) for one in host])
+    call = operation.call([devices.copy_to(one, device) for one in host])
     call()
     alone = row = list(repeated(call, device, seconds / 2))
-    transfer, issued, many, queued = [0.0], [0.0], 1, devices.is_queued(device)
+    transfer, issued, many, queued = [0.0], [0.0], 1, devices.is_async(device)
     if queued:
-        transfer = list(repeated(lambda: [devices.copy(one, device) for one in host], device, seconds / 4))
+        transfer = list(repeated(lambda: [devices.copy_to(one, device) for one in host], device, seconds / 4))
         issued = list(repeated(call, device, seconds / 4, waited=False))
         many = max(1, min(100, int(seconds / 8 / median(alone))))
         row = list(repeated(lambda: [call() for _ in range(many)], device, seconds / 4))

@@ -1,4 +1,4 @@
-"""A sweep's rows as tables, pictures, a page and one line of JSON. Measures nothing."""
+"""A sweep's rows as tables, images, a page and one line of JSON. Measures nothing."""
 
 import time
 from collections.abc import Iterator
@@ -9,8 +9,9 @@ from typing import Any
 
 from m1clip.bench import figures
 from m1clip.bench.crossover import Crossing, crossings
-from m1clip.bench.sweep import of, peaks, utilisation
-from m1clip.estimates import BUSY, plan_of, spoken
+from m1clip.bench.sweep import of, peaks, utilization
+from m1clip.estimates import BUSY, plan_of
+from m1clip.format import milliseconds
 from m1clip.measurements import Measurements
 from m1clip.pages import Page
 
@@ -53,7 +54,7 @@ class Sweep:
         return crossings(self.steps)
 
     def record(self) -> dict[str, Any]:
-        steps = [{**row, "utilisation": utilisation(row, self.peaks)} for row in self.steps]
+        steps = [{**row, "utilization": utilization(row, self.peaks)} for row in self.steps]
         best = [{"device": d, "precision": p, "gflops": peak} for (d, p), peak in self.peaks.items()]
         crossing = [one.record() for one in self.crossings]
         return {
@@ -84,7 +85,7 @@ def operation_rows(sweep: Sweep) -> Iterator[list[str]]:
 
 def step_rows(sweep: Sweep) -> Iterator[list[str]]:
     for row in sorted(sweep.steps, key=lambda row: (row["parameters"], row["batch"])):
-        used = utilisation(row, sweep.peaks)
+        used = utilization(row, sweep.peaks)
         yield [
             row["preset"],
             f"{row['batch']:,}",
@@ -121,7 +122,7 @@ def findings(sweep: Sweep) -> list[str]:
             fastest[row["preset"]] = row
     said += [
         f"{name}: up to {row['pairs_per_s']:,.3g} pairs a second ({plan_of(row)}, batch {row['batch']:,}, "
-        f"{spoken(row['step_ms'])} a step)"
+        f"{milliseconds(row['step_ms'])} a step)"
         for name, row in fastest.items()
     ]
     busy = [row for row in sweep.steps if (row.get("busy") or 0.0) > BUSY]
@@ -143,7 +144,7 @@ def left_out(sweep: Sweep) -> list[str]:
 
 
 def write(sweep: Sweep, folder: Path) -> Path:
-    """Pictures and page; the path of the page."""
+    """Images and page; the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     machine = sweep.machine
     page = Page("What this machine does with a CLIP training step")
@@ -167,12 +168,12 @@ def about_steps(page: Page, sweep: Sweep, folder: Path) -> None:
     found = sweep.crossings
     page.heading("Steps")
     page.text(
-        "Real training steps (train/step.py) on random pictures and captions, after a warm-up; plans for the "
+        "Real training steps (train/step.py) on random images and captions, after a warm-up; plans for the "
         "same model and batch took turns. ms is the median, then the middle half; of peak is the model's own "
         "FLOPs against the best product measured below; GB is what stays from step to step and the most that "
         "a step took beside it, or on a GPU the most that torch held."
     )
-    page.picture(figures.throughput(sweep.steps, folder / "throughput.png"), "pairs a second over the batch")
+    page.image(figures.throughput(sweep.steps, folder / "throughput.png"), "pairs a second over the batch")
     page.table(STEP_COLUMNS, list(step_rows(sweep)))
     page.heading("Where one overtakes another")
     page.text(
@@ -181,9 +182,9 @@ def about_steps(page: Page, sweep: Sweep, folder: Path) -> None:
         "90 % of 400 such curves through times drawn anew from those measured."
     )
     page.points([str(one) for one in found] or ["nothing was measured at three batches, or for three models"])
-    page.picture(figures.ratios(sweep.steps, found, folder / "crossover.png"), "speed against the plain plan")
+    page.image(figures.ratios(sweep.steps, found, folder / "crossover.png"), "speed against the plain plan")
     page.heading("What a step is made of")
-    page.picture(figures.phases(sweep.steps, folder / "phases.png"), "phases of a step")
+    page.image(figures.phases(sweep.steps, folder / "phases.png"), "phases of a step")
 
 
 def about_operations(page: Page, sweep: Sweep, folder: Path) -> None:
@@ -195,7 +196,7 @@ def about_operations(page: Page, sweep: Sweep, folder: Path) -> None:
         "read or written once."
     )
     page.table(OPERATION_COLUMNS, list(operation_rows(sweep)))
-    page.picture(figures.roofline(sweep.operations, sweep.steps, folder / "roofline.png"), "roofline")
+    page.image(figures.roofline(sweep.operations, sweep.steps, folder / "roofline.png"), "roofline")
     page.text(
         "The bytes of a step are an estimate: activations written and read once, and ten passes over the "
         "weights, their gradients and moments.",

@@ -1,4 +1,4 @@
-"""How time and memory grow with the model: real steps of what fits, and what they foretell of the rest."""
+"""How time and memory grow with the model: real steps of what fits, and what they extrapolate of the rest."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,10 +12,10 @@ from m1clip import plots, sensors
 from m1clip.bench import operations, sweep
 from m1clip.bench.documents import predicted_speedup
 from m1clip.bench.report import short
-from m1clip.config import preset
+from m1clip.config import get_preset
 from m1clip.devices import Plan
-from m1clip.estimates import foretell, plan_of
-from m1clip.format import clock
+from m1clip.estimates import extrapolate, plan_of
+from m1clip.format import duration
 from m1clip.measurements import Measurements
 from m1clip.pages import Page
 from m1clip.training import device_plan, memory, timing
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 BATCHES = (4, 2)  # small, so that a large model's activations fit beside its state
 SECONDS = 3.0
 COLUMNS = (
-    *("model", "parameters", "GFLOP/pair", "batch", "ms/pair", "foretold", "of peak", "GB"),
+    *("model", "parameters", "GFLOP/pair", "batch", "ms/pair", "extrapolated", "of peak", "GB"),
     *("the data", "GPU/CPU", "documents"),
 )
 
@@ -71,8 +71,8 @@ def run(
         step(name)
         if name in done:
             continue
-        config = preset(name)
-        tokens = config.model.text.length
+        config = get_preset(name)
+        tokens = config.model.text.context_length
         work = device_plan.work_of(config, BATCHES[0], tokens, known)
         free = sensors.available_gb()
         batch = next((b for b in BATCHES if need_gb(work, b, len(devices)) < 0.9 * free), None)
@@ -81,10 +81,10 @@ def run(
             reason = f"it needs {need:.1f} GB at batch {BATCHES[-1]}, {free:.1f} GB are free"
             known.add("skipped", session=session, preset=name, batch=BATCHES[-1], reason=reason)
             continue
-        config = replace(config, batch=batch, optimizer="adamw")  # one for all sizes
+        config = replace(config, batch_size=batch, optimizer="adamw")  # one for all sizes
         work = device_plan.work_of(config, batch, tokens, known)
         plans = [Plan(device) for device in devices]
-        timings = timing.contest(config, plans, timing.some_batch(config, batch, tokens), SECONDS)
+        timings = timing.time_plans(config, plans, timing.some_batch(config, batch, tokens), SECONDS)
         device_plan.keep_contest(known, config, work, tokens, timings, session=session)
 
 
@@ -93,18 +93,18 @@ def need_gb(work: Any, batch: int, copies: int) -> float:
 
 
 def sizes(known: Measurements, session: str, names: Sequence[str], devices: Sequence[str]) -> list[Size]:
-    """Every model, with what the other ones foretell of it."""
+    """Every model, with what the other ones extrapolate of it."""
     rows = sweep.of(known, session, "step")
     reasons = {row["preset"]: row["reason"] for row in sweep.of(known, session, "skipped")}
     first = [row for row in rows if plan_of(row) == Plan(devices[0])]
     made = []
     for name in names:
-        config = replace(preset(name), optimizer="adamw")
-        work = device_plan.work_of(config, BATCHES[0], config.model.text.length, known)
+        config = replace(get_preset(name), optimizer="adamw")
+        work = device_plan.work_of(config, BATCHES[0], config.model.text.context_length, known)
         mine = {row["device"]: row for row in rows if row["preset"] == name}
         batch = next(iter(mine.values()))["batch"] if mine else BATCHES[-1]
         others = [row for row in first if row["preset"] != name]
-        told = foretell(others, work.gflop * batch, work.parameters)
+        told = extrapolate(others, work.gflop * batch, work.parameters)
         fitted: tuple[float | None, float | None, float | None] = (None, None, None)
         if told:
             ms, wide = told[0] / batch, told[1]
@@ -122,7 +122,7 @@ def table(
     for one in made:
         ms, gpu = one.ms(devices[0]), one.ms(devices[-1]) if len(devices) > 1 else None
         row, shown = one.measured.get(devices[0]), ms or one.fitted_ms
-        used = sweep.utilisation(row, peaks) if row else None
+        used = sweep.utilization(row, peaks) if row else None
         seconds = None if shown is None else pairs * shown / 1e3
         lines.append(
             [
@@ -136,7 +136,7 @@ def table(
                 else f"{short(one.fitted_ms)} ({short(one.low_ms)}–{short(one.high_ms)})",
                 "–" if used is None else f"{100 * used:.0f} %",
                 f"{one.memory_gb:.1f}" + ("" if one.measured else " planned"),
-                "–" if seconds is None else clock(seconds) + ("" if ms else " foretold"),
+                "–" if seconds is None else duration(seconds) + ("" if ms else " extrapolated"),
                 "–" if ms is None or gpu is None else f"{ms / gpu:.2f}",
                 f"{predicted_speedup(one.parameters):g}",
             ]
@@ -144,7 +144,7 @@ def table(
     return lines
 
 
-def picture(made: Sequence[Size], devices: Sequence[str], path: Path) -> Path:
+def image(made: Sequence[Size], devices: Sequence[str], path: Path) -> Path:
     """Time and memory over parameters; what was not run is hollow."""
     figure, (times, memories) = plots.axes(2, 5.5, 4.2)
     draw_times(times, made, devices)
@@ -161,18 +161,18 @@ def picture(made: Sequence[Size], devices: Sequence[str], path: Path) -> Path:
 
 
 def draw_times(panel: Axes, made: Sequence[Size], devices: Sequence[str]) -> None:
-    for device, colour in zip(devices, plots.COLOURS, strict=False):
+    for device, color in zip(devices, plots.COLORS, strict=False):
         points = [(one.parameters / 1e6, one.ms(device) or 0.0) for one in made if device in one.measured]
         if points:
-            panel.plot(*zip(*points, strict=True), "o", color=colour, label=f"measured, {device}")
+            panel.plot(*zip(*points, strict=True), "o", color=color, label=f"measured, {device}")
     fitted = [one for one in made if one.fitted_ms]
     if fitted:
         told, low, high = np.array(
             [(one.fitted_ms, one.low_ms, one.high_ms) for one in fitted], dtype=float
         ).T
-        style: dict[str, Any] = {"fmt": "_", "color": plots.COLOURS[6], "ms": 14, "capsize": 3, "zorder": 0}
+        style: dict[str, Any] = {"fmt": "_", "color": plots.COLORS[6], "ms": 14, "capsize": 3, "zorder": 0}
         at = [one.parameters / 1e6 for one in fitted]
-        panel.errorbar(at, told, [told - low, high - told], label="foretold by the others", **style)
+        panel.errorbar(at, told, [told - low, high - told], label="extrapolated by the others", **style)
     for one in made:
         if value := one.ms(devices[0]) or one.fitted_ms:
             plots.note(panel, one.name, (one.parameters / 1e6, value), (8, -9))
@@ -180,17 +180,17 @@ def draw_times(panel: Axes, made: Sequence[Size], devices: Sequence[str]) -> Non
 
 def draw_memory(panel: Axes, made: Sequence[Size]) -> None:
     x = [one.parameters / 1e6 for one in made]
-    panel.plot(x, [one.memory_gb for one in made], "-", color=plots.COLOURS[6], lw=1)
+    panel.plot(x, [one.memory_gb for one in made], "-", color=plots.COLORS[6], lw=1)
     for measured, face, words in (
-        (True, plots.COLOURS[0], "measured"),
+        (True, plots.COLORS[0], "measured"),
         (False, "white", "planned, not run"),
     ):
         points = [(one.parameters / 1e6, one.memory_gb) for one in made if bool(one.measured) is measured]
         if points:
-            panel.plot(*zip(*points, strict=True), "o", mfc=face, color=plots.COLOURS[0], label=words)
+            panel.plot(*zip(*points, strict=True), "o", mfc=face, color=plots.COLORS[0], label=words)
     ram = sensors.machine()["ram_gb"]
-    panel.axhline(ram, color=plots.COLOURS[1], ls="--", lw=1)
-    panel.text(min(x), ram * 1.1, f"{ram:.0f} GB in this machine", fontsize=8, color=plots.COLOURS[1])
+    panel.axhline(ram, color=plots.COLORS[1], ls="--", lw=1)
+    panel.text(min(x), ram * 1.1, f"{ram:.0f} GB in this machine", fontsize=8, color=plots.COLORS[1])
 
 
 def page(
@@ -205,7 +205,7 @@ def page(
     document.text(
         f"{machine['chip']}, {machine['cores']} cores, {machine['ram_gb']:.0f} GB, {machine['os']}."
     )
-    document.picture(picture(made, devices, folder / "scaling.png"), "time and memory over parameters")
+    document.image(image(made, devices, folder / "scaling.png"), "time and memory over parameters")
     document.table(COLUMNS, table(made, devices, peaks, pairs))
     document.text(
         f"A few real steps each, AdamW, on {devices[0]}. Foretold: a constant, a part that grows with the "

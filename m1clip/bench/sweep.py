@@ -9,11 +9,11 @@ from typing import Any
 
 from m1clip import devices, sensors
 from m1clip.bench import operations
-from m1clip.config import TrainConfig, preset
+from m1clip.config import TrainConfig, get_preset
 from m1clip.devices import Plan
 from m1clip.estimates import Work
+from m1clip.files import lock_folder
 from m1clip.measurements import Measurements
-from m1clip.run import locked
 from m1clip.training import device_plan, memory, timing
 
 Row = dict[str, Any]
@@ -51,13 +51,13 @@ class Settings:
 
     @property
     def seconds(self) -> float:
-        """For each plan of a contest."""
+        """For each plan of a time_plans."""
         return 1.0 if self.quick else 4.0
 
 
 @dataclass(frozen=True)
 class Group:
-    """One contest: a model and a batch, by several plans in turn."""
+    """One time_plans: a model and a batch, by several plans in turn."""
 
     config: TrainConfig
     tokens: int
@@ -65,16 +65,16 @@ class Group:
 
     @property
     def key(self) -> list[Any]:
-        return [self.config.preset, self.config.batch, self.tokens]
+        return [self.config.preset, self.config.batch_size, self.tokens]
 
 
-def session(known: Measurements, settings: Settings, kind: str, fresh: bool) -> str:
+def session(known: Measurements, settings: Settings, kind: str, overwrite: bool) -> str:
     """The name of this sweep, or of the same one that was interrupted."""
     wanted = asdict(settings)
     for row in reversed(known.rows("session", of=kind)):
         same = {key: list(value) if isinstance(value, tuple) else value for key, value in wanted.items()}
         ended = known.rows("ended", session=row["session"])
-        if not fresh and not ended and row["settings"] == same and time.time() - row["time"] < FRESH_S:
+        if not overwrite and not ended and row["settings"] == same and time.time() - row["time"] < FRESH_S:
             return str(row["session"])
         break
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -86,7 +86,7 @@ def session(known: Measurements, settings: Settings, kind: str, fresh: bool) -> 
 def alone(known: Measurements) -> Iterator[None]:
     """No other sweep on this machine meanwhile: each would time the other."""
     known.folder.mkdir(parents=True, exist_ok=True)
-    with locked(known.folder) as ours:
+    with lock_folder(known.folder) as ours:
         if not ours:
             raise RuntimeError("another bench is measuring on this machine; wait for it, or stop it")
         yield
@@ -97,10 +97,10 @@ def groups(settings: Settings, gains: dict[str, list[str]]) -> list[Group]:
     table = QUICK if settings.quick else FULL
     made = []
     for name in settings.presets or tuple(table):
-        config = preset(name)
-        tokens = min(settings.tokens or config.model.text.length, config.model.text.length)
-        for batch in settings.batches or table.get(name, (4, config.batch)):
-            given = replace(config, batch=batch)
+        config = get_preset(name)
+        tokens = min(settings.tokens or config.model.text.context_length, config.model.text.context_length)
+        for batch in settings.batches or table.get(name, (4, config.batch_size)):
+            given = replace(config, batch_size=batch)
             made.append(Group(given, tokens, tuple(plans(given, settings, gains))))
     return made
 
@@ -115,15 +115,15 @@ def plans(config: TrainConfig, settings: Settings, gains: dict[str, list[str]]) 
         yield from (Plan("cpu", threads=number) for number in settings.threads)
     for name in here:
         yield from (Plan(name, precision) for precision in gains[name])
-        tried = settings.compile or (not settings.quick and (config.preset, config.batch) in COMPILED)
-        if tried and devices.can_compile(devices.at(name))[0]:
+        tried = settings.compile or (not settings.quick and (config.preset, config.batch_size) in COMPILED)
+        if tried and devices.can_compile(devices.torch_device(name))[0]:
             yield Plan(name, compile=True)
 
 
 def thread_numbers() -> tuple[int, ...]:
     """Worth trying beside torch's own: one, the fast cores, all."""
     machine = sensors.machine()
-    numbers = {1, sensors.fast_cores() or 1, machine["cores"], machine["threads"]} - {devices.THREADS}
+    numbers = {1, sensors.fast_cores() or 1, machine["cores"], machine["threads"]} - {devices.DEFAULT_THREADS}
     return tuple(sorted(numbers))
 
 
@@ -147,9 +147,9 @@ def run_operations(
                     try:
                         found = operations.measure(one, device, precision, settings.operation_s)
                         known.add("operation", session=name, **found)
-                    except devices.REFUSALS as error:
+                    except devices.DEVICE_ERRORS as error:
                         what = {"operation": one.name, "size": one.size, "device": device}
-                        known.add("refused", session=name, **what, reason=devices.refusal(error))
+                        known.add("refused", session=name, **what, reason=devices.short_error(error))
 
 
 def operation_count(settings: Settings, gains: dict[str, list[str]]) -> int:
@@ -159,27 +159,27 @@ def operation_count(settings: Settings, gains: dict[str, list[str]]) -> int:
 def run_steps(
     known: Measurements, name: str, groups: Sequence[Group], seconds: float, step: Callable[[str], None]
 ) -> None:
-    done = [row["group"] for row in of(known, name, "contest")]
+    done = [row["group"] for row in of(known, name, "time_plans")]
     for group in groups:
         config = group.config
-        step(f"{config.preset}, batch {config.batch}")
+        step(f"{config.preset}, batch {config.batch_size}")
         if group.key in done:
             continue
-        work = device_plan.work_of(config, config.batch, group.tokens, known)
+        work = device_plan.work_of(config, config.batch_size, group.tokens, known)
         reason = too_large(group, work)
         if reason:
-            known.add("skipped", session=name, preset=config.preset, batch=config.batch, reason=reason)
+            known.add("skipped", session=name, preset=config.preset, batch=config.batch_size, reason=reason)
         else:
             tried = [plan for plan in group.plans if work.step_gflop < SLOW_GFLOP or plan.threads == 0]
-            batch = timing.some_batch(config, config.batch, group.tokens)
-            timings = timing.contest(config, tried, batch, seconds)
+            batch = timing.some_batch(config, config.batch_size, group.tokens)
+            timings = timing.time_plans(config, tried, batch, seconds)
             device_plan.keep_contest(known, config, work, group.tokens, timings, session=name)
-        known.add("contest", session=name, group=group.key)
+        known.add("time_plans", session=name, group=group.key)
 
 
 def too_large(group: Group, work: Work) -> str | None:
-    """Why a contest is not tried: more memory than is free, by what such a step is known to take."""
-    placements = len({plan.device for plan in group.plans})  # each has a learner of its own
+    """Why a time_plans is not tried: more memory than is free, by what such a step is known to take."""
+    placements = len({plan.device for plan in group.plans})  # each has a state of its own
     need = placements * work.state_gb + memory.PEAK * work.activation_gb * work.batch
     free = sensors.available_gb()
     if need <= memory.SHARE * free:
@@ -192,7 +192,7 @@ def of(known: Measurements, session: str, kind: str) -> list[Row]:
 
 
 def peaks(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
-    """GFLOP/s of the best product of matrices, by device and precision: what utilisation is a part of."""
+    """GFLOP/s of the best product of matrices, by device and precision: what utilization is a part of."""
     best: dict[tuple[str, str], float] = {}
     for row in rows:
         if row["operation"] == "product":
@@ -201,8 +201,8 @@ def peaks(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
     return best
 
 
-def utilisation(row: Row, best: dict[tuple[str, str], float]) -> float | None:
+def utilization(row: Row, best: dict[tuple[str, str], float]) -> float | None:
     """The model's own FLOPs of a step against what the device could do; None for two different devices."""
-    names = set(devices.parts_of(row["device"]))
+    names = set(devices.tower_devices(row["device"]))
     peak = best.get((names.pop(), row["precision"])) if len(names) == 1 else None
     return None if peak is None else row["gflop"] * row["batch"] / (row["step_ms"] / 1e3) / peak

@@ -8,7 +8,7 @@ import tyro
 
 from m1clip import measurements, sensors
 from m1clip.commands import flags, tables
-from m1clip.config import preset
+from m1clip.config import get_preset
 
 if TYPE_CHECKING:  # they bring torch
     from m1clip.bench.report import Sweep
@@ -24,7 +24,7 @@ class Args(flags.Kept):
     m1clip bench --devices cpu mps vision=mps,text=cpu
     m1clip bench scaling                            from small to a billion parameters
 
-    Tables are printed, pictures and a page go to --out, and every measurement is kept for this machine:
+    Tables are printed, images and a page go to --out, and every measurement is kept for this machine:
     `m1clip advise` and --device auto in training go by it.
     """
 
@@ -33,7 +33,7 @@ class Args(flags.Kept):
     presets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ()
     """Models to measure; by default those of a table that fits the time."""
     batches: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N")] = ()
-    """Batches to measure for each of them."""
+    """BatchStream to measure for each of them."""
     devices: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ()
     """Devices and placements (vision=A,text=B); by default all there are."""
     precisions: tuple[str, ...] = ()
@@ -45,13 +45,13 @@ class Args(flags.Kept):
     tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """Length of the captions; 0 is the longest that each model reads."""
     no_operations: bool = False
-    """Leave out the single operations, and with them utilisation."""
+    """Leave out the single operations, and with them utilization."""
 
 
 def parse(prog: str, words: list[str]) -> Args:
     args = flags.read(Args, prog, words)
     for name in args.presets:
-        preset(name)
+        get_preset(name)
     if any(not 1 <= number <= 1024 for number in args.threads):
         raise ValueError(f"threads must be 1 to 1024, not {', '.join(map(str, args.threads))}")
     if any(not 2 <= batch <= 10**6 for batch in args.batches):
@@ -72,12 +72,12 @@ def main(args: Args) -> int:
     with tables.loading():
         from m1clip import devices
         from m1clip.bench import report, sweep
-        from m1clip.console import Screen
+        from m1clip.console import Console
         from m1clip.training import device_plan
 
     args.out.mkdir(parents=True, exist_ok=True)  # refused before anything is measured, if it will be
     names = args.devices or tuple(devices.available())
-    single = list(dict.fromkeys(part for name in names for part in devices.parts_of(name)))
+    single = list(dict.fromkeys(part for name in names for part in devices.tower_devices(name)))
     gains = {name: list(args.precisions) or device_plan.paying(name) for name in single}
     settings = sweep.Settings(
         args.presets,
@@ -89,10 +89,10 @@ def main(args: Args) -> int:
         args.tokens,
         args.quick,
     )
-    known, screen = measurements.here(), Screen()
+    known, console = measurements.here(), Console()
     groups = sweep.groups(settings, gains)
     count = 0 if args.no_operations else sweep.operation_count(settings, gains)
-    with sweep.alone(known), screen.going_through(count + len(groups)) as step:
+    with sweep.alone(known), console.going_through(count + len(groups)) as step:
         session = sweep.session(known, settings, "bench", args.again)
         if count:
             sweep.run_operations(known, session, settings, gains, step)
@@ -106,7 +106,7 @@ def main(args: Args) -> int:
         print(json.dumps({**made.record(), "page": str(page)}))
     else:
         print(f"page:  {page}")
-        next_up = tables.command("advise", "--preset", "nano", "--batch", 256)
+        next_up = tables.command("advise", "--preset", "nano", "--batch-size", 256)
         print(f"next:  {next_up}    what this means for a run")
     return 0
 

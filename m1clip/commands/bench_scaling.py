@@ -8,12 +8,12 @@ import tyro
 
 from m1clip import measurements
 from m1clip.commands import flags, tables
-from m1clip.config import PRESETS, preset
+from m1clip.config import PRESETS, get_preset
 
 
 @dataclass(frozen=True)
 class Args(flags.Kept):
-    """A few real steps of every preset that fits; of the rest, what these foretell and what memory they need.
+    """A few real steps of every preset that fits; of the rest, what these extrapolate and what memory they need.
 
     m1clip bench scaling                            about five minutes on two cores
     m1clip bench scaling --pairs 591753             how long a pass over COCO's captions takes at each size
@@ -25,13 +25,13 @@ class Args(flags.Kept):
     devices: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ()
     """By default all there are."""
     pairs: Annotated[int, tyro.conf.arg(metavar="N")] = 100_000
-    """Pairs of the data whose time is foretold, for one pass."""
+    """PairDataset of the data whose time is extrapolated, for one pass."""
 
 
 def parse(prog: str, words: list[str]) -> Args:
     args = flags.read(Args, prog, words)
     for name in args.presets:
-        preset(name)
+        get_preset(name)
     if args.pairs < 1:
         raise ValueError(f"pairs must be at least 1, not {args.pairs}")
     return args
@@ -41,17 +41,17 @@ def main(args: Args) -> int:
     with tables.loading():
         from m1clip import devices
         from m1clip.bench import scaling, sweep
-        from m1clip.console import Screen
+        from m1clip.console import Console
 
     args.out.mkdir(parents=True, exist_ok=True)
     names, here = args.presets or tuple(PRESETS), args.devices or tuple(devices.available())
     for name in here:
         if "=" in name:
             raise ValueError(f"scaling takes single devices, not {name!r}")
-        devices.parts_of(name)
+        devices.tower_devices(name)
     settings = sweep.Settings(names, (), here, (), (), False, 0, False)
     known = measurements.here()
-    with sweep.alone(known), Screen().going_through(1 + len(names)) as step:
+    with sweep.alone(known), Console().going_through(1 + len(names)) as step:
         session = sweep.session(known, settings, "scaling", args.again)
         scaling.run(known, session, names, here, step)
     peaks = sweep.peaks(known.rows("operation"))

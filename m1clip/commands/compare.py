@@ -24,7 +24,7 @@ class Args:
     m1clip compare --on cpu mps --preset small --steps 200
     m1clip compare --on cpu vision=cpu,text=cpu --data photos/
 
-    Takes the flags of `m1clip train`. The runs are kept in runs/compare-N with a page and a picture.
+    Takes the flags of `m1clip train`. The runs are kept in runs/compare-N with a page and an image.
     """
 
     training: Annotated[TrainConfig, tyro.conf.arg(name="")]
@@ -54,20 +54,19 @@ def main(args: Args) -> int:
         from m1clip.training import device_plan
 
     here = devices.available()
-    wishes = args.on or (*here, *(plan.device for plan in device_plan.splits(here)))
-    for wish in wishes:
-        devices.parts_of(wish)
+    names = args.on or (*here, *(plan.device for plan in device_plan.splits(here)))
+    for name in names:
+        devices.tower_devices(name)
     folder = args.runs / runs.next_name(args.runs, "compare")
     folder.mkdir(parents=True)
     config = args.training
-    config = replace(config, steps=config.steps or STEPS, budget="", save_epochs=0, save_minutes=1e6)
-    config = replace(config, watch_every=max(1, config.steps // 10))
+    config = replace(config, steps=config.steps or STEPS, budget="", save_every="100h")
     # What is left to auto would be decided for each device by itself, and more than the device would differ.
     config = replace(config, precision="fp32") if config.precision == "auto" else config
     config = replace(config, compile="off") if config.compile == "auto" else config
-    config = replace(config, threads=config.threads or devices.THREADS)
+    config = replace(config, threads=config.threads or devices.DEFAULT_THREADS)
     (folder / "training.json").write_text(to_json(config))
-    contestants = [compare.Contestant(wish, *trained(folder, wish)) for wish in wishes]
+    contestants = [compare.Contestant(name, *trained(folder, name)) for name in names]
     if all(one.failed for one in contestants):
         raise RuntimeError(f"no device could train it: {contestants[0].failed}")
     contestants.sort(key=lambda one: one.failed is not None)  # the first is what others are compared with
@@ -76,27 +75,27 @@ def main(args: Args) -> int:
         print(json.dumps({"runs": [one.record(contestants[0]) for one in contestants], "page": str(page)}))
         return 0
     print()
-    title = f"{config.preset}, {config.steps} steps of {config.batch:,} pairs"
+    title = f"{config.preset}, {config.steps} steps of {config.batch_size:,} pairs"
     tables.show_rows(title, compare.COLUMNS, compare.table(contestants))
     print(f"\npage:  {page}")
     return 0
 
 
-def trained(folder: Path, wish: str) -> tuple[runs.Run, dict[str, Any], str | None]:
+def trained(folder: Path, requested: str) -> tuple[runs.Run, dict[str, Any], str | None]:
     """One run in a process of its own, so that its memory and threads are; its scores, or why it failed."""
-    name = wish.replace("=", "-").replace(",", "-").replace(":", "")
+    name = requested.replace("=", "-").replace(",", "-").replace(":", "")
     words = [
         "train",
         "--config",
         folder / "training.json",
         "--device",
-        wish,
+        requested,
         "--runs",
         folder,
         "--name",
         name,
     ]
-    print(f"\n{wish}", file=sys.stderr)
+    print(f"\n{requested}", file=sys.stderr)
     child = subprocess.run(
         [sys.executable, "-m", "m1clip", *map(str, words), "--json"], stdout=subprocess.PIPE
     )

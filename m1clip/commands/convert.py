@@ -38,7 +38,7 @@ class Args:
     """The checkpoint was trained with quick-GELU, though nothing beside it says so."""
     runs: Path = Path("runs")
     """Where runs are kept."""
-    fresh: bool = False
+    overwrite: bool = False
     """Replace what is there."""
 
 
@@ -50,12 +50,12 @@ def main(args: Args) -> int:
     named = Path(args.runs) / args.model
     spec = str(named) if not Path(args.model).exists() and runs.is_run(named) else args.model
     out = args.out or beside(Path(spec), args.to)
-    if out.exists() and not args.fresh:
-        raise FileExistsError(f"{out} is there already; --fresh replaces it, --out goes elsewhere")
+    if out.exists() and not args.overwrite:
+        raise FileExistsError(f"{out} is there already; --overwrite replaces it, --out goes elsewhere")
     with tables.loading():
         from m1clip.model.export_clip import convert
-        from m1clip.model.import_clip import open_known
-    model, told = open_known(spec, args.tokenizer, args.quick_gelu)
+        from m1clip.model.import_clip import import_clip
+    model, told = import_clip(spec, args.tokenizer, args.quick_gelu)
     if told:
         print(f"{spec}: {told}", file=sys.stderr)
     if args.to == "m1clip":

@@ -10,28 +10,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from m1clip.commands import flags
-from m1clip.commands.data_preview import require_picture
-from m1clip.config import DataConfig, preset, printable
+from m1clip.commands.data_preview import require_image
+from m1clip.config import DataConfig, get_preset
+from m1clip.format import printable
 
 if TYPE_CHECKING:  # they bring pyarrow
-    from m1clip.data.pairs import Bars
-    from m1clip.data.rows import Faults
-    from m1clip.data.sources import NoPairs, Source
+    from m1clip.data.pairs import ProgressFactory
+    from m1clip.data.rows import BadRows
+    from m1clip.data.sources import NoUsablePairs, Source
 
 SHOWN = 15
-SAMPLE = 50_000  # pictures whose captions are counted in tokens
+SAMPLE = 50_000  # images whose captions are counted in tokens
 Report = dict[str, Any]
 Line = Callable[..., None]
 
 
 @dataclass(frozen=True)
 class Args(DataConfig):
-    """Look at every picture and caption: counts, faults by file and line, doubles, leaks between the sides.
+    """Look at every image and caption: counts, faults by file and line, doubles, leaks between the sides.
 
     m1clip data check photos/
     m1clip data check products.csv --caption-column title
     m1clip data check coco:~/coco --json > coco.json
-    Exit code 1 says that more rows are unusable than --max-bad allows, so that training would refuse.
+    Exit code 1 says that more rows are unusable than --max-bad-rows allows, so that training would refuse.
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")] = ""
@@ -42,7 +43,7 @@ class Args(DataConfig):
     tokenizer: str = "bpe"
     """bpe (learned from these captions), char, or the path of a CLIP vocabulary, as in train."""
     sheet: Path = Path("check.png")
-    """The contact sheet to write: pictures from all over the set, then odd ones and doubles."""
+    """The contact sheet to write: images from all over the set, then odd ones and doubles."""
     json: bool = False
     """Print everything as one line of JSON, with up to 10,000 faults by name."""
 
@@ -51,20 +52,20 @@ def parse(prog: str, words: list[str]) -> Args:
     args = flags.read(Args, prog, words)
     if not args.data:
         raise ValueError("data check needs a SPEC: a folder, a table, coco:DIR …; m1clip data check --help")
-    preset(args.preset)
-    require_picture(args.sheet)
+    get_preset(args.preset)
+    require_image(args.sheet)
     return args
 
 
 def main(args: Args) -> int:
-    from m1clip.console import Screen
-    from m1clip.data.sources import NoPairs, open_sources
+    from m1clip.console import Console
+    from m1clip.data.sources import NoUsablePairs, open_sources
 
-    bars = Screen().working
+    bars = Console().working
     reports = []
     try:
-        sources = open_sources(replace(args, max_bad=1.0), bars)
-    except NoPairs as error:
+        sources = open_sources(replace(args, max_bad_rows=1.0), bars)
+    except NoUsablePairs as error:
         return nothing(error, args)
     for number, source in enumerate(sources):
         sheet = args.sheet.with_stem(f"{args.sheet.stem}-{number + 1}") if number else args.sheet
@@ -76,9 +77,9 @@ def main(args: Args) -> int:
     return int(any(is_refused(report, args) for report in reports))
 
 
-def nothing(error: "NoPairs", args: Args) -> int:
+def nothing(error: "NoUsablePairs", args: Args) -> int:
     """Where not one row can be used, its faults are the whole report."""
-    report = {"data": error.spec, "pictures": 0, "captions": 0, **faults_of(error.faults)}
+    report = {"data": error.spec, "images": 0, "captions": 0, **faults_of(error.faults)}
     if args.json:
         print(json.dumps(report))
     else:
@@ -88,7 +89,7 @@ def nothing(error: "NoPairs", args: Args) -> int:
     return 1
 
 
-def faults_of(faults: "Faults") -> Report:
+def faults_of(faults: "BadRows") -> Report:
     return {
         "rows": faults.rows,
         "unusable": len(faults),
@@ -99,27 +100,27 @@ def faults_of(faults: "Faults") -> Report:
 
 
 def is_refused(report: Report, args: Args) -> bool:
-    return bool(report["share"] > args.max_bad)
+    return bool(report["share"] > args.max_bad_rows)
 
 
-def check(source: "Source", args: Args, sheet: Path, bars: "Bars") -> Report:
+def check(source: "Source", args: Args, sheet: Path, bars: "ProgressFactory") -> Report:
     from m1clip.data import check
     from m1clip.data.contact_sheet import contact_sheet, shot, shown
 
     pairs, faults = source.every, source.faults
     found, bad = check.survey(pairs, args.workers, bars)
     for fault in bad:
-        faults.add(fault, picture=True)
+        faults.add(fault, image=True)
     twice = check.doubles(source, found)
     notable = check.notable(found, twice)[:18]
     contact_sheet([*shown(pairs, 12), *(shot(pairs, row, f"[{why}] ") for row, why in notable)], 6).save(
         sheet
     )
     top = check.largest(found)
-    sides = {"train": source.train, "held-out": source.held_out, "test": source.test}
+    sides = {"train": source.train, "val": source.val, "test": source.test}
     return {
         "data": source.spec,
-        "pictures": len(found),
+        "images": len(found),
         "sides": {name: len(side) for name, side in sides.items() if side is not None},
         "split": source.why,
         **faults_of(faults),
@@ -142,15 +143,15 @@ def tokens(source: "Source", args: Args) -> Report:
 
     from m1clip.model.tokenizer import make
 
-    text = preset(args.preset).model.text
+    text = get_preset(args.preset).model.text
     rows = range(0, len(source.train), max(1, len(source.train) // SAMPLE))
     captions = [caption for row in rows for caption in islice(source.train.captions(row), 20)]
-    tokenizer = make(args.tokenizer, captions, text.vocab)
+    tokenizer = make(args.tokenizer, captions, text.vocab_size)
     lengths = np.array(tokenizer.lengths(captions))
     return {
         "tokens_per_caption": {"median": int(np.median(lengths)), "most": int(lengths.max())},
-        "text_length": text.length,
-        "too_long": int((lengths > text.length).sum()),
+        "text_length": text.context_length,
+        "too_long": int((lengths > text.context_length).sum()),
         "too_long_of": len(lengths),
         "kinds_of_token": len(tokenizer),
     }
@@ -181,13 +182,11 @@ def liner() -> Line:
 
 def tell(report: Report, args: Args) -> None:
     line = liner()
-    line(
-        "data", f"{report['data']}: {report['pictures']:,} pictures, {report['captions']:,} captions", "bold"
-    )
+    line("data", f"{report['data']}: {report['images']:,} images, {report['captions']:,} captions", "bold")
     counts = ", ".join(f"{count:,} {side}" for side, count in report["sides"].items())
     line("sides", f"{counts} ({report['split']})")
     tell_faults(report, args, line)
-    tell_pictures(report, line)
+    tell_images(report, line)
     tell_captions(report, args, line)
     line("sheet", report["sheet"])
 
@@ -198,7 +197,9 @@ def tell_faults(report: Report, args: Args, line: Line) -> None:
         line("unusable", "nothing", "green")
         return
     so = (
-        f"more than --max-bad {args.max_bad:.2%}: training would refuse" if refused else "training skips them"
+        f"more than --max-bad-rows {args.max_bad_rows:.2%}: training would refuse"
+        if refused
+        else "training skips them"
     )
     line(
         "unusable",
@@ -212,7 +213,7 @@ def tell_faults(report: Report, args: Args, line: Line) -> None:
         line("", f"… and {bad - SHOWN:,} more; --json names them")
 
 
-def tell_pictures(report: Report, line: Line) -> None:
+def tell_images(report: Report, line: Line) -> None:
     most, label = max(report["sizes"].values()), "pixels"
     for name, count in report["sizes"].items():
         if count:
@@ -225,7 +226,7 @@ def tell_pictures(report: Report, line: Line) -> None:
     same, near, leaks = (report[key] for key in ("same_bytes", "look_alike", "leaks"))
     line("doubles", f"same bytes: {count_of(same, 'couple')}; look alike: {count_of(near, 'couple')}")
     if not leaks:
-        line("leaks", "none: no picture was found on two sides", "green")
+        line("leaks", "none: no image was found on two sides", "green")
         return
     line("leaks", f"{count_of(leaks, 'couple')} of these on different sides", "bold red")
     for a, b in leaks[:5]:
@@ -238,16 +239,16 @@ def count_of(things: list[Any], word: str) -> str:
 
 def tell_captions(report: Report, args: Args, line: Line) -> None:
     each, words, long = (
-        report[f"{key}"] for key in ("captions_per_picture", "words_per_caption", "tokens_per_caption")
+        report[f"{key}"] for key in ("captions_per_image", "words_per_caption", "tokens_per_caption")
     )
     span = f"{each['least']}" if each["least"] == each["most"] else f"{each['least']} to {each['most']}"
     length = f"{words['least']} to {words['most']} words, the median {words['median']}"
-    line("captions", f"{span} a picture; {length}; {report['vocabulary']:,} different words")
+    line("captions", f"{span} an image; {length}; {report['vocabulary']:,} different words")
     cut = report["too_long"] / report["too_long_of"]
     reads = f"{args.preset} reads {report['text_length']}: {cut:.1%} are cut short"
     line("tokens", f"up to {long['most']}, the median {long['median']}; {reads}")
     repeated, doubled = report["repeated_captions"], report["doubled_captions"]
     if repeated or doubled:
-        line("repeated", f"{repeated:,} captions stand on several pictures, {doubled:,} twice on one")
+        line("repeated", f"{repeated:,} captions stand on several images, {doubled:,} twice on one")
     for text, times in report["most_repeated"][:3]:
         line("", f"{times:,} × {text[:90]!r}")

@@ -17,7 +17,7 @@ class Args(DataConfig):
 
     m1clip data convert coco:~/coco shards/
     m1clip data convert photos/ parquet/ --to parquet
-    Pictures are copied as they are, bad ones are left out and counted. Broken off, it goes on where it was;
+    Images are copied as they are, bad ones are left out and counted. Broken off, it goes on where it was;
     manifest.jsonl has the SHA-256 of each file.
     """
 
@@ -29,7 +29,7 @@ class Args(DataConfig):
     to: Literal["shards", "parquet"] = "shards"
     """shards is WebDataset (tar), as open_clip and img2dataset have it."""
     per_file: int = 1000
-    """Pairs in one file."""
+    """PairDataset in one file."""
     json: bool = False
     """Print what was done as one line of JSON."""
 
@@ -44,19 +44,19 @@ def parse(prog: str, words: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
-    from m1clip.console import Screen
+    from m1clip.console import Console
     from m1clip.data.convert import convert
     from m1clip.data.sources import open_sources
 
     assert args.out is not None
-    screen = Screen()
-    sources = open_sources(args, screen.working)
-    done = convert(sources, args.out, args.to, args.per_file, args.max_bad, screen.working)
+    console = Console()
+    sources = open_sources(args, console.working)
+    done = convert(sources, args.out, args.to, args.per_file, args.max_bad_rows, console.working)
     if args.json:
         print(json.dumps(done))
         return 0
     for fault in done["named"][:10]:
-        screen.warn(f"left out: {fault['where']}: {fault['what']}")
+        console.warn(f"left out: {fault['where']}: {fault['what']}")
     size, left = f"{done['bytes'] / 1e6:,.1f} MB", f"{done['skipped']:,} left out"
     print(f"{args.out}: {done['pairs']:,} pairs in {done['files']:,} files, {size}; {left}")
     spec = args.out / ("*.tar" if args.to == "shards" else "*.parquet")

@@ -14,7 +14,7 @@ LOG = "output.log"
 
 def detach(words: list[str], run: folders.Run) -> int:
     """Start `m1clip train WORDS` detached; back once it trains, or with its words and code if it fails."""
-    resumed = folders.is_run(run.path) and "--fresh" not in words
+    resumed = folders.is_run(run.path) and "--overwrite" not in words
     run.path.parent.mkdir(parents=True, exist_ok=True)
     # The folder is the child's to make; until it has, its words wait beside it.
     log = run.path / LOG if resumed else run.path.parent / f".{run.name}.log"
@@ -48,7 +48,7 @@ def detach(words: list[str], run: folders.Run) -> int:
     state = "is being trained in the background" if child.poll() is None else "is trained already"
     print(f"{run.path} {state}, process {child.pid}")
     for what, line in {
-        "watch": tables.command("monitor", run.path),
+        "logger": tables.command("monitor", run.path),
         "output": f"tail -f {shlex.quote(str(log))}",
         "list": tables.command(
             "runs", *([] if run.path.parent == Path("runs") else ["--runs", run.path.parent])

@@ -15,8 +15,8 @@ import tyro
 
 from m1clip import measurements, sensors
 from m1clip.commands import flags, tables
-from m1clip.config import preset
-from m1clip.run import cache_folder
+from m1clip.config import get_preset
+from m1clip.files import cache_folder
 
 # Versions that are known to compute wrongly or crawl, and where. From bug reports against PyTorch.
 KNOWN_BUGS = {
@@ -58,7 +58,7 @@ class Finding:
 
 def parse(prog: str, words: list[str]) -> Args:
     args = flags.read(Args, prog, words)
-    preset(args.preset)
+    get_preset(args.preset)
     return args
 
 
@@ -137,7 +137,7 @@ def disk() -> Finding:
     free = {place: shutil.disk_usage(place).free / 1e9 for place in (Path.cwd(), cache_folder())}
     told = " and ".join(f"{size:.0f} GB free in {place}" for place, size in free.items())
     least = min(free.values())
-    remedy = "make room; --keep 1 needs less for checkpoints, M1CLIP_CACHE moves decoded pictures elsewhere"
+    remedy = "make room; --keep 1 needs less for checkpoints, M1CLIP_CACHE moves decoded images elsewhere"
     return Finding("disk", "ok" if least >= 10 else "warn" if least >= 2 else "fail", told, remedy)
 
 
@@ -158,7 +158,7 @@ def power() -> Finding:
 
 
 def heat() -> Finding:
-    degrees, limit = sensors.heat_c(), sensors.speed_limit()
+    degrees, limit = sensors.temperature_c(), sensors.speed_limit()
     if limit is not None and limit < 100:
         return Finding(
             "heat",
@@ -205,7 +205,7 @@ def devices(name: str) -> Iterator[Finding]:
         told,
         f"--threads {fast or 0}, or m1clip bench measures what is best",
     )
-    able, why = here.can_compile(here.at("cpu"))
+    able, why = here.can_compile(here.torch_device("cpu"))
     yield Finding(
         "compile",
         "ok" if able else "warn",
@@ -216,9 +216,9 @@ def devices(name: str) -> Iterator[Finding]:
         yield Finding("gpu", "ok", "none that torch can use; training is on the CPU")
     for one in names[1:]:
         yield Finding(
-            f"{one} memory", "ok", f"torch may take {here.limit_gb(here.at(one)) or 0:.1f} GB of it"
+            f"{one} memory", "ok", f"torch may take {here.limit_gb(here.torch_device(one)) or 0:.1f} GB of it"
         )
-        found = parity.on_scenes(preset(name), Plan(one))
+        found = parity.on_scenes(get_preset(name), Plan(one))
         remedy = f"train with --device cpu (auto does), and report it with torch {torch.__version__}"
         yield Finding(one, "ok" if found else "fail", str(found), remedy)
     rows = measurements.here().rows("step")

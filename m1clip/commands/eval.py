@@ -1,4 +1,4 @@
-"""m1clip eval: a run or a saved model, on held-out pairs."""
+"""m1clip eval: a run or a saved model, on validation pairs."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -13,33 +13,33 @@ from m1clip.config import TrainConfig, from_json
 
 if TYPE_CHECKING:
     from m1clip.data.batches import Batch
-    from m1clip.data.pairs import Pairs
+    from m1clip.data.pairs import PairDataset
     from m1clip.data.sources import Source
-    from m1clip.data.splits import Side
+    from m1clip.data.splits import Split
     from m1clip.model.clip import CLIP
 
 
 @dataclass(frozen=True)
 class Args:
-    """Held-out retrieval (R@1/5/10 both ways, with chance) and, on built-in data, one-word edits.
+    """validation retrieval (R@1/5/10 both ways, with chance) and, on built-in data, one-word edits.
 
     m1clip eval                                     the newest run
-    m1clip eval runs/mine --held-out 5000           a harder test: more pictures to choose from
+    m1clip eval runs/mine --val-size 5000           a harder test: more images to choose from
     m1clip eval path/to/model --json                any saved model
     """
 
     model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN|MODEL]")] = None
     """A run (name or path) or a model folder; by default the newest run."""
     data: Annotated[str | None, tyro.conf.arg(metavar="SPEC")] = None
-    """Whose held-out pairs: by default those of the run; for a model from elsewhere, synthetic."""
-    held_out: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Whose validation pairs: by default those of the run; for a model from elsewhere, synthetic."""
+    val: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """How many pairs; by default the run's number, or 240."""
     seed: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Which scenes are drawn; by default the run's seed, or 0."""
-    split: Literal["held-out", "test", "all"] = "held-out"
-    """Which side: what the run held out, the test list where the data has one, or every pair."""
+    split: Literal["val", "test", "all"] = "val"
+    """Which side: what the run validation, the test list where the data has one, or every pair."""
     image_column: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """The column of a table that names the picture; by default as for the run, or guessed."""
+    """The column of a table that names the image; by default as for the run, or guessed."""
     caption_column: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """The column that holds the caption."""
     device: str = "auto"
@@ -58,30 +58,30 @@ def main(args: Args) -> int:
     folder, trained = find(args)
     with tables.loading():
         from m1clip import devices
-        from m1clip.console import Screen
-        from m1clip.data.rows import Faults
+        from m1clip.console import Console
+        from m1clip.data.rows import BadRows
         from m1clip.data.sources import open_sources, scored
-        from m1clip.data.splits import Side, open_part
+        from m1clip.data.splits import Split, open_part
         from m1clip.devices import Plan
         from m1clip.evals.edits import edit_scores, is_editable
         from m1clip.evals.embed import embed_pairs
         from m1clip.evals.retrieval import retrieval
         from m1clip.model.clip import load
-        from m1clip.training.device_plan import Placed, trusted
+        from m1clip.training.device_plan import PlanChoice, trusted
 
-    device, why = devices.choose(args.device)
+    device, why = devices.default_device(args.device)
     model = load(folder)
-    screen, config, faults = Screen(), reading(args, trained), Faults()
+    console, config, faults = Console(), reading(args, trained), BadRows()
     size = model.config.vision.image_size
-    sides: list[Pairs] = []
-    for source in open_sources(config, screen.working):
+    sides: list[PairDataset] = []
+    for source in open_sources(config, console.working):
         side = side_of(source, args.split)
-        sides.append(scored(side, config) if args.split == "held-out" else side)
+        sides.append(scored(side, config) if args.split == "val" else side)
         faults += source.faults
-    pairs = Side([open_part(side, size, config, faults, screen.working) for side in sides])
-    faults.require_few(config.max_bad)
-    placed = trusted(Placed(Plan(str(device)), why), model, first_pairs(model, pairs), screen)
-    model.place(*placed.plan.places)
+    pairs = Split([open_part(side, size, config, faults, console.working) for side in sides])
+    faults.require_few(config.max_bad_rows)
+    choice = trusted(PlanChoice(Plan(str(device)), why), model, first_pairs(model, pairs), console)
+    model.place(*choice.plan.places)
     image_NE, text_ME, owner_M = embed_pairs(model, pairs)
     scores = retrieval(image_NE, text_ME, owner_M)
     first = sides[0]
@@ -99,7 +99,7 @@ def main(args: Args) -> int:
     return 0
 
 
-def first_pairs(model: "CLIP", pairs: "Side") -> "Batch":
+def first_pairs(model: "CLIP", pairs: "Split") -> "Batch":
     """A few, by which a device is compared with the CPU."""
     import numpy as np
     import torch
@@ -113,17 +113,17 @@ def first_pairs(model: "CLIP", pairs: "Side") -> "Batch":
 
 def reading(args: Args, trained: TrainConfig) -> TrainConfig:
     """The run's own way of reading its data, and what the flags say otherwise."""
-    names = ("data", "held_out", "seed", "image_column", "caption_column")
+    names = ("data", "val", "seed", "image_column", "caption_column")
     said = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if "data" in said:  # its columns need not be called the same
-        trained = replace(trained, image_column="auto", caption_column="auto", held_out="auto")
+        trained = replace(trained, image_column="auto", caption_column="auto", val_size="auto")
     return replace(trained, **said)
 
 
-def side_of(source: "Source", split: str) -> "Pairs":
+def side_of(source: "Source", split: str) -> "PairDataset":
     if split == "test" and source.test is None:
         raise ValueError(f"{source.spec} has no test split; --split all takes every pair")
-    return {"held-out": source.held_out, "test": source.test or source.every, "all": source.every}[split]
+    return {"val": source.val, "test": source.test or source.every, "all": source.every}[split]
 
 
 def find(args: Args) -> tuple[Path, TrainConfig]:

@@ -17,7 +17,7 @@ class Kept:
     again: bool = False
     """Begin anew where the same was interrupted less than a day ago."""
     out: Path = Path("bench")
-    """Folder for the page and the pictures."""
+    """Folder for the page and the images."""
     json: bool = False
     """Print everything as one line of JSON instead of tables."""
 

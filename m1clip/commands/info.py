@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import tyro
 
 from m1clip.commands import flags, tables
-from m1clip.config import PRESETS, preset
+from m1clip.config import PRESETS, get_preset
 from m1clip.format import percent
 
 
@@ -28,7 +28,7 @@ def parse(prog: str, words: list[str]) -> Args:
         words = ["--preset", *words]  # `m1clip info seed` is what one types first
     args = flags.read(Args, prog, words)
     if args.preset is not None:
-        preset(args.preset)
+        get_preset(args.preset)
     if args.batch is not None and args.batch < 1:
         raise ValueError(f"batch must be at least 1, not {args.batch}")
     return args
@@ -49,13 +49,13 @@ def main(args: Args) -> int:
 def describe(name: str, batch: int | None) -> dict[str, Any]:
     from m1clip.model.cost import cost
 
-    config = preset(name)
-    made, batch = cost(config.model), batch or config.batch
+    config = get_preset(name)
+    made, batch = cost(config.model), batch or config.batch_size
     return {
         "preset": name,
         "vision": asdict(config.model.vision),
         "text": asdict(config.model.text),
-        "embed": config.model.embed,
+        "embed": config.model.embed_dim,
         "parameters": made.parameters,
         "total": made.total,
         "forward_gflop": made.forward_gflop,
@@ -94,7 +94,7 @@ def shape(tower: dict[str, Any]) -> str:
 
 
 def show_all(rows: list[dict[str, Any]]) -> None:
-    made = tables.table("", "picture", "vision", "text", "parameters", "GFLOP/pair", "batch", "memory")
+    made = tables.table("", "image", "vision", "text", "parameters", "GFLOP/pair", "batch", "memory")
     for row in rows:
         vision, text = row["vision"], row["text"]
         made.add_row(

@@ -1,4 +1,4 @@
-"""m1clip monitor: watch a run from a second process, in the terminal or in the browser."""
+"""m1clip monitor: logger a run from a second process, in the terminal or in the browser."""
 
 import json
 import re
@@ -10,6 +10,7 @@ from typing import Annotated
 
 import tyro
 
+from m1clip import files
 from m1clip import run as folders
 from m1clip.commands import flags, tables
 from m1clip.monitor import LOCAL
@@ -21,10 +22,10 @@ PLAIN |= {ord(sign): plain for sign, plain in {"–": "-", "→": ">", "…": "~
 
 @dataclass(frozen=True)
 class Args:
-    """Watch a run, live or dead, without disturbing it.
+    """Logger a run, live or dead, without disturbing it.
 
     m1clip monitor                  the newest run, in the terminal; 5 lists all, space compares, q quits
-    m1clip monitor --web            the same and more in the browser: all runs, zoom, pictures found
+    m1clip monitor --web            the same and more in the browser: all runs, zoom, images found
     m1clip monitor nano-3 --once    one snapshot as text
     """
 
@@ -61,7 +62,7 @@ def parse(prog: str, words: list[str]) -> Args:
         raise ValueError("--host, --port, --token and --open go with --web")
     if args.host not in LOCAL and not args.token:
         raise ValueError(
-            f"--host {args.host} lets others see your runs and pictures: give a --token they must know "
+            f"--host {args.host} lets others see your runs and images: give a --token they must know "
             "(--token auto makes one)"
         )
     if not 0 < args.port < 65536:
@@ -100,10 +101,10 @@ def once(run: folders.Run, as_json: bool) -> int:
     one.refresh()
     if as_json:
         step = {name: one.log.recent(name, 1) for name in one.log.columns}
-        last = {kind: one.log.last(kind) for kind in ("watch", "eval", "epoch")}
+        last = {kind: one.log.last(kind) for kind in ("logger", "eval", "epoch")}
         step["step"] = one.log.latest
         found = {**one.summary, "last_step": step, **last, "events": one.log.events[-20:]}
-        print(json.dumps(folders.finite(found)))
+        print(json.dumps(files.json_safe(found)))
         return 0
     console = Console(highlight=False)
     width = console.width if console.is_terminal else 100

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from m1clip import run as folders
 from m1clip.commands import flags, tables
-from m1clip.format import ago, clock, percent
+from m1clip.format import ago, duration, percent
 
 
 @dataclass(frozen=True)
 class Args:
-    """Every run with its state, progress, best held-out score and device; the newest last.
+    """Every run with its state, progress, best validation score and device; the newest last.
 
     m1clip runs                     a process that died is shown as dead, not as running
     m1clip runs --json              one object a line
@@ -44,9 +44,9 @@ def main(args: Args) -> int:
             STYLES.get(row["state"], "{}").format(row["state"]),
             f"{row['step']:,}",
             percent(part),
-            clock(row["eta_s"]),
+            duration(row["eta_s"]),
             percent(row["best_score"]),
-            row["best_by"] or "–",
+            row["best_metric"] or "–",
             row["device"] or "–",
             ago(row["time"]),
         )

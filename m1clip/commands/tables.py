@@ -67,12 +67,12 @@ def show_retrieval(scores: "Retrieval") -> None:
     for name, way in (("image→text", scores.image_to_text), ("text→image", scores.text_to_image)):
         made.add_row(name, percent(way.r1), percent(way.r5), percent(way.r10), f"{way.median_rank:g}")
     guesses = {"chance": scores.chance}
-    if scores.captions != scores.pictures:  # a picture may find any of its captions
+    if scores.captions != scores.images:  # an image may find any of its captions
         guesses = {"chance i→t": scores.chance_image_to_text, "chance t→i": scores.chance}
     for name, guess in guesses.items():
         recalls = (percent(guess.r1), percent(guess.r5), percent(guess.r10))
         made.add_row(name, *recalls, f"{guess.median_rank:.1f}", style="dim")
-    show(f"held-out retrieval: {scores.pictures:,} pictures, {scores.captions:,} captions", made)
+    show(f"validation retrieval: {scores.images:,} images, {scores.captions:,} captions", made)
 
 
 def show_edits(scores: "list[EditScore]") -> None:
@@ -80,4 +80,4 @@ def show_edits(scores: "list[EditScore]") -> None:
     for score in scores:
         made.add_row(score.changed, percent(score.accuracy), f"{score.edits}")
     made.add_row("chance", percent(scores[0].chance), "", style="dim")
-    show("one word changed: does the picture prefer its true caption?", made)
+    show("one word changed: does the image prefer its true caption?", made)

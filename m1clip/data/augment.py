@@ -1,6 +1,6 @@
-"""Augmentation of a batch of pictures. Every number it draws belongs to (seed, epoch, row) alone.
+"""Augmentation of a batch of images. Every number it draws belongs to (seed, epoch, row) alone.
 
-Shapes: B pictures, T pixels a side as stored, S as the model sees them, C colours.
+Shapes: B images, T pixels a side as stored, S as the model sees them, C colors.
 """
 
 import numpy as np
@@ -12,16 +12,16 @@ from torch import Tensor
 from m1clip.images import Pixels
 
 MARGIN = 1.25
-"""Side of a stored picture against that of a crop: few crops have to be enlarged."""
+"""Split of a stored image against that of a crop: few crops have to be enlarged."""
 
 
 def margin(size: int, crop: float) -> int:
-    """Pixels a side that are stored for pictures which will be cropped."""
+    """Pixels a side that are stored for images which will be cropped."""
     return size if crop == 1 else int(np.ceil(size * MARGIN / 8)) * 8
 
 
 def cropped(pixels: Pixels, draws_4B: NDArray[np.float64], least: float, size: int) -> Tensor:
-    """Random parts of the pictures, at least the part `least` of their area, scaled to (B, size, size, C)."""
+    """Random parts of the images, at least the part `least` of their area, scaled to (B, size, size, C)."""
     side = pixels.shape[1]
     area, shape, across, down = draws_4B
     area = side**2 * (least + (1 - least) * area)
@@ -29,39 +29,39 @@ def cropped(pixels: Pixels, draws_4B: NDArray[np.float64], least: float, size: i
     wide = np.rint(np.sqrt(area * ratio)).clip(1, side).astype(int)
     high = np.rint(np.sqrt(area / ratio)).clip(1, side).astype(int)
     left, top = (np.rint(u * (side - length)).astype(int) for u, length in ((across, wide), (down, high)))
-    bytes_BCTT = torch.from_numpy(pixels).permute(0, 3, 1, 2)
-    made_BSSC = torch.empty(len(pixels), size, size, 3, dtype=torch.uint8)
+    bytes_BCHW = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    made_BHWC = torch.empty(len(pixels), size, size, 3, dtype=torch.uint8)
     # One at a time, yet three times faster here than grid_sample over all: torch scales bytes with SIMD.
     for i, (x, y, w, h) in enumerate(zip(left, top, wide, high, strict=True)):
-        made_BSSC[i] = scaled(bytes_BCTT[i : i + 1, :, y : y + h, x : x + w], size)[0].permute(1, 2, 0)
-    return made_BSSC
+        made_BHWC[i] = scaled(bytes_BCHW[i : i + 1, :, y : y + h, x : x + w], size)[0].permute(1, 2, 0)
+    return made_BHWC
 
 
-def scaled(bytes_BCTT: Tensor, size: int) -> Tensor:
-    return F.interpolate(bytes_BCTT, size=(size, size), mode="bilinear", antialias=True)
+def scaled(bytes_BCHW: Tensor, size: int) -> Tensor:
+    return F.interpolate(bytes_BCHW, size=(size, size), mode="bilinear", antialias=True)
 
 
-def resized(bytes_BSSC: Tensor, size: int) -> Tensor:
-    if bytes_BSSC.shape[1] == size:
-        return bytes_BSSC
-    return scaled(bytes_BSSC.permute(0, 3, 1, 2), size).permute(0, 2, 3, 1)
+def resized(images_BHWC: Tensor, size: int) -> Tensor:
+    if images_BHWC.shape[1] == size:
+        return images_BHWC
+    return scaled(images_BHWC.permute(0, 3, 1, 2), size).permute(0, 2, 3, 1)
 
 
-def flipped(bytes_BSSC: Tensor, draw_B: NDArray[np.float64]) -> Tensor:
+def flipped(images_BHWC: Tensor, draw_B: NDArray[np.float64]) -> Tensor:
     """Half of them, mirrored."""
     mirror = torch.from_numpy(draw_B < 0.5)
-    return torch.where(mirror[:, None, None, None], bytes_BSSC.flip(2), bytes_BSSC)
+    return torch.where(mirror[:, None, None, None], images_BHWC.flip(2), images_BHWC)
 
 
-def coloured(bytes_BSSC: Tensor, draws_3B: NDArray[np.float64], strength: float) -> Tensor:
+def colored(images_BHWC: Tensor, draws_3B: NDArray[np.float64], strength: float) -> Tensor:
     """Brightness, contrast and saturation, each multiplied by a number in 1 ± strength."""
     bright, contrast, saturation = (
         torch.from_numpy(1 + strength * (2 * draw - 1)).float()[:, None, None, None] for draw in draws_3B
     )
-    x_BSSC = bytes_BSSC.float() * bright
+    x_BHWC = images_BHWC.float() * bright
     weight_C = torch.tensor([0.299, 0.587, 0.114])
-    grey_BSS1 = (x_BSSC @ weight_C)[..., None]
-    x_BSSC = torch.lerp(
-        grey_BSS1.mean((1, 2), keepdim=True), torch.lerp(grey_BSS1, x_BSSC, saturation), contrast
+    grey_BSS1 = (x_BHWC @ weight_C)[..., None]
+    x_BHWC = torch.lerp(
+        grey_BSS1.mean((1, 2), keepdim=True), torch.lerp(grey_BSS1, x_BHWC, saturation), contrast
     )
-    return x_BSSC.round().clamp(0, 255).byte()
+    return x_BHWC.round().clamp(0, 255).byte()

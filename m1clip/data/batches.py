@@ -1,6 +1,6 @@
-"""Batches for training: a stream in which batch k is a function of (seed, k), so that any position resumes.
+"""BatchStream for training: a stream in which batch k is a function of (seed, k), so that any position resumes.
 
-Shapes: B pairs, L tokens, C colours, S pixels a side.
+Shapes: B pairs, L tokens, C colors, S pixels a side.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from m1clip import devices
+from m1clip.config import VisionConfig
 from m1clip.data import augment
 from m1clip.data.features import Features
 from m1clip.data.index import Rows
-from m1clip.data.splits import Side
-from m1clip.data.token_cache import Told
+from m1clip.data.splits import Split
+from m1clip.data.token_cache import TokenizedCaptions
 from m1clip.images import Pixels
-from m1clip.shapes import VisionConfig
 
 
 class Tokenize(Protocol):
@@ -34,13 +34,13 @@ class Tokenize(Protocol):
 class Batch:
     """Where a tower is locked, its side is what the tower made of it before: (B, D), in floating point."""
 
-    bytes_BSSC: Tensor
+    images_BHWC: Tensor
     tokens_BL: Tensor
-    """Of one caption a picture; of several, (B, K, L)."""
+    """Of one caption an image; of several, (B, K, L)."""
     key_B: Tensor
     """What the noise of each row is drawn from: a function of (seed, epoch, row)."""
-    twin_BB: Tensor | None
-    """Couples that share a caption or a picture and are no pair; None where there are none."""
+    duplicate_BB: Tensor | None
+    """Couples that share a caption or an image and are no pair; None where there are none."""
     rows: NDArray[np.int64]
 
     def __len__(self) -> int:
@@ -48,47 +48,47 @@ class Batch:
 
     def to(self, vision: torch.device, text: torch.device) -> "Batch":
         """Each part where it is needed. Keys stay with the host where the towers are on two devices."""
-        key_B = devices.copy(self.key_B, vision) if vision == text else self.key_B
-        twin_BB = None if self.twin_BB is None else devices.copy(self.twin_BB, vision)
-        tokens_BL = devices.copy(self.tokens_BL, text)
-        return Batch(devices.copy(self.bytes_BSSC, vision), tokens_BL, key_B, twin_BB, self.rows)
+        key_B = devices.copy_to(self.key_B, vision) if vision == text else self.key_B
+        duplicate_BB = None if self.duplicate_BB is None else devices.copy_to(self.duplicate_BB, vision)
+        tokens_BL = devices.copy_to(self.tokens_BL, text)
+        return Batch(devices.copy_to(self.images_BHWC, vision), tokens_BL, key_B, duplicate_BB, self.rows)
 
     def split(self, size: int) -> "list[Batch]":
-        """Parts of at most `size` pairs; whose twins are whose belongs to the whole."""
+        """Parts of at most `size` pairs; whose duplicates are whose belongs to the whole."""
         cuts = [slice(start, start + size) for start in range(0, len(self), size)]
         return [
-            Batch(self.bytes_BSSC[cut], self.tokens_BL[cut], self.key_B[cut], None, self.rows[cut])
+            Batch(self.images_BHWC[cut], self.tokens_BL[cut], self.key_B[cut], None, self.rows[cut])
             for cut in cuts
         ]
 
 
 @dataclass(frozen=True)
-class Augment:
-    """What is done to the pictures of training, as config.py has it."""
+class Augmentation:
+    """What is done to the images of training, as config.py has it."""
 
     crop: float = 1.0
     flip: bool = False
-    colour: float = 0.0
+    color: float = 0.0
 
 
 @dataclass(frozen=True)
-class Batches:
-    pairs: Side
+class BatchStream:
+    pairs: Split
     tokenize: Tokenize
     size: int
     seed: int
     side: int
-    """Pixels of the pictures the model sees; those stored may be larger."""
-    augment: Augment = Augment()
-    mask_twins: bool = True
+    """Pixels of the images the model sees; those stored may be larger."""
+    augment: Augmentation = Augmentation()
+    mask_duplicates: bool = True
     sides: Sequence[int] = ()
     """Pixels a side, in equal shares of the `total` steps; none is the model's own."""
     total: int = 0
     features: Features = Features()
     """Of the sides whose towers are locked."""
     captions: int = 1
-    """Of each picture in a step, where it has several."""
-    told: Told | None = None
+    """Of each image in a step, where it has several."""
+    told: TokenizedCaptions | None = None
     """All captions as token ids, where they are not too many."""
 
     def __post_init__(self) -> None:
@@ -111,14 +111,14 @@ class Batches:
     def at(self, step: int) -> Batch:
         epoch, k = divmod(step, self.per_epoch)
         turns = self.pairs.order(self.seed, epoch)[k * self.size : (k + 1) * self.size]
-        rows, image, looks = self._pictures(step, epoch, turns)
+        rows, image, looks = self._images(step, epoch, turns)
         text, words = self._captions(epoch, turns, rows)
-        twin_BB = twins(*words, looks) if self.mask_twins else None
+        duplicate_BB = duplicates(*words, looks) if self.mask_duplicates else None
         key_B = torch.from_numpy((draws(self.seed, epoch, turns, stream=3) * 2.0**32).astype(np.int64))
-        return Batch(image, text, key_B, twin_BB, rows)
+        return Batch(image, text, key_B, duplicate_BB, rows)
 
-    def _pictures(self, step: int, epoch: int, turns: Rows) -> tuple[Rows, Tensor, Sequence[Any]]:
-        """The rows that could be had, their pictures, and a name for each that is equal for equal ones."""
+    def _images(self, step: int, epoch: int, turns: Rows) -> tuple[Rows, Tensor, Sequence[Any]]:
+        """The rows that could be had, their images, and a name for each that is equal for equal ones."""
         rows, known = turns % len(self.pairs), self.features
         if not known.views:
             rows, pixels = self.pairs.take(rows)
@@ -129,7 +129,7 @@ class Batches:
         assert known.look_N is not None
         assert known.instead_N is not None
         rows = known.instead_N[rows]
-        made = known.of_pictures(rows, draws(self.seed, epoch, turns, stream=12))
+        made = known.of_images(rows, draws(self.seed, epoch, turns, stream=12))
         return rows, torch.from_numpy(made).float(), known.look_N[rows].tolist()
 
     def _captions(self, epoch: int, turns: Rows, rows: Rows) -> tuple[Tensor, list[list[Any]]]:
@@ -154,7 +154,7 @@ class Batches:
         return text if K == 1 else text.view(-1, K, text.shape[1]), [names[k::K] for k in range(K)]
 
     def stream(self, start: int, stop: int) -> Iterator[Batch]:
-        """Batches start … stop - 1; the next is made by a thread while this one is used."""
+        """BatchStream start … stop - 1; the next is made by a thread while this one is used."""
         with ThreadPoolExecutor(1, "batches") as pool:
             ahead = pool.submit(self.at, start)
             for step in range(start + 1, stop + 1):
@@ -171,32 +171,32 @@ def several(first_B: Rows, end_B: Rows, draw_B: NDArray[np.float64], K: int) -> 
     return (first_B[:, None] + into_BK).ravel()
 
 
-def seen(pixels: Pixels, how: Augment, side: int, seed: int, epoch: int, turns: Rows) -> Tensor:
-    """The pictures as training sees them in an epoch."""
+def seen(pixels: Pixels, how: Augmentation, side: int, seed: int, epoch: int, turns: Rows) -> Tensor:
+    """The images as training sees them in an epoch."""
 
     def drawn(*streams: int) -> NDArray[np.float64]:
         return np.stack([draws(seed, epoch, turns, stream) for stream in streams])
 
     if how.crop < 1:
-        bytes_BSSC = augment.cropped(pixels, drawn(4, 5, 6, 7), how.crop, side)
+        images_BHWC = augment.cropped(pixels, drawn(4, 5, 6, 7), how.crop, side)
     else:
-        bytes_BSSC = augment.resized(torch.from_numpy(pixels), side)
+        images_BHWC = augment.resized(torch.from_numpy(pixels), side)
     if how.flip:
-        bytes_BSSC = augment.flipped(bytes_BSSC, drawn(8)[0])
-    if how.colour:
-        bytes_BSSC = augment.coloured(bytes_BSSC, drawn(9, 10, 11), how.colour)
-    return bytes_BSSC
+        images_BHWC = augment.flipped(images_BHWC, drawn(8)[0])
+    if how.color:
+        images_BHWC = augment.colored(images_BHWC, drawn(9, 10, 11), how.color)
+    return images_BHWC
 
 
 def looks_of(pixels: Pixels) -> list[bytes]:
-    """A name for each picture, equal for equal ones."""
+    """A name for each image, equal for equal ones."""
     step = max(1, pixels.shape[1] // 16)
-    looks = [one.tobytes() for one in pixels[:, ::step, ::step]]  # equal pictures have equal samples
+    looks = [one.tobytes() for one in pixels[:, ::step, ::step]]  # equal images have equal samples
     return looks if len(set(looks)) == len(looks) else [fingerprint(one) for one in pixels]
 
 
-def twins(*names_of: Sequence[Any]) -> Tensor | None:
-    """Which couples of different rows have equal names of one kind: equal captions, or equal pictures."""
+def duplicates(*names_of: Sequence[Any]) -> Tensor | None:
+    """Which couples of different rows have equal names of one kind: equal captions, or equal images."""
     same: list[Tensor] = []
     for names in names_of:
         if len(set(names)) < len(names):
@@ -208,13 +208,13 @@ def twins(*names_of: Sequence[Any]) -> Tensor | None:
     return torch.stack(same).any(0).fill_diagonal_(False)
 
 
-def fingerprint(picture: Pixels) -> bytes:
-    return blake2b(picture.tobytes(), digest_size=8).digest()
+def fingerprint(image: Pixels) -> bytes:
+    return blake2b(image.tobytes(), digest_size=8).digest()
 
 
 def growing(start: int, vision: VisionConfig) -> tuple[int, ...]:
-    """The sides of pictures that grow by a patch at a time; none where they do not."""
-    return (*range(start, vision.image_size, vision.patch), vision.image_size) if start else ()
+    """The sides of images that grow by a patch at a time; none where they do not."""
+    return (*range(start, vision.image_size, vision.patch_size), vision.image_size) if start else ()
 
 
 def draws(seed: int, epoch: int, rows: NDArray[np.int64], stream: int) -> NDArray[np.float64]:

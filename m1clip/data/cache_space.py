@@ -10,8 +10,8 @@ from errno import ENOSPC
 from pathlib import Path
 from tempfile import mkdtemp
 
-from m1clip.run import cache_folder
-from m1clip.sensors import readable
+from m1clip.files import cache_folder
+from m1clip.format import file_size
 
 OURS = (
     "pixels-",
@@ -40,7 +40,7 @@ def free_bytes(folder: Path) -> int:
     return int(usage.free - min(RESERVE, usage.total / 20))
 
 
-def make_room(need: int, most: float, keep: Path, what: str = "decoded pictures") -> bool:
+def make_room(need: int, most: float, keep: Path, what: str = "decoded images") -> bool:
     """Whether `need` more bytes fit into a cache of `most`; older things that nobody uses are removed for it.
 
     A disk without room is an error, because what fits into the cache was promised.
@@ -59,9 +59,9 @@ def make_room(need: int, most: float, keep: Path, what: str = "decoded pictures"
             taken -= sizes[one]
     if need > free_bytes(folder):
         raise OSError(
-            f"{folder} has room for {readable(max(0, free_bytes(folder)))}, the {what} need "
-            f"{readable(need)}; set M1CLIP_CACHE to a folder elsewhere"
-            + (", or --cache-gb 0 to decode live" if what == "decoded pictures" else "")
+            f"{folder} has room for {file_size(max(0, free_bytes(folder)))}, the {what} need "
+            f"{file_size(need)}; set M1CLIP_CACHE to a folder elsewhere"
+            + (", or --cache-gb 0 to decode live" if what == "decoded images" else "")
         )
     return True
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from m1clip.config import DataConfig
-from m1clip.data.rows import Fault, Listing, Row
-from m1clip.data.tables import PICTURE, csv_records, find_root, load_json, several, table
+from m1clip.data.rows import BadRow, Listing, Row
+from m1clip.data.tables import IMAGE, csv_records, find_root, load_json, several, table
 
 
 def coco(path: Path, config: DataConfig) -> Listing:
@@ -24,7 +24,7 @@ def coco(path: Path, config: DataConfig) -> Listing:
     return Listing(str(path), chain.from_iterable(coco_json(one, path) for one in found))
 
 
-def coco_json(path: Path, root: Path) -> Iterator[Row | Fault]:
+def coco_json(path: Path, root: Path) -> Iterator[Row | BadRow]:
     """The official annotations: images and captions apart, joined by the image's number."""
     values = load_json(path)
     images, notes = (_objects(path, values, key) for key in ("images", "annotations"))
@@ -38,7 +38,7 @@ def coco_json(path: Path, root: Path) -> Iterator[Row | Fault]:
             captions[number] += several(note.get("caption"))
         else:
             what = f"its image_id {number!r} is none of the images"
-            yield Fault("broken line", f"{path} annotation {i}", what)
+            yield BadRow("broken line", f"{path} annotation {i}", what)
     folder = _folder(
         root,
         [name.group() if name else "", *("train2017", "val2017", "train2014", "val2014")],
@@ -80,20 +80,20 @@ def karpathy_json(path: Path, root: Path) -> Listing:
 
 
 def text_table(path: Path, config: DataConfig) -> Listing:
-    """A .txt that lists pictures: name.jpg#0, a tab and a caption, or a CSV in all but name."""
+    """A .txt that lists images: name.jpg#0, a tab and a caption, or a CSV in all but name."""
     with open(path, encoding="utf-8-sig", errors="replace") as file:
         tokens = bool(re.match(r"[^\t]+#\d+\t", file.readline()))
     return _rooted(path, _tokens(path)) if tokens else table(path, config)
 
 
-def _rooted(path: Path, rows: Iterator[Row | Fault]) -> Listing:
-    """The rows, and where their pictures are: beside `path`, as the first of them show."""
+def _rooted(path: Path, rows: Iterator[Row | BadRow]) -> Listing:
+    """The rows, and where their images are: beside `path`, as the first of them show."""
     first = list(islice(rows, 50))
     root = find_root(path, [row.image for row in first if isinstance(row, Row)])
     return Listing(root, chain(first, rows))
 
 
-def recognised(path: Path, config: DataConfig) -> Listing | None:
+def recognized(path: Path, config: DataConfig) -> Listing | None:
     """A folder that is one of these sets, though nobody said so."""
     if any(path.glob("annotations/captions_*.json")) or _karpathy_file(path, "coco"):
         return coco(path, config)
@@ -151,29 +151,29 @@ def flickr(path: Path, name: str, config: DataConfig) -> Listing:
 
 
 def _texts(path: Path) -> list[Path]:
-    """The lists that come with the pictures: in the folder, or in one just below."""
+    """The lists that come with the images: in the folder, or in one just below."""
     found = [*path.glob("*.t*"), *path.glob("*.csv"), *path.glob("*/*.t*"), *path.glob("*/*.csv")]
     return sorted(one for one in found if one.is_file())
 
 
-def _tokens(path: Path) -> Iterator[Row | Fault]:
+def _tokens(path: Path) -> Iterator[Row | BadRow]:
     """1000268201_693b08cb0e.jpg#0<tab>A child in a pink dress is climbing up the stairs ."""
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(file, 1):
             name, tab, caption = line.rstrip("\n").partition("\t")
             image, mark, _ = name.partition("#")
-            if tab and mark and PICTURE.search(re.sub(r"\.\d+$", "", image)):
+            if tab and mark and IMAGE.search(re.sub(r"\.\d+$", "", image)):
                 yield Row(re.sub(r"(\.jpg)\.\d+$", r"\1", image), [caption], number, str(path))
             elif line.strip():
-                yield Fault(
+                yield BadRow(
                     "broken line", f"{path} line {number}", "name.jpg#0, a tab and a caption were expected"
                 )
 
 
-def _csv(path: Path) -> Iterator[Row | Fault]:
+def _csv(path: Path) -> Iterator[Row | BadRow]:
     """image,caption, or Kaggle's image_name| comment_number| comment."""
     for record in csv_records(path):
-        if isinstance(record, Fault):
+        if isinstance(record, BadRow):
             yield record
         else:
             values = list(record.values.values())
@@ -181,7 +181,7 @@ def _csv(path: Path) -> Iterator[Row | Fault]:
 
 
 def _sides(path: Path) -> dict[str, str]:
-    """Which side each picture is on, by the lists: Flickr_8k.trainImages.txt, train.txt, dev.txt …"""
+    """Which side each image is on, by the lists: Flickr_8k.trainImages.txt, train.txt, dev.txt …"""
     sides = {}
     for one in _texts(path):
         name = re.search(r"(?:^|[._])(train|val|dev|test)(?:images)?\.txt$", one.name, re.I)
@@ -191,8 +191,8 @@ def _sides(path: Path) -> dict[str, str]:
     return sides
 
 
-def _with_side(row: Row | Fault, sides: dict[str, str]) -> Row | Fault:
-    """A picture on none of the lists belongs to no side."""
-    if isinstance(row, Fault) or not sides:
+def _with_side(row: Row | BadRow, sides: dict[str, str]) -> Row | BadRow:
+    """An image on none of the lists belongs to no side."""
+    if isinstance(row, BadRow) or not sides:
         return row
     return row._replace(split=sides.get(os.path.splitext(row.image)[0], "unlisted"))

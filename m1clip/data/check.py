@@ -1,4 +1,4 @@
-"""What is in a source: every picture decoded, every caption read, and what is odd about them. No torch."""
+"""What is in a source: every image decoded, every caption read, and what is odd about them. No torch."""
 
 import re
 from array import array
@@ -13,17 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from m1clip.data.decode import BROKEN, ORIENTATION, BadPicture, decode, header
+from m1clip.data.decode import BROKEN, ORIENTATION, BadImage, decode, header
 from m1clip.data.index import Indexed
-from m1clip.data.pairs import Bars, Pairs
-from m1clip.data.rows import Fault
+from m1clip.data.pairs import PairDataset, ProgressFactory
+from m1clip.data.rows import BadRow
 from m1clip.data.sources import Source
 from m1clip.data.workers import Workers, parts_of
 
 PART = 64
 TINY = 32  # pixels of the shorter side
 HUGE = 25_000_000  # pixels: slow to decode
-NEAR, NEAR_TINT = 3, 8  # bits of 64, twice, in which two looks may differ, and steps of 255 in colour
+NEAR, NEAR_TINT = 3, 8  # bits of 64, twice, in which two looks may differ, and steps of 255 in color
 TRAITS = ("tiny", "huge", "CMYK", "16-bit", "palette", "alpha", "grey", "EXIF-rotated", "animated", "HEIC")
 FOUND = np.dtype(
     [
@@ -42,85 +42,85 @@ Found = NDArray[Any]
 Couple = tuple[int, int]
 
 
-def _traits(picture: Image.Image) -> int:
+def _traits(image: Image.Image) -> int:
     try:
-        return traits(picture)
-    except BROKEN as error:  # what comes after the first picture of an animation, for one
-        raise BadPicture("unreadable", f"cannot be decoded ({error})") from None
+        return traits(image)
+    except BROKEN as error:  # what comes after the first image of an animation, for one
+        raise BadImage("unreadable", f"cannot be decoded ({error})") from None
 
 
-def traits(picture: Image.Image) -> int:
-    """What is odd about a picture whose header is read, a bit for each of TRAITS."""
-    width, height = picture.size
+def traits(image: Image.Image) -> int:
+    """What is odd about an image whose header is read, a bit for each of TRAITS."""
+    width, height = image.size
     true = (
         min(width, height) < TINY,
         width * height > HUGE,
-        picture.mode == "CMYK",
-        picture.mode.startswith(("I", "F")) or _is_deep(picture),
-        picture.mode == "P",
-        picture.has_transparency_data,
-        picture.mode in ("L", "1", "LA"),
-        picture.getexif().get(ORIENTATION, 1) != 1,
-        getattr(picture, "is_animated", False),
-        picture.format == "HEIF",
+        image.mode == "CMYK",
+        image.mode.startswith(("I", "F")) or _is_deep(image),
+        image.mode == "P",
+        image.has_transparency_data,
+        image.mode in ("L", "1", "LA"),
+        image.getexif().get(ORIENTATION, 1) != 1,
+        getattr(image, "is_animated", False),
+        image.format == "HEIF",
     )
     return sum(1 << bit for bit, one in enumerate(true) if one)
 
 
-def _is_deep(picture: Image.Image) -> bool:
-    """A PNG or TIFF of 16 bits in colour, which Pillow reads as 8."""
-    tile = picture.tile[0] if getattr(picture, "tile", None) else None  # type: ignore[attr-defined]
-    return picture.format in ("PNG", "TIFF") and tile is not None and ";16" in str(tile[3])
+def _is_deep(image: Image.Image) -> bool:
+    """A PNG or TIFF of 16 bits in color, which Pillow reads as 8."""
+    tile = image.tile[0] if getattr(image, "tile", None) else None  # type: ignore[attr-defined]
+    return image.format in ("PNG", "TIFF") and tile is not None and ";16" in str(tile[3])
 
 
-def look(picture: Image.Image) -> tuple[int, int]:
-    """Twice 64 bits that hardly change when a picture is scaled or saved anew.
+def look(image: Image.Image) -> tuple[int, int]:
+    """Twice 64 bits that hardly change when an image is scaled or saved anew.
 
     Is a spot brighter than the one to the left, and than the one above?
     """
-    grey = np.asarray(picture.convert("L").resize((9, 9), Image.Resampling.BILINEAR), dtype=np.int16)
+    grey = np.asarray(image.convert("L").resize((9, 9), Image.Resampling.BILINEAR), dtype=np.int16)
     across, down = grey[1:, 1:] > grey[1:, :-1], grey[1:, 1:] > grey[:-1, 1:]
     return tuple(int.from_bytes(np.packbits(bits).tobytes()) for bits in (across, down))  # type: ignore[return-value]
 
 
-def examine(pairs: Pairs, rows: Sequence[int]) -> tuple[Found, dict[int, tuple[str, str]]]:
-    """Facts about some pictures, and which of them cannot be used."""
+def examine(pairs: PairDataset, rows: Sequence[int]) -> tuple[Found, dict[int, tuple[str, str]]]:
+    """Facts about some images, and which of them cannot be used."""
     found, bad = np.zeros(len(rows), FOUND), dict[int, tuple[str, str]]()
     for one, row in zip(found, rows, strict=True):
         try:
             if isinstance(pairs, Indexed):
                 data = pairs.read(row)
-                raw, picture = header(data), decode(data, 256)
+                raw, image = header(data), decode(data, 256)
                 bits = _traits(raw)
             else:
-                raw = picture = pairs.image(row)
-                data, bits = picture.tobytes(), _traits(picture)
-        except BadPicture as error:
+                raw = image = pairs.image(row)
+                data, bits = image.tobytes(), _traits(image)
+        except BadImage as error:
             bad[row] = (error.kind, str(error))
             continue
         content = int.from_bytes(blake2b(data, digest_size=8).digest())
-        tint = np.asarray(picture.resize((1, 1), Image.Resampling.BOX))[0, 0]
-        values = (True, *raw.size, len(data), bits, content, look(picture), tint)
+        tint = np.asarray(image.resize((1, 1), Image.Resampling.BOX))[0, 0]
+        values = (True, *raw.size, len(data), bits, content, look(image), tint)
         for name, value in zip(FOUND.names or (), values, strict=True):
             one[name] = value
     return found, bad
 
 
-def survey(pairs: Pairs, workers: int, bars: Bars) -> tuple[Found, list[Fault]]:
-    """Facts about every picture, and faults of those that cannot be used."""
+def survey(pairs: PairDataset, workers: int, bars: ProgressFactory) -> tuple[Found, list[BadRow]]:
+    """Facts about every image, and faults of those that cannot be used."""
     parts = parts_of(len(pairs), PART)
     work = partial(examine, pairs)
-    found, faults = [], list[Fault]()
-    with bars("looking at pictures", len(pairs)) as advance, Workers(work, workers) as pool:
+    found, faults = [], list[BadRow]()
+    with bars("looking at images", len(pairs)) as advance, Workers(work, workers) as pool:
         for some, bad in map(work, parts) if len(parts) == 1 else pool.map(parts):
             found.append(some)
-            faults += [Fault(kind, pairs.row(row), what) for row, (kind, what) in bad.items()]
+            faults += [BadRow(kind, pairs.row(row), what) for row, (kind, what) in bad.items()]
             advance(len(some))
     return np.concatenate(found), faults
 
 
 def alike(found: Found, most: int = 100_000) -> list[Couple]:
-    """Couples of pictures that look the same; flat ones, which all look the same, are left out.
+    """Couples of images that look the same; flat ones, which all look the same, are left out.
 
     Two looks that differ in at most three bits are equal in one of four quarters: only such are compared.
     """
@@ -156,7 +156,7 @@ def doubles(source: Source, found: Found) -> dict[str, list[Couple]]:
     near = [(good[a], good[b]) for a, b in alike(found[good])]
     near = [_couple(a, b) for a, b in near if content[a] != content[b]]
     side = np.zeros(len(found), int)
-    for number, pairs in enumerate((source.train, source.held_out, source.test), 1):
+    for number, pairs in enumerate((source.train, source.val, source.test), 1):
         if isinstance(pairs, Indexed):
             side[pairs.rows] = number
     across = []
@@ -172,7 +172,7 @@ def _couple(a: int, b: int) -> Couple:
 
 
 def sizes(found: Found) -> dict[str, int]:
-    """How many pictures by the length of their shorter side."""
+    """How many images by the length of their shorter side."""
     shorter = np.minimum(found["width"], found["height"])[found["good"]]
     counts = np.bincount(np.searchsorted(SIZES, shorter, "right"), minlength=len(SIZES) + 1)
     names = [f"below {SIZES[0]}", *(f"{a}–{b - 1}" for a, b in pairwise(SIZES)), f"{SIZES[-1]} up"]
@@ -186,7 +186,7 @@ def odd(found: Found) -> dict[str, int]:
 
 
 def largest(found: Found) -> int | None:
-    """The row of the picture with the most pixels."""
+    """The row of the image with the most pixels."""
     area = found["width"].astype(np.int64) * found["height"]
     return int(area.argmax()) if area.any() else None
 
@@ -198,13 +198,13 @@ def notable(found: Found, twice: dict[str, list[Couple]]) -> list[tuple[int, str
         some = np.flatnonzero(found["good"] & (found["traits"] >> bit & 1).astype(bool))[:1]
         rows += [(int(row), name) for row in some if name != "grey"]
     for key, name in (("leaks", "on both sides"), ("same_bytes", "same bytes"), ("look_alike", "look alike")):
-        fresh = [couple for couple in twice[key] if couple not in shown][:2]
-        shown += fresh
-        rows += [(row, f"{name} {n}") for n, couple in enumerate(fresh, 1) for row in couple]
+        overwrite = [couple for couple in twice[key] if couple not in shown][:2]
+        shown += overwrite
+        rows += [(row, f"{name} {n}") for n, couple in enumerate(overwrite, 1) for row in couple]
     return rows
 
 
-def captions_of(pairs: Pairs, bars: Bars) -> dict[str, Any]:
+def captions_of(pairs: PairDataset, bars: ProgressFactory) -> dict[str, Any]:
     """Lengths, vocabulary and repetitions of all captions."""
     names, owners = array("q"), array("i")
     lengths, each, known = array("i"), array("i"), Counter[str]()
@@ -221,7 +221,7 @@ def captions_of(pairs: Pairs, bars: Bars) -> dict[str, Any]:
             advance(1)
     return {
         "captions": len(names),
-        "captions_per_picture": _spread(each),
+        "captions_per_image": _spread(each),
         "words_per_caption": _spread(lengths),
         "vocabulary": len(known),
         "commonest_words": known.most_common(10),
@@ -234,21 +234,21 @@ def _spread(values: Sequence[int]) -> dict[str, int]:
     return {"least": least, "median": median, "most": most}
 
 
-def _repeated(pairs: Pairs, names: NDArray[np.int64], owners: NDArray[np.int32]) -> dict[str, Any]:
-    """Captions that several pictures share, those that one has twice, and the five most shared."""
+def _repeated(pairs: PairDataset, names: NDArray[np.int64], owners: NDArray[np.int32]) -> dict[str, Any]:
+    """Captions that several images share, those that one has twice, and the five most shared."""
     _, first, which, times = np.unique(names, return_index=True, return_inverse=True, return_counts=True)
     once = np.unique(which * (len(owners) + 1) + owners) // (
         len(owners) + 1
-    )  # once for each picture that has it
-    pictures = np.bincount(once, minlength=len(first))
+    )  # once for each image that has it
+    images = np.bincount(once, minlength=len(first))
     examples = []
-    for k in np.lexsort((first, -pictures))[:5]:
-        if pictures[k] > 1:
+    for k in np.lexsort((first, -images))[:5]:
+        if images[k] > 1:
             row = int(owners[first[k]])
             place = int(first[k]) - int(np.searchsorted(owners, row))
-            examples.append((pairs.captions(row)[place], int(pictures[k])))
+            examples.append((pairs.captions(row)[place], int(images[k])))
     return {
-        "repeated_captions": int(times[pictures > 1].sum()),
+        "repeated_captions": int(times[images > 1].sum()),
         "doubled_captions": len(names) - len(once),
         "most_repeated": examples,
     }

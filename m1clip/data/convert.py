@@ -1,4 +1,4 @@
-"""Pairs to files that other tools read: WebDataset shards or Parquet. Each file is whole or absent.
+"""PairDataset to files that other tools read: WebDataset shards or Parquet. Each file is whole or absent.
 
 A manifest has the checksum of every file, so that a conversion that was broken off goes on where it was.
 """
@@ -13,10 +13,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from m1clip.data.decode import BadPicture, decode, header
+from m1clip.data.decode import BadImage, decode, header
 from m1clip.data.index import Indexed
-from m1clip.data.pairs import Bars, Pairs
-from m1clip.data.rows import Fault, Faults
+from m1clip.data.pairs import PairDataset, ProgressFactory
+from m1clip.data.rows import BadRow, BadRows
 from m1clip.data.sources import Source
 
 Format = Literal["shards", "parquet"]
@@ -32,19 +32,19 @@ class Sample(NamedTuple):
 
 
 def convert(
-    sources: list[Source], out: Path, to: Format, each: int, max_bad: float, bars: Bars
+    sources: list[Source], out: Path, to: Format, each: int, max_bad: float, bars: ProgressFactory
 ) -> dict[str, Any]:
     """Write every pair that is on a side; what was done."""
     out.mkdir(parents=True, exist_ok=True)
     made_of = [
         [
             one.spec,
-            *(f"{side.fingerprint}/{side.identity}" for side in (one.train, one.held_out, one.test) if side),
+            *(f"{side.fingerprint}/{side.identity}" for side in (one.train, one.val, one.test) if side),
         ]
         for one in sources
     ]
     manifest = Manifest(out, made_of, to, each)
-    faults = sum((source.faults for source in sources), Faults())
+    faults = sum((source.faults for source in sources), BadRows())
     parts = list(_parts(sources, each))
     pairs = sum(len(rows) for *_, rows in parts)
     with bars("converting", pairs) as advance:
@@ -67,13 +67,13 @@ def convert(
     }
 
 
-def _parts(sources: list[Source], each: int) -> Iterator[tuple[str, Pairs, range]]:
+def _parts(sources: list[Source], each: int) -> Iterator[tuple[str, PairDataset, range]]:
     """Names of the files, and what goes into each."""
-    for word, name in (("train", "train"), ("held_out", "val"), ("test", "test")):
+    for word, name in (("train", "train"), ("val", "val"), ("test", "test")):
         number = 0
         for source in sources:
-            side: Pairs | None = getattr(source, word)
-            if word == "held_out" and side is source.test:  # written as test, once
+            side: PairDataset | None = getattr(source, word)
+            if word == "val" and side is source.test:  # written as test, once
                 continue
             for start in range(0, len(side) if side is not None else 0, each):
                 assert side is not None
@@ -81,26 +81,26 @@ def _parts(sources: list[Source], each: int) -> Iterator[tuple[str, Pairs, range
                 number += 1
 
 
-def _samples(side: Pairs, rows: range, name: str, faults: Faults) -> Iterator[Sample]:
-    """The pairs that can be decoded; the pictures' bytes as they are."""
+def _samples(side: PairDataset, rows: range, name: str, faults: BadRows) -> Iterator[Sample]:
+    """The pairs that can be decoded; the images' bytes as they are."""
 
-    def sample(row: int) -> Sample | Fault:
+    def sample(row: int) -> Sample | BadRow:
         try:
             data, ending = _bytes(side, row)
-        except BadPicture as error:
-            return Fault(error.kind, side.row(row), str(error))
+        except BadImage as error:
+            return BadRow(error.kind, side.row(row), str(error))
         key = f"{name}-{row - rows.start:06d}"
         return Sample(key, data, ending, list(side.captions(row)), side.row(row))
 
     with ThreadPoolExecutor() as pool:  # decoding lets other threads run
         for made in pool.map(sample, rows):
-            if isinstance(made, Fault):
-                faults.add(made, picture=True)
+            if isinstance(made, BadRow):
+                faults.add(made, image=True)
             else:
                 yield made
 
 
-def _bytes(side: Pairs, row: int) -> tuple[bytes, str]:
+def _bytes(side: PairDataset, row: int) -> tuple[bytes, str]:
     if isinstance(side, Indexed):
         data = side.read(row)
         decode(data)
@@ -142,7 +142,7 @@ def write_parquet(samples: list[Sample], path: Path) -> None:
         }
         for one in samples
     ]
-    # The pictures are compressed already.
+    # The images are compressed already.
     pq.write_table(
         pa.Table.from_pylist(rows, kinds.arrow_schema), path, compression={"captions.list.element": "zstd"}
     )

@@ -1,4 +1,4 @@
-"""Bytes of a picture, from anywhere, to a picture; or one sentence on why not. Trusts nothing. No torch."""
+"""Bytes of an image, from anywhere, to an image; or one sentence on why not. Trusts nothing. No torch."""
 
 import io
 import struct
@@ -61,7 +61,7 @@ TURNS = {
 HEIC = (b"ftypheic", b"ftypheix", b"ftypmif1", b"ftypheim", b"ftypheis", b"ftyphevc")
 
 
-class BadPicture(ValueError):  # noqa: N818 - it is the picture that is wrong
+class BadImage(ValueError):  # noqa: N818 - it is the image that is wrong
     """`kind` is a word or two to count by, the message a sentence."""
 
     def __init__(self, kind: str, what: str):
@@ -69,57 +69,55 @@ class BadPicture(ValueError):  # noqa: N818 - it is the picture that is wrong
         self.kind = kind
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:  # it travels between processes
-        return BadPicture, (self.kind, str(self))
+        return BadImage, (self.kind, str(self))
 
 
 def header(data: bytes) -> Image.Image:
-    """The picture, its pixels not yet decoded: format, size and mode are known."""
+    """The image, its pixels not yet decoded: format, size and mode are known."""
     if not data:
-        raise BadPicture("empty file", "the file is empty")
+        raise BadImage("empty file", "the file is empty")
     if data[4:12] in HEIC and not heic():
-        raise BadPicture("HEIC", "HEIC pictures need pip install 'm1clip[heic]'")
+        raise BadImage("HEIC", "HEIC images need pip install 'm1clip[heic]'")
     Image.MAX_IMAGE_PIXELS = None  # ours is the limit, below, with a sentence of its own
     try:
         with warnings.catch_warnings(action="ignore"):
-            picture = Image.open(io.BytesIO(data), formats=known())
+            image = Image.open(io.BytesIO(data), formats=known())
     except UnidentifiedImageError:
-        raise BadPicture(
-            "unreadable", f"not a picture of a known kind (it begins with {data[:8]!r})"
-        ) from None
+        raise BadImage("unreadable", f"not an image of a known kind (it begins with {data[:8]!r})") from None
     except BROKEN as error:
         raise _bad("the header is broken", error) from None
-    width, height = picture.size
+    width, height = image.size
     if width * height > MOST_PIXELS:
-        raise BadPicture("refused", f"{width:,} × {height:,} pixels are refused as a decompression bomb")
+        raise BadImage("refused", f"{width:,} × {height:,} pixels are refused as a decompression bomb")
     if min(width, height) < SMALLEST:
-        raise BadPicture("tiny", f"{width} × {height} pixels show nothing")
-    return picture
+        raise BadImage("tiny", f"{width} × {height} pixels show nothing")
+    return image
 
 
 def decode(data: bytes, least: int = 0) -> Image.Image:
-    """The picture, upright and in RGB. A large JPEG comes smaller, if neither side falls below `least`."""
-    picture = header(data)
-    plain = picture.format in ("JPEG", "MPO") and picture.mode in ("RGB", "L")
+    """The image, upright and in RGB. A large JPEG comes smaller, if neither side falls below `least`."""
+    image = header(data)
+    plain = image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L")
     try:
         with warnings.catch_warnings(action="ignore"):
             whole = _jpeg(data, least) if plain else None
             if whole is None:
-                picture.load()
-            turn = TURNS.get(picture.getexif().get(ORIENTATION, 1))  # not before: loading turns some kinds
-            whole = whole or rgb(picture)
+                image.load()
+            turn = TURNS.get(image.getexif().get(ORIENTATION, 1))  # not before: loading turns some kinds
+            whole = whole or rgb(image)
             whole = whole if turn is None else whole.transpose(turn)
             whole.info = {}  # so that nobody turns it again
             return whole
-    except BadPicture:
+    except BadImage:
         raise
     except MemoryError:
-        raise BadPicture("refused", "decoding it needs more memory than there is") from None
+        raise BadImage("refused", "decoding it needs more memory than there is") from None
     except BROKEN as error:
         raise _bad("cannot be decoded", error) from None
 
 
-def _bad(what: str, error: Exception) -> BadPicture:
-    return BadPicture("truncated" if "truncated" in str(error).lower() else "unreadable", f"{what} ({error})")
+def _bad(what: str, error: Exception) -> BadImage:
+    return BadImage("truncated" if "truncated" in str(error).lower() else "unreadable", f"{what} ({error})")
 
 
 def _jpeg(data: bytes, least: int) -> Image.Image | None:
@@ -128,10 +126,10 @@ def _jpeg(data: bytes, least: int) -> Image.Image | None:
         return Image.fromarray(simplejpeg.decode_jpeg(data, "RGB", min_height=least, min_width=least))
     except ValueError as error:
         if str(error).startswith("Premature end"):
-            raise BadPicture("truncated", "the file ends before the picture does") from None
+            raise BadImage("truncated", "the file ends before the image does") from None
         if str(error).startswith("Corrupt JPEG data"):
             detail = str(error).partition(": ")[2]
-            raise BadPicture("damaged", f"the JPEG data is corrupt ({detail})") from None
+            raise BadImage("damaged", f"the JPEG data is corrupt ({detail})") from None
         return None
 
 

@@ -1,4 +1,4 @@
-"""Pictures from the net, for tables that name addresses, and only where --allow urls asks for it."""
+"""Images from the net, for tables that name addresses, and only where --allow urls asks for it."""
 
 import http.client
 import os
@@ -8,8 +8,8 @@ import urllib.request
 from hashlib import sha256
 from pathlib import Path
 
-from m1clip.data.decode import MOST_BYTES, BadPicture
-from m1clip.run import cache_folder
+from m1clip.data.decode import MOST_BYTES, BadImage
+from m1clip.files import cache_folder
 
 WAIT_S = 20
 TRIES = 2
@@ -44,13 +44,13 @@ def _get(address: str) -> bytes:
             with opener.open(request, timeout=WAIT_S) as answer:
                 return _whole(answer)
         except urllib.error.HTTPError as error:
-            raise BadPicture("missing file", f"{address[:80]} answers {error.code} {error.reason}") from None
-        except BadPicture:
+            raise BadImage("missing file", f"{address[:80]} answers {error.code} {error.reason}") from None
+        except BadImage:
             raise
         except (OSError, http.client.HTTPException, ValueError) as error:
             if not left:
                 what = " ".join(str(error).split())
-                raise BadPicture("missing file", f"{address[:80]} cannot be fetched ({what})") from None
+                raise BadImage("missing file", f"{address[:80]} cannot be fetched ({what})") from None
     raise AssertionError("the last try returns or raises")
 
 
@@ -60,7 +60,7 @@ def _whole(answer: http.client.HTTPResponse) -> bytes:
     while part := answer.read(1 << 16):
         data += part
         if len(data) > MOST_BYTES:
-            raise BadPicture("refused", f"the answer is larger than {MOST_BYTES:,} bytes")
+            raise BadImage("refused", f"the answer is larger than {MOST_BYTES:,} bytes")
         if time.monotonic() > end:
             raise TimeoutError(f"it took longer than {3 * WAIT_S} s")
     promised = answer.headers.get("Content-Length")

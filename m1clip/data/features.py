@@ -1,6 +1,6 @@
-"""What locked towers made of a side, once: a batch takes rows of it, not pictures and captions. No torch.
+"""What locked towers made of a side, once: a batch takes rows of it, not images and captions. No torch.
 
-Shapes: N pictures, M captions, D features.
+Shapes: N images, M captions, D features.
 """
 
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ Array = NDArray[Any]
 @dataclass(frozen=True)
 class Features:
     views: Sequence[Array] = ()
-    """Of the pictures (N, D), once for each way they are seen; none where the tower is not locked."""
+    """Of the images (N, D), once for each way they are seen; none where the tower is not locked."""
     texts: Array | None = None
     """Of the captions (M, D), in an order that suited the encoder."""
     place_M: Rows | None = None
     """Where each caption is in it."""
     start_N: Rows | None = None
-    """The number of each picture's first caption."""
+    """The number of each image's first caption."""
     caption_M: Rows | None = None
     """Equal for equal captions."""
     look_N: Rows | None = None
-    """Equal for equal pictures."""
+    """Equal for equal images."""
     instead_N: Rows | None = None
-    """The row whose picture stands for a row: its own, or another's where it could not be decoded."""
+    """The row whose image stands for a row: its own, or another's where it could not be decoded."""
 
-    def of_pictures(self, rows: Rows, draw_B: NDArray[np.float64]) -> Array:
+    def of_images(self, rows: Rows, draw_B: NDArray[np.float64]) -> Array:
         """Each as one of its views, by the draw."""
         which = (draw_B * len(self.views)).astype(int)
         made = np.empty((len(rows), self.views[0].shape[1]), self.views[0].dtype)

@@ -1,4 +1,4 @@
-"""A folder of pictures: captions beside them (.txt), in a metadata table, or the folders' names as labels."""
+"""A folder of images: captions beside them (.txt), in a metadata table, or the folders' names as labels."""
 
 import os
 import re
@@ -8,19 +8,19 @@ from pathlib import Path
 
 from m1clip.config import DataConfig
 from m1clip.data import caption_datasets
-from m1clip.data.rows import MOST_TEXT, Fault, Listing, Row
-from m1clip.data.tables import PICTURE, TABLES, table
+from m1clip.data.rows import MOST_TEXT, BadRow, Listing, Row
+from m1clip.data.tables import IMAGE, TABLES, table
 
 BESIDE = (".txt", ".caption")
-# Texts that are about a folder, not about one of its pictures.
+# Texts that are about a folder, not about one of its images.
 ABOUT = re.compile(
     r"(readme|licen[cs]e|notes?|credits|captions?|classes|labels|attribution|\..*)\.(txt|caption)", re.I
 )
 NO_LABEL = re.compile(r"|images?|imgs?|pictures?|photos?|jpe?gs?|data|(train|val|test)\d+|flick\w+", re.I)
-"""Folders that say nothing of the pictures in them."""
+"""Folders that say nothing of the images in them."""
 SIDES = {
     **dict.fromkeys(("train", "training", "restval"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "dev", "eval", "held-out", "held_out"), "held-out"),
+    **dict.fromkeys(("val", "valid", "validation", "dev", "eval", "held-out", "held_out"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
 """What the sides of a split are called in the wild."""
@@ -36,16 +36,16 @@ def folder(path: Path, config: DataConfig) -> Listing:
     text, labels, flat = _look(path, config)
     if text:
         return Listing(str(path), _beside(path, config))
-    if known := caption_datasets.recognised(path, config):
+    if known := caption_datasets.recognized(path, config):
         return known
     if len(lonely) == 1:
         return table(lonely[0], config)
     if labels and not flat:
         return Listing(str(path), _labelled(path, config))
     if not labels and not flat:
-        raise ValueError(f"{path} has no pictures in it" + _tables_there(lonely))
+        raise ValueError(f"{path} has no images in it" + _tables_there(lonely))
     raise ValueError(
-        f"{path} has pictures but no captions: put a .txt beside each, list them in a metadata.csv "
+        f"{path} has images but no captions: put a .txt beside each, list them in a metadata.csv "
         f"(file_name, text), or sort them into one folder for each label" + _tables_there(lonely)
     )
 
@@ -70,7 +70,7 @@ def joined(listings: list[Listing]) -> Listing:
     return Listing(root, chain.from_iterable(moved(one, root) for one in listings))
 
 
-def moved(listing: Listing, root: str, split: str = "") -> Iterator[Row | Fault]:
+def moved(listing: Listing, root: str, split: str = "") -> Iterator[Row | BadRow]:
     """The rows of a listing, told from another root."""
     way = os.path.relpath(listing.root, root)
     for row in listing.rows:
@@ -80,7 +80,7 @@ def moved(listing: Listing, root: str, split: str = "") -> Iterator[Row | Fault]
         yield row
 
 
-def walk(path: Path, config: DataConfig) -> Iterator[str | Fault]:
+def walk(path: Path, config: DataConfig) -> Iterator[str | BadRow]:
     """Every file under the folder, in order, from the folder; what is hidden is passed over."""
     links, seen = "links" in config.allow, set[tuple[int, int]]()
     for here, folders, files in os.walk(path, followlinks=links):
@@ -92,7 +92,7 @@ def walk(path: Path, config: DataConfig) -> Iterator[str | Fault]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in folders:
             if not links and os.path.islink(os.path.join(here, name)):
-                yield Fault(
+                yield BadRow(
                     "refused", os.path.join(here, name), "a link to a folder; --allow links would follow it"
                 )
         for name in sorted(files):
@@ -101,70 +101,70 @@ def walk(path: Path, config: DataConfig) -> Iterator[str | Fault]:
 
 
 def _look(path: Path, config: DataConfig) -> tuple[bool, set[str], bool]:
-    """Whether captions lie beside, which folders may be labels, and whether pictures lie in none."""
-    pictures, texts, labels = set[str](), set[str](), set[str]()
+    """Whether captions lie beside, which folders may be labels, and whether images lie in none."""
+    images, texts, labels = set[str](), set[str](), set[str]()
     flat = False
     for name in walk(path, config):
-        if isinstance(name, Fault):
+        if isinstance(name, BadRow):
             continue
         stem, ending = os.path.splitext(name)
-        if PICTURE.search(name):
+        if IMAGE.search(name):
             label = os.path.basename(os.path.dirname(name))
             if label.lower() in SIDES or NO_LABEL.fullmatch(label):
                 flat = True
             else:
                 labels.add(label)
-            pictures.update((stem, name))
+            images.update((stem, name))
         elif ending.lower() in BESIDE:
             texts.add(stem)
-        if len(pictures) > 20_000:  # enough to know
+        if len(images) > 20_000:  # enough to know
             break
-    return not pictures.isdisjoint(texts), labels, flat
+    return not images.isdisjoint(texts), labels, flat
 
 
-def _beside(path: Path, config: DataConfig) -> Iterator[Row | Fault]:
+def _beside(path: Path, config: DataConfig) -> Iterator[Row | BadRow]:
     waiting, taken, here = dict[str, str](), set[str](), ""
 
-    def orphans() -> Iterator[Fault]:
+    def orphans() -> Iterator[BadRow]:
         for stem in sorted(waiting.keys() - taken):
             if not ABOUT.fullmatch(os.path.basename(waiting[stem])):
-                yield Fault("missing file", str(path / waiting[stem]), "a caption without a picture")
+                yield BadRow("missing file", str(path / waiting[stem]), "a caption without an image")
 
     for name in walk(path, config):
-        if isinstance(name, Fault):
+        if isinstance(name, BadRow):
             yield name
             continue
-        if os.path.dirname(name) != here:  # texts are beside their pictures: only one folder is remembered
+        if os.path.dirname(name) != here:  # texts are beside their images: only one folder is remembered
             yield from orphans()
             waiting, taken, here = {}, set(), os.path.dirname(name)
         stem, ending = os.path.splitext(name)
         if ending.lower() in BESIDE:
             waiting[stem] = name
-        if not PICTURE.search(name):
+        if not IMAGE.search(name):
             continue
         taken.update((stem, name))
         ways = (one + end for one in (stem, name) for end in (*BESIDE, ".TXT"))
         found = next((path / one for one in ways if (path / one).is_file()), None)
         if found is None:
-            yield Fault("no caption", str(path / name), "no .txt lies beside it")
+            yield BadRow("no caption", str(path / name), "no .txt lies beside it")
             continue
         try:
             with open(found, "rb") as file:
                 text = file.read(MOST_TEXT).decode("utf-8-sig", "surrogateescape")
         except OSError as error:
-            yield Fault("no caption", str(found), f"cannot be read ({error.strerror})")
+            yield BadRow("no caption", str(found), f"cannot be read ({error.strerror})")
             continue
         yield Row(name, text.splitlines() or [""], split=side_of(Path(name)))
     yield from orphans()
 
 
-def _labelled(path: Path, config: DataConfig) -> Iterator[Row | Fault]:
+def _labelled(path: Path, config: DataConfig) -> Iterator[Row | BadRow]:
     for name in walk(path, config):
-        if isinstance(name, Fault):
+        if isinstance(name, BadRow):
             yield name
-        elif PICTURE.search(name):
+        elif IMAGE.search(name):
             label = os.path.basename(os.path.dirname(name))
-            yield Row(name, [prompted(label, config.prompt)], split=side_of(Path(name)))
+            yield Row(name, [prompted(label, config.template)], split=side_of(Path(name)))
 
 
 def prompted(label: str, prompt: str) -> str:

@@ -1,6 +1,6 @@
-"""Pictures that lie inside tables: `hf:NAME` and Parquet with bytes, by way of the `datasets` library.
+"""Images that lie inside tables: `hf:NAME` and Parquet with bytes, by way of the `datasets` library.
 
-It keeps each as an uncompressed Arrow file; a picture is then a place in that file, as in a shard.
+It keeps each as an uncompressed Arrow file; an image is then a place in that file, as in a shard.
 """
 
 import logging
@@ -17,7 +17,7 @@ import numpy as np
 
 from m1clip.config import DataConfig
 from m1clip.data.folders import prompted
-from m1clip.data.rows import Fault, Listing, Row
+from m1clip.data.rows import BadRow, Listing, Row
 from m1clip.data.tables import Record, guess_captions, holds_bytes, several
 from m1clip.data.webdataset import SIDE
 
@@ -137,32 +137,32 @@ def _aligned(data: "Dataset", keep: Path) -> "Dataset":
 
 
 def _listing(splits: "dict[str, Dataset]", name: str, config: DataConfig, keep: Path) -> Listing:
-    def rows() -> Iterator[Row | Fault]:
+    def rows() -> Iterator[Row | BadRow]:
         for split, data in splits.items():
             yield from _rows(data, name, "" if len(splits) == 1 else split, config, keep)
 
     return Listing(".", rows())
 
 
-def _rows(data: "Dataset", name: str, split: str, config: DataConfig, keep: Path) -> Iterator[Row | Fault]:
+def _rows(data: "Dataset", name: str, split: str, config: DataConfig, keep: Path) -> Iterator[Row | BadRow]:
     import datasets
 
     data, kinds = _aligned(data, keep), dict(data.features)
-    pictures = [one for one, kind in kinds.items() if isinstance(kind, datasets.Image)]
-    pictures += [
+    images = [one for one, kind in kinds.items() if isinstance(kind, datasets.Image)]
+    images += [
         one
         for one in data.column_names
-        if one not in pictures and holds_bytes(data.data.schema.field(one).type)
+        if one not in images and holds_bytes(data.data.schema.field(one).type)
     ]
-    image = config.image_column if config.image_column in pictures else next(iter(pictures), None)
+    image = config.image_column if config.image_column in images else next(iter(images), None)
     if image is None or config.image_column not in ("auto", image):
-        raise ValueError(f"{name} has no column of pictures{_called(config)}; it has {', '.join(kinds)}")
+        raise ValueError(f"{name} has no column of images{_called(config)}; it has {', '.join(kinds)}")
     labels = {one: kind.names for one, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)}
-    light = [one for one in data.column_names if one not in pictures]
+    light = [one for one in data.column_names if one not in images]
     places, caption = _places(data, image), None
     number = 0
     for batch in data.data.table.select(light).to_batches(1000):
-        records = [Record(0, _worded(values, labels, config.prompt)) for values in batch.to_pylist()]
+        records = [Record(0, _worded(values, labels, config.template)) for values in batch.to_pylist()]
         caption = caption or guess_captions(Path(name), records, config)
         for record in records:
             number += 1
@@ -183,20 +183,20 @@ def _worded(values: dict[str, Any], labels: dict[str, list[str]], prompt: str) -
     return values
 
 
-def _row(place: "Place", row: Row) -> Row | Fault:
+def _row(place: "Place", row: Row) -> Row | BadRow:
     file, offset, length, path = place
     if length:
         return row._replace(image=path or f"row {row.line}", file=file, offset=offset, length=length)
     if path:
         return row._replace(image=path)
-    return Fault("missing file", f"{row.table} row {row.line}", "the row has no picture")
+    return BadRow("missing file", f"{row.table} row {row.line}", "the row has no image")
 
 
 Place = tuple[str, int, int, str | None]
 
 
 def _places(data: "Dataset", column: str) -> Iterator[Place]:
-    """(file, offset, length, path) of each row's picture, where its bytes lie in the Arrow files."""
+    """(file, offset, length, path) of each row's image, where its bytes lie in the Arrow files."""
     import pyarrow as pa
 
     for file in [one["filename"] for one in data.cache_files]:

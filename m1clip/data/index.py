@@ -1,6 +1,6 @@
-"""The index of a source: where each picture lies and what is said of it, in memory-mapped files.
+"""The index of a source: where each image lies and what is said of it, in memory-mapped files.
 
-A picture that many rows name is one entry with many captions. A million rows cost the disk, not the memory.
+An image that many rows name is one entry with many captions. A million rows cost the disk, not the memory.
 """
 
 import json
@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from m1clip.config import DataConfig
-from m1clip.data.decode import MOST_BYTES, BadPicture, decode
+from m1clip.data.decode import MOST_BYTES, BadImage, decode
 from m1clip.data.download import fetched
 from m1clip.data.folders import SIDES
-from m1clip.data.rows import Fault, Faults, Listing, Row, checked, place
+from m1clip.data.rows import BadRow, BadRows, Listing, Row, checked, place
 
 Rows = NDArray[np.int64]
 BATCH = 8192
-NO_SIDE, TRAIN, HELD_OUT, TEST, UNLISTED, UNKNOWN = range(6)
-CODES = {"train": TRAIN, "held-out": HELD_OUT, "test": TEST, "unlisted": UNLISTED}
+NO_SIDE, TRAIN, VAL, TEST, UNLISTED, UNKNOWN = range(6)
+CODES = {"train": TRAIN, "val": VAL, "test": TEST, "unlisted": UNLISTED}
 SCHEMA = pa.schema(
     [
         ("name", pa.string()),
@@ -93,7 +93,7 @@ def code_of(word: str) -> int:
 class Builder:
     """Rows in, an index out; what cannot be used goes to `faults`."""
 
-    def __init__(self, listing: Listing, config: DataConfig, faults: Faults):
+    def __init__(self, listing: Listing, config: DataConfig, faults: BadRows):
         self.listing, self.allow, self.faults = listing, config.allow, faults
         self.files, self.tables = Names(), Names()
         self.root = os.path.abspath(listing.root)
@@ -118,7 +118,7 @@ class Builder:
         (folder / "facts.json").write_text(json.dumps(facts))
 
     def _write_rows(self, path: Path, progress: Callable[[int], None]) -> NDArray[np.int64]:
-        """The rows in the order they come; the answer has equal numbers for those of the same picture."""
+        """The rows in the order they come; the answer has equal numbers for those of the same image."""
         keys = array("q")
         with pa.ipc.new_file(str(path), SCHEMA) as writer:
             batch: list[Entry] = []
@@ -134,11 +134,11 @@ class Builder:
         return np.frombuffer(keys, np.int64) if keys else np.empty(0, np.int64)
 
     def _entries(self) -> Iterator[Entry]:
-        """Rows that follow each other and name the same picture become one here already."""
+        """Rows that follow each other and name the same image become one here already."""
         last: Entry | None = None
         for row in self.listing.rows:
-            row = row if isinstance(row, Fault) else self._allowed(checked(row))
-            if isinstance(row, Fault):
+            row = row if isinstance(row, BadRow) else self._allowed(checked(row))
+            if isinstance(row, BadRow):
                 lone = not os.path.exists(row.where) and os.path.exists(os.path.join(self.root, row.where))
                 self.faults.rows += 1
                 self.faults.add(
@@ -157,15 +157,15 @@ class Builder:
         if last:
             yield last
 
-    def _allowed(self, row: Row | Fault) -> Row | Fault:
-        if isinstance(row, Fault) or "://" not in row.image:
+    def _allowed(self, row: Row | BadRow) -> Row | BadRow:
+        if isinstance(row, BadRow) or "://" not in row.image:
             return row
         if not row.image.startswith(("http://", "https://")):
-            return Fault(
+            return BadRow(
                 "refused", place(row), f"{row.image[:80]} is an address of a kind that is never fetched"
             )
         if "urls" not in self.allow:
-            return Fault(
+            return BadRow(
                 "refused", place(row), f"{row.image[:80]} is on the net; --allow urls would fetch it"
             )
         return row
@@ -173,15 +173,15 @@ class Builder:
     def _look_up(
         self, rows: pa.RecordBatchFileReader, order: Rows, starts: Rows
     ) -> tuple[NDArray[np.bool_], str, str]:
-        """Which pictures are there; a fingerprint of their files, and one of names and captions."""
+        """Which images are there; a fingerprint of their files, and one of names and captions."""
         same, said = blake2b(self.root.encode(), digest_size=16), blake2b(digest_size=16)
         for file in self.files.all():
             about = os.stat(file)
             same.update(f"{os.path.abspath(file)}/{about.st_size}/{about.st_mtime_ns}".encode())
-        heads = order[starts[:-1]]  # where each picture is first named: in the order of the rows
+        heads = order[starts[:-1]]  # where each image is first named: in the order of the rows
         there = np.ones(len(heads), bool)
         self.faults.rows += len(order)
-        self.faults.pictures += len(heads)
+        self.faults.images += len(heads)
         at, begin = 0, 0
         for k in range(rows.num_record_batches):
             batch = rows.get_batch(k)
@@ -193,16 +193,16 @@ class Builder:
             while at < len(heads) and heads[at] < begin + len(batch):
                 i = int(heads[at]) - begin
                 stamp = names[i] if inside[i] >= 0 else self._stamp(names[i])
-                if isinstance(stamp, Fault):
+                if isinstance(stamp, BadRow):
                     there[at] = False
                     where = f"{self.tables.name(tables[i])} line {lines[i]}" if lines[i] else stamp.where
-                    self.faults.add(stamp._replace(where=where), picture=True)
+                    self.faults.add(stamp._replace(where=where), image=True)
                 same.update(str(stamp).encode())
                 at += 1
             begin += len(batch)
         return there, same.hexdigest(), said.hexdigest()
 
-    def _stamp(self, name: str) -> str | Fault:
+    def _stamp(self, name: str) -> str | BadRow:
         """What tells a file from an earlier one of the same name; a fault if it cannot be used."""
         if "://" in name:
             return name
@@ -212,14 +212,14 @@ class Builder:
             if stat.S_ISLNK(about.st_mode) or self._leads_out(os.path.dirname(path)):
                 real = os.path.realpath(path)
                 if "links" not in self.allow and not real.startswith(self.real_root + os.sep):
-                    return Fault(
+                    return BadRow(
                         "refused", path, f"{short} is a link that leads out, to {real} (--allow links)"
                     )
                 about = os.stat(path)
         except (OSError, ValueError):
-            return Fault("missing file", path, f"there is no {short}")
+            return BadRow("missing file", path, f"there is no {short}")
         if not stat.S_ISREG(about.st_mode):
-            return Fault("missing file", path, f"{short} is not a file")
+            return BadRow("missing file", path, f"{short} is not a file")
         return f"{name}/{about.st_size}/{about.st_mtime_ns}"
 
     def _leads_out(self, folder: str) -> bool:
@@ -240,18 +240,18 @@ def _columns(batch: Sequence[Entry]) -> pa.RecordBatch:
 
 
 def _grouped(keys: NDArray[np.int64]) -> tuple[Rows, Rows]:
-    """Row numbers, those of a picture together, pictures in the order they are first named; the cuts."""
+    """Row numbers, those of an image together, images in the order they are first named; the cuts."""
     _, first, group = np.unique(keys, return_index=True, return_inverse=True)
     if len(first) == len(keys):
         return np.arange(len(keys)), np.arange(len(keys) + 1)
-    owner = first[group]  # for each row, the first of its picture
+    owner = first[group]  # for each row, the first of its image
     order = np.argsort(owner, kind="stable")
     starts = np.flatnonzero(np.diff(owner[order], prepend=-1))
     return order, np.append(starts, len(order))
 
 
 class Indexed:
-    """Pairs of an index, all or some of them. What is opened is opened anew in each process."""
+    """PairDataset of an index, all or some of them. What is opened is opened anew in each process."""
 
     def __init__(self, folder: Path, rows: Rows | None = None):
         self.folder = folder
@@ -322,11 +322,11 @@ class Indexed:
         )
 
     def container(self) -> NDArray[np.int32]:
-        """The number of the file that holds each picture among others; -1 where it is a file itself."""
+        """The number of the file that holds each image among others; -1 where it is a file itself."""
         return self.column("file")
 
     def read(self, index: int) -> bytes:
-        """The picture's bytes as they lie on the disk."""
+        """The image's bytes as they lie on the disk."""
         name, file = self._value("name", index), self._value("file", index)
         try:
             if file >= 0:
@@ -336,20 +336,20 @@ class Indexed:
             with open(path, "rb") as handle:
                 size = self._value("length", index) or os.fstat(handle.fileno()).st_size
                 if size > MOST_BYTES:
-                    raise BadPicture("refused", f"{size:,} bytes are too many for a picture")
+                    raise BadImage("refused", f"{size:,} bytes are too many for an image")
                 handle.seek(self._value("offset", index))
                 return handle.read(size)
         except FileNotFoundError:
-            raise BadPicture("missing file", "there is no such file") from None
+            raise BadImage("missing file", "there is no such file") from None
         except OSError as error:
-            raise BadPicture("cannot be read", f"cannot be read ({error.strerror})") from None
+            raise BadImage("cannot be read", f"cannot be read ({error.strerror})") from None
 
     def image(self, index: int, least: int = 0) -> Image.Image:
         return decode(self.read(index), least)
 
 
 class Captions(Sequence[str]):
-    """Read one by one: a picture may have very many."""
+    """Read one by one: an image may have very many."""
 
     def __init__(self, column: pa.ChunkedArray, lines: Rows, ends: Rows):
         self.column, self.lines, self.ends = column, lines, ends

@@ -7,16 +7,16 @@ from typing import Protocol
 from PIL import Image
 
 Advance = Callable[[int], None]
-Bars = Callable[[str, int | None], AbstractContextManager[Advance]]
+ProgressFactory = Callable[[str, int | None], AbstractContextManager[Advance]]
 """How long work is shown: what it is and how much, if that is known; what is given hears of each bit done."""
 
 
-class Pairs(Protocol):
+class PairDataset(Protocol):
     """Random access by index; light enough to be sent to another process."""
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal pictures in the same order: what a store of them is named by."""
+        """Equal for equal images in the same order: what a store of them is named by."""
         ...
 
     @property
@@ -31,5 +31,5 @@ class Pairs(Protocol):
 
 
 @contextmanager
-def silent(what: str, total: int | None) -> Iterator[Advance]:
+def no_progress(what: str, total: int | None) -> Iterator[Advance]:
     yield lambda done: None

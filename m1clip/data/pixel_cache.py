@@ -1,4 +1,4 @@
-"""Decoded pixels: every picture once, as bytes in a memory-mapped file that runs share.
+"""Decoded pixels: every image once, as bytes in a memory-mapped file that runs share.
 
 No torch.
 """
@@ -11,26 +11,27 @@ from pathlib import Path
 
 import numpy as np
 
+from m1clip import images
 from m1clip.data import decode
 from m1clip.data.cache_space import make_room
-from m1clip.data.pairs import Advance, Pairs
+from m1clip.data.pairs import Advance, PairDataset
 from m1clip.data.row_store import PART, Notes, unheard
 from m1clip.data.row_store import Store as Rows
-from m1clip.data.rows import Fault
+from m1clip.data.rows import BadRow
 from m1clip.data.workers import Decoded, Workers, decode_rows, parts_of
+from m1clip.files import cache_folder
 from m1clip.images import Pixels
-from m1clip.run import cache_folder
 
 PASSING = ("HEIC", "missing file", "cannot be read")
 """Kinds of faults that another day may mend: they are tried again."""
 
 
 class Store(Rows):
-    """The pictures of a source at one size."""
+    """The images of a source at one size."""
 
-    def __init__(self, pairs: Pairs, size: int):
+    def __init__(self, pairs: PairDataset, size: int):
         self.pairs, self.size = pairs, size
-        # A picture decoded or squared otherwise is another picture.
+        # An image decoded or squared otherwise is another image.
         how = "".join(Path(str(module.__file__)).read_text() for module in (images, decode))
         name = sha256(f"{pairs.fingerprint}/{len(pairs)}/{size}/{how}".encode()).hexdigest()[:16]
         super().__init__(cache_folder() / f"pixels-{name}", len(pairs), size**2 * 3)
@@ -50,16 +51,16 @@ class Store(Rows):
     def pixels(self) -> Pixels:
         return self.mapped(np.uint8, self.size, self.size, 3)
 
-    def bad(self) -> dict[int, Fault]:
-        """Rows whose pictures could not be decoded."""
-        found: dict[int, Fault] = {}
+    def bad(self) -> dict[int, BadRow]:
+        """Rows whose images could not be decoded."""
+        found: dict[int, BadRow] = {}
         for entry in self.entries().values():
             for row, (kind, what) in dict(entry["bad"]).items():
-                found[int(row)] = Fault(kind, self.pairs.row(int(row)), what)
+                found[int(row)] = BadRow(kind, self.pairs.row(int(row)), what)
         return dict(sorted(found.items()))
 
 
-def _decode(pairs: Pairs, size: int, parts: Sequence[range], workers: int) -> Iterator[Decoded]:
+def _decode(pairs: PairDataset, size: int, parts: Sequence[range], workers: int) -> Iterator[Decoded]:
     if len(parts) == 1 or workers == 1:
         yield from (decode_rows(pairs, size, part) for part in parts)
         return
@@ -67,7 +68,7 @@ def _decode(pairs: Pairs, size: int, parts: Sequence[range], workers: int) -> It
         yield from pool.map(parts)
 
 
-def decoded(pairs: Pairs, size: int, workers: int, progress: Advance = unheard) -> Decoded:
+def decoded(pairs: PairDataset, size: int, workers: int, progress: Advance = unheard) -> Decoded:
     """All of them, in memory."""
     done = []
     for part in _decode(pairs, size, parts_of(len(pairs), PART), workers):
@@ -78,7 +79,7 @@ def decoded(pairs: Pairs, size: int, workers: int, progress: Advance = unheard) 
 
 
 def stored(
-    pairs: Pairs, size: int, most_gb: float, workers: int, progress: Advance = unheard
+    pairs: PairDataset, size: int, most_gb: float, workers: int, progress: Advance = unheard
 ) -> Store | None:
     """The whole store, or None where it would not fit into the cache."""
     if len(pairs) * size**2 * 3 > most_gb * 1e9:

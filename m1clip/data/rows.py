@@ -1,4 +1,4 @@
-"""What every source is read as: rows, each the place of a picture and its captions, or a fault in its stead.
+"""What every source is read as: rows, each the place of an image and its captions, or a fault in its stead.
 
 Knows no formats. A reader is a generator of these, so a million rows need no memory.
 """
@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-MOST_TEXT = 1_000_000  # bytes of captions of one picture
+MOST_TEXT = 1_000_000  # bytes of captions of one image
 NAMED = 10_000  # faults kept with their names; beyond these they are only counted
 
 
 class Row(NamedTuple):
     image: str
-    """Path of the picture from the listing's root, or its name inside `file`, or its address on the net."""
+    """Path of the image from the listing's root, or its name inside `file`, or its address on the net."""
     captions: Sequence[str]
     line: int = 0
     """Where in `table` it stands, from 1; 0 where no table lists it."""
@@ -23,12 +23,12 @@ class Row(NamedTuple):
     split: str = ""
     """The side it is on, in the source's own words."""
     file: str = ""
-    """The file that holds the picture among others: `length` bytes from `offset`."""
+    """The file that holds the image among others: `length` bytes from `offset`."""
     offset: int = 0
     length: int = 0
 
 
-class Fault(NamedTuple):
+class BadRow(NamedTuple):
     kind: str
     where: str
     what: str
@@ -39,41 +39,41 @@ class Fault(NamedTuple):
 
 class Listing(NamedTuple):
     root: str
-    rows: Iterator[Row | Fault]
+    rows: Iterator[Row | BadRow]
 
 
 @dataclass
-class Faults:
+class BadRows:
     """How many of how many rows are unusable, by kind, and the first of them by name."""
 
     rows: int = 0
-    """All of them, the good ones too: lines of a table, or pictures."""
-    pictures: int = 0
-    """Different pictures among them."""
-    of_pictures: int = 0
-    """Faults that cost a picture, and not a line of a table."""
+    """All of them, the good ones too: lines of a table, or images."""
+    images: int = 0
+    """Different images among them."""
+    of_images: int = 0
+    """BadRows that cost an image, and not a line of a table."""
     counts: Counter[str] = field(default_factory=Counter)
-    named: list[Fault] = field(default_factory=list)
+    named: list[BadRow] = field(default_factory=list)
 
     def __len__(self) -> int:
         return self.counts.total()
 
-    def add(self, fault: Fault, picture: bool = False) -> None:
-        self.of_pictures += picture
+    def add(self, fault: BadRow, image: bool = False) -> None:
+        self.of_images += image
         self.counts[fault.kind] += 1
         if len(self.named) < NAMED:
             self.named.append(fault)
 
-    def __add__(self, other: "Faults") -> "Faults":
+    def __add__(self, other: "BadRows") -> "BadRows":
         named = (self.named + other.named)[:NAMED]
-        pictures, of_pictures = self.pictures + other.pictures, self.of_pictures + other.of_pictures
-        return Faults(self.rows + other.rows, pictures, of_pictures, self.counts + other.counts, named)
+        images, of_images = self.images + other.images, self.of_images + other.of_images
+        return BadRows(self.rows + other.rows, images, of_images, self.counts + other.counts, named)
 
     @property
     def share(self) -> float:
-        """Part of the data that is lost: of the lines, and of the pictures, which may have several lines."""
-        lines = len(self) - self.of_pictures
-        return lines / max(1, self.rows) + self.of_pictures / max(1, self.pictures + lines)
+        """Part of the data that is lost: of the lines, and of the images, which may have several lines."""
+        lines = len(self) - self.of_images
+        return lines / max(1, self.rows) + self.of_images / max(1, self.images + lines)
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.most_common())
@@ -84,7 +84,7 @@ class Faults:
         """Refuses data of which more than the part `most` is unusable."""
         if self.share <= most:
             return
-        raise ValueError(f"{self}; --max-bad allows {most:.2%}, and m1clip data check names them all")
+        raise ValueError(f"{self}; --max-bad-rows allows {most:.2%}, and m1clip data check names them all")
 
 
 def meaningful(captions: Iterable[object]) -> list[str]:
@@ -104,15 +104,15 @@ def is_utf8(text: str) -> bool:
     return True
 
 
-def checked(row: Row) -> Row | Fault:
+def checked(row: Row) -> Row | BadRow:
     """The row with the captions that can be used; a fault where it cannot be."""
     if not row.image or "\0" in row.image:
-        return Fault("broken line", place(row), "no picture is named")
+        return BadRow("broken line", place(row), "no image is named")
     if not is_utf8(row.image) or not all(map(is_utf8, row.captions)):
-        return Fault("not UTF-8", place(row), "the text is not UTF-8: save it as such")
+        return BadRow("not UTF-8", place(row), "the text is not UTF-8: save it as such")
     captions = meaningful(row.captions)
     if not captions:
-        return Fault("no caption", place(row), "the caption is empty")
+        return BadRow("no caption", place(row), "the caption is empty")
     return row if captions == row.captions else row._replace(captions=captions)
 
 

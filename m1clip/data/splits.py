@@ -1,4 +1,4 @@
-"""The sides of a run, ready for use: pairs of one or several sources, and their pictures, stored or live."""
+"""The sides of a run, ready for use: pairs of one or several sources, and their images, stored or live."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ import numpy as np
 
 from m1clip.config import DataConfig
 from m1clip.data.index import Indexed, Rows
-from m1clip.data.pairs import Bars, Pairs, silent
+from m1clip.data.pairs import PairDataset, ProgressFactory, no_progress
 from m1clip.data.pixel_cache import decoded, stored
-from m1clip.data.rows import Fault, Faults
+from m1clip.data.rows import BadRow, BadRows
 from m1clip.data.sources import Source, open_sources, scored
 from m1clip.data.workers import Workers, decode_rows
 from m1clip.images import Pixels
@@ -19,14 +19,14 @@ from m1clip.images import Pixels
 WINDOW = 10_000  # rows that a live shard's order is shuffled over: its files are read nearly in sequence
 
 
-class Pictures(Protocol):
+class Images(Protocol):
     def take(self, rows: Rows) -> tuple[Rows, Pixels]:
-        """The pictures of some rows; of a row that cannot be decoded another's, with its number."""
+        """The images of some rows; of a row that cannot be decoded another's, with its number."""
         ...
 
 
 @dataclass(frozen=True)
-class Stored:
+class Cached:
     pixels: Pixels
     good: Rows
 
@@ -34,12 +34,12 @@ class Stored:
         return rows, self.pixels[self.good[rows]]
 
 
-class Live:
+class OnTheFly:
     """Decoded by worker processes when asked for. A row that cannot be is replaced by the next that can."""
 
-    def __init__(self, pairs: Pairs, size: int, workers: int, max_bad: float):
+    def __init__(self, pairs: PairDataset, size: int, workers: int, max_bad: float):
         self.pairs, self.size, self.max_bad = pairs, size, max_bad
-        self.faults = Faults(len(pairs), len(pairs))
+        self.faults = BadRows(len(pairs), len(pairs))
         self.bad = set[int]()
         self.workers = Workers(partial(decode_rows, pairs, size), workers)
 
@@ -55,7 +55,7 @@ class Live:
                 pixels[part] = done.pixels
                 for row, (kind, what) in done.bad.items():
                     self.bad.add(row)
-                    self.faults.add(Fault(kind, self.pairs.row(row), what), picture=True)
+                    self.faults.add(BadRow(kind, self.pairs.row(row), what), image=True)
             self.faults.require_few(self.max_bad)
             todo = np.flatnonzero(np.isin(rows, list(self.bad)))
             rows[todo] = [self._good(int(row)) for row in rows[todo]]
@@ -63,7 +63,7 @@ class Live:
 
     def _good(self, row: int) -> int:
         if len(self.bad) == len(self.pairs):
-            raise ValueError("not one picture can be decoded; m1clip data check tells why")
+            raise ValueError("not one image can be decoded; m1clip data check tells why")
         while row in self.bad:
             row = (row + 1) % len(self.pairs)
         return row
@@ -71,15 +71,15 @@ class Live:
 
 @dataclass(frozen=True)
 class Part:
-    pairs: Pairs
+    pairs: PairDataset
     rows: Rows
     """Those of its pairs that are used."""
-    pictures: Pictures
+    images: Images
     weight: float = 1.0
 
 
-class Side:
-    """Pairs by index, as any source has them, and their pictures."""
+class Split:
+    """PairDataset by index, as any source has them, and their images."""
 
     def __init__(self, parts: Sequence[Part]):
         self.parts = tuple(parts)
@@ -107,23 +107,23 @@ class Side:
         return part.pairs.row(row)
 
     def take(self, rows: Rows) -> tuple[Rows, Pixels]:
-        """Pictures (B, S, S, 3), and the rows they are of: others where one cannot be decoded."""
+        """Images (B, S, S, 3), and the rows they are of: others where one cannot be decoded."""
         if len(self.parts) == 1:
-            return self.parts[0].pictures.take(rows)
+            return self.parts[0].images.take(rows)
         number = np.searchsorted(self.starts, rows, "right") - 1
         found, pixels = rows.copy(), None
         for k in np.unique(number):
             mine = number == k
-            some, seen = self.parts[k].pictures.take(rows[mine] - self.starts[k])
+            some, seen = self.parts[k].images.take(rows[mine] - self.starts[k])
             pixels = np.empty((len(rows), *seen.shape[1:]), np.uint8) if pixels is None else pixels
             found[mine], pixels[mine] = some + self.starts[k], seen
         assert pixels is not None
         return found, pixels
 
-    def met(self) -> Faults:
-        """What could not be decoded so far, where pictures are decoded live."""
-        lives = [part.pictures.faults for part in self.parts if isinstance(part.pictures, Live)]
-        return sum(lives, Faults())
+    def met(self) -> BadRows:
+        """What could not be decoded so far, where images are decoded live."""
+        lives = [part.images.faults for part in self.parts if isinstance(part.images, OnTheFly)]
+        return sum(lives, BadRows())
 
     @property
     def per_epoch(self) -> int:
@@ -149,9 +149,9 @@ class Side:
 
 
 def _shuffled(part: Part, rng: np.random.Generator) -> Rows:
-    """A random order; where files of many pictures are read live, one that jumps between few of them."""
+    """A random order; where files of many images are read live, one that jumps between few of them."""
     number = len(part.rows)
-    if not (isinstance(part.pictures, Live) and isinstance(part.pairs, Indexed)):
+    if not (isinstance(part.images, OnTheFly) and isinstance(part.pairs, Indexed)):
         return rng.permutation(number)
     files = part.pairs.container()[part.rows]
     if (files < 0).any() or number <= WINDOW:
@@ -162,20 +162,20 @@ def _shuffled(part: Part, rng: np.random.Generator) -> Rows:
 
 
 @dataclass(frozen=True)
-class Sides:
-    train: Side
-    held_out: Side
-    skipped: Faults
+class Splits:
+    train: Split
+    val: Split
+    skipped: BadRows
     facts: dict[str, str]
-    """For a person: where the pictures come from, how the sides were divided."""
+    """For a person: where the images come from, how the sides were divided."""
 
     def record(self) -> dict[str, Any]:
         """What a run keeps: which data it was, and what was left out of it."""
         return {
             "identity": self.train.identity,
-            "live": [isinstance(part.pictures, Live) for part in self.train.parts],
+            "live": [isinstance(part.images, OnTheFly) for part in self.train.parts],
             "train": len(self.train),
-            "held_out": len(self.held_out),
+            "val": len(self.val),
             **self.facts,
             "rows": self.skipped.rows,
             "skipped": dict(self.skipped.counts),
@@ -183,57 +183,66 @@ class Sides:
         }
 
 
-def open_sides(
-    config: DataConfig, size: int, margin: int, bars: Bars = silent, live: Sequence[bool] = ()
-) -> Sides:
-    """Pictures of `size` for the held-out side, and of `margin`, which leaves room for crops, to train on.
+def open_splits(
+    config: DataConfig, size: int, margin: int, bars: ProgressFactory = no_progress, live: Sequence[bool] = ()
+) -> Splits:
+    """Images of `size` for the validation side, and of `margin`, which leaves room for crops, to train on.
 
-    `live` says of each source how a run that is resumed had its pictures: their order depends on it.
+    `live` says of each source how a run that is resumed had its images: their order depends on it.
     """
     sources = open_sources(config, bars)
-    faults = sum((source.faults for source in sources), Faults())
+    faults = sum((source.faults for source in sources), BadRows())
     modes: Sequence[bool | None] = live or [None] * len(sources)
     train = [_part(one, margin, config, faults, bars, mode) for one, mode in zip(sources, modes, strict=True)]
-    held_out = [open_part(scored(one.held_out, config), size, config, faults, bars) for one in sources]
-    faults.require_few(config.max_bad)
-    if not all(len(part.rows) for part in (*train, *held_out)):
+    val = [open_part(scored(one.val, config), size, config, faults, bars) for one in sources]
+    faults.require_few(config.max_bad_rows)
+    if not all(len(part.rows) for part in (*train, *val)):
         raise ValueError(
-            f"{config.data}: no picture of one of its sides can be decoded; m1clip data check tells more"
+            f"{config.data}: no image of one of its sides can be decoded; m1clip data check tells more"
         )
-    now = [one.spec for one, part in zip(sources, train, strict=True) if isinstance(part.pictures, Live)]
+    now = [one.spec for one, part in zip(sources, train, strict=True) if isinstance(part.images, OnTheFly)]
     facts = {"split": "; ".join(dict.fromkeys(source.why for source in sources))}
     if now:
-        facts["pictures"] = f"{', '.join(now)} decoded while training: beyond --cache-gb {config.cache_gb:g}"
-    return Sides(Side(train), Side(held_out), faults, facts)
+        facts["images"] = f"{', '.join(now)} decoded while training: beyond --cache-gb {config.cache_gb:g}"
+    return Splits(Split(train), Split(val), faults, facts)
 
 
 def _part(
-    source: Source, size: int, config: DataConfig, faults: Faults, bars: Bars, live: bool | None = None
+    source: Source,
+    size: int,
+    config: DataConfig,
+    faults: BadRows,
+    bars: ProgressFactory,
+    live: bool | None = None,
 ) -> Part:
     """Training pairs of one source: from the cache, or live if they do not fit into it."""
     pairs = source.train
     most = {True: 0.0, False: float("inf"), None: config.cache_gb}[live]
-    with bars("preparing pictures", len(pairs)) as advance:
+    with bars("preparing images", len(pairs)) as advance:
         store = stored(pairs, size, most, config.workers, advance)
     if store is None:
-        pictures = Live(pairs, size, config.workers, config.max_bad)
-        return Part(pairs, np.arange(len(pairs)), pictures, source.weight)
+        images = OnTheFly(pairs, size, config.workers, config.max_bad_rows)
+        return Part(pairs, np.arange(len(pairs)), images, source.weight)
     return _sound(pairs, store.pixels(), store.bad(), faults, source.weight)
 
 
-def open_part(pairs: Pairs, size: int, config: DataConfig, faults: Faults, bars: Bars = silent) -> Part:
-    """Pairs to score on: from the cache, or all of them in memory if they do not fit into it."""
-    with bars("preparing pictures", len(pairs)) as advance:
+def open_part(
+    pairs: PairDataset, size: int, config: DataConfig, faults: BadRows, bars: ProgressFactory = no_progress
+) -> Part:
+    """PairDataset to score on: from the cache, or all of them in memory if they do not fit into it."""
+    with bars("preparing images", len(pairs)) as advance:
         store = stored(pairs, size, config.cache_gb, config.workers, advance)
         if store is None:
             done = decoded(pairs, size, config.workers, advance)
-            bad = {row: Fault(kind, pairs.row(row), what) for row, (kind, what) in done.bad.items()}
+            bad = {row: BadRow(kind, pairs.row(row), what) for row, (kind, what) in done.bad.items()}
             return _sound(pairs, done.pixels, bad, faults)
     return _sound(pairs, store.pixels(), store.bad(), faults)
 
 
-def _sound(pairs: Pairs, pixels: Pixels, bad: dict[int, Fault], faults: Faults, weight: float = 1.0) -> Part:
+def _sound(
+    pairs: PairDataset, pixels: Pixels, bad: dict[int, BadRow], faults: BadRows, weight: float = 1.0
+) -> Part:
     for fault in bad.values():
-        faults.add(fault, picture=True)
+        faults.add(fault, image=True)
     good = np.setdiff1d(np.arange(len(pairs)), list(bad)).astype(np.int64)
-    return Part(pairs, good, Stored(pixels, good), weight)
+    return Part(pairs, good, Cached(pixels, good), weight)

@@ -1,4 +1,4 @@
-"""Tables of pictures and captions: .csv, .tsv, .jsonl, .json, .parquet. A broken line costs no other."""
+"""Tables of images and captions: .csv, .tsv, .jsonl, .json, .parquet. A broken line costs no other."""
 
 import ast
 import csv
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from m1clip.config import DataConfig
-from m1clip.data.rows import Fault, Listing, Row, is_utf8
+from m1clip.data.rows import BadRow, Listing, Row, is_utf8
 
 TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
-PICTURE = re.compile(r"\.(jpe?g|jpe|jfif|png|webp|gif|bmp|tiff?|avif|heic|heif|jp2|ppm|pgm)$", re.I)
+IMAGE = re.compile(r"\.(jpe?g|jpe|jfif|png|webp|gif|bmp|tiff?|avif|heic|heif|jp2|ppm|pgm)$", re.I)
 # As they are called in the wild, the likeliest first.
 IMAGES = (
     *("image", "filepath", "file_path", "image_path", "img_path", "filename", "file_name", "image_name"),
@@ -41,20 +41,20 @@ class Columns(NamedTuple):
 
 
 def table(path: Path, config: DataConfig) -> Listing:
-    """The rows of one table; pictures are looked for beside it."""
+    """The rows of one table; images are looked for beside it."""
     records = RECORDS[path.suffix.lower()](path)
     first = list(islice(records, LOOK))
     known = [record for record in first if isinstance(record, Record)]
     if not known:
-        faults = [fault for fault in first if isinstance(fault, Fault)]
+        faults = [fault for fault in first if isinstance(fault, BadRow)]
         raise ValueError(f"{path} has no rows" + (f" that can be read: {faults[0]}" if faults else ""))
     columns = guess(path, known, config)
     root = find_root(path, [str(record.values.get(columns.image) or "") for record in known])
 
-    def rows() -> Iterator[Row | Fault]:
+    def rows() -> Iterator[Row | BadRow]:
         for source in (first, records):
             for record in source:
-                yield record if isinstance(record, Fault) else _row(path, record, columns)
+                yield record if isinstance(record, BadRow) else _row(path, record, columns)
 
     return Listing(root, rows())
 
@@ -90,7 +90,7 @@ def several(value: Any) -> list[str]:
 def guess(path: Path, records: Sequence[Record], config: DataConfig) -> Columns:
     """Which columns are meant: as the flags say, else by name, else by what they hold."""
     names = _names(records)
-    image = _pick(path, records, names, ("image", config.image_column), IMAGES, _like_pictures)
+    image = _pick(path, records, names, ("image", config.image_column), IMAGES, _like_images)
     others = [Record(line, {k: v for k, v in values.items() if k != image}) for line, values in records]
     lower = {name.strip().lower(): name for name in reversed(names)}
     split = next((lower[name] for name in SPLITS if name in lower), None)
@@ -98,13 +98,13 @@ def guess(path: Path, records: Sequence[Record], config: DataConfig) -> Columns:
 
 
 def guess_captions(path: Path, records: Sequence[Record], config: DataConfig) -> tuple[str, ...]:
-    names, wish = _names(records), config.caption_column
+    names, requested = _names(records), config.caption_column
     numbered = [name for name in names if re.fullmatch(r"(caption|text|sentence)s?[_ ]?\d+", name.lower())]
-    if wish == "auto" and numbered and not any(name.lower() in CAPTIONS for name in names):
+    if requested == "auto" and numbered and not any(name.lower() in CAPTIONS for name in names):
         return tuple(numbered)
     # Where no name is known, the column with the most words.
     names.sort(key=lambda name: -_words([record.values.get(name) for record in records]))
-    return (_pick(path, records, names, ("caption", wish), CAPTIONS, _like_text),)
+    return (_pick(path, records, names, ("caption", requested), CAPTIONS, _like_text),)
 
 
 def _names(records: Sequence[Record]) -> list[str]:
@@ -119,11 +119,11 @@ def _pick(
     usual: Iterable[str],
     fits: Callable[[Sequence[Any]], bool],
 ) -> str:
-    what, wish = asked
-    if wish != "auto":
-        if wish not in names:
-            raise ValueError(f"{path} has no column {wish!r}; it has {', '.join(map(repr, names))}")
-        return wish
+    what, requested = asked
+    if requested != "auto":
+        if requested not in names:
+            raise ValueError(f"{path} has no column {requested!r}; it has {', '.join(map(repr, names))}")
+        return requested
     lower = {name.strip().lower(): name for name in reversed(names)}
     likely = [name for name in names if fits([record.values.get(name) for record in records])]
     by_name = [lower[name] for name in usual if name in lower]
@@ -138,9 +138,9 @@ def _pick(
     raise ValueError(f"{path}: which column is the {what}? --{what}-column says it; there are {shown}")
 
 
-def _like_pictures(values: Sequence[Any]) -> bool:
+def _like_images(values: Sequence[Any]) -> bool:
     texts = [value.strip() for value in values if isinstance(value, str) and value.strip()]
-    likely = [text for text in texts if PICTURE.search(text) or re.match(r"https?://", text)]
+    likely = [text for text in texts if IMAGE.search(text) or re.match(r"https?://", text)]
     return len(likely) * 2 > len(values)
 
 
@@ -153,7 +153,7 @@ def _words(values: Sequence[Any]) -> float:
 
 
 def find_root(path: Path, images: Sequence[str]) -> str:
-    """The folder that the first pictures are found in: the table's own, one beside it or above, or here."""
+    """The folder that the first images are found in: the table's own, one beside it or above, or here."""
     here, up = path.parent, path.absolute().parent.parent
     beside = [[str(one) for one in sorted(where.iterdir()) if one.is_dir()][:50] for where in (here, up)]
     folders = [str(here), *beside[0], str(up), ".", *beside[1]]
@@ -163,7 +163,7 @@ def find_root(path: Path, images: Sequence[str]) -> str:
     return folders[near]
 
 
-def csv_records(path: Path, delimiter: str = "", header: Sequence[str] = ()) -> Iterator[Record | Fault]:
+def csv_records(path: Path, delimiter: str = "", header: Sequence[str] = ()) -> Iterator[Record | BadRow]:
     """Lines of a CSV, a record each. A line that does not fit the header, or has lost a quote, is a fault."""
     with open(path, "rb") as file:
         wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")  # as Excel saves "Unicode text"
@@ -176,7 +176,7 @@ def csv_records(path: Path, delimiter: str = "", header: Sequence[str] = ()) -> 
         if not names:
             names = [name.strip() for name in fields_of(text, delimiter) or []]
             if any(
-                PICTURE.search(name) or "://" in name for name in names
+                IMAGE.search(name) or "://" in name for name in names
             ):  # no header: the first line is a row
                 names = [f"column {i + 1}" for i in range(len(names))]
             else:
@@ -200,10 +200,10 @@ def csv_records(path: Path, delimiter: str = "", header: Sequence[str] = ()) -> 
             number, text = next(lines, (0, ""))
 
 
-def _misfit(where: str, text: str, names: Sequence[str]) -> Fault:
+def _misfit(where: str, text: str, names: Sequence[str]) -> BadRow:
     if not is_utf8(text):
-        return Fault("not UTF-8", where, "the text is not UTF-8: save it as such")
-    return Fault("broken line", where, f"{len(names)} fields were expected ({', '.join(names)})")
+        return BadRow("not UTF-8", where, "the text is not UTF-8: save it as such")
+    return BadRow("broken line", where, f"{len(names)} fields were expected ({', '.join(names)})")
 
 
 def fields_of(text: str, delimiter: str, strict: bool = False) -> list[str] | None:
@@ -221,7 +221,7 @@ def fields_of(text: str, delimiter: str, strict: bool = False) -> list[str] | No
     return ["\0"]  # fits no header
 
 
-def json_lines(path: Path) -> Iterator[Record | Fault]:
+def json_lines(path: Path) -> Iterator[Record | BadRow]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path} line {number}"
@@ -230,24 +230,24 @@ def json_lines(path: Path) -> Iterator[Record | Fault]:
             try:
                 values = json.loads(line)
             except UnicodeDecodeError:
-                yield Fault("not UTF-8", where, "not UTF-8")
+                yield BadRow("not UTF-8", where, "not UTF-8")
                 continue
             except (ValueError, RecursionError) as error:
-                yield Fault("broken line", where, f"not JSON ({error})")
+                yield BadRow("broken line", where, f"not JSON ({error})")
                 continue
             if isinstance(values, dict):
                 yield Record(number, values)
             else:
-                yield Fault("broken line", where, "an object in {} was expected")
+                yield BadRow("broken line", where, "an object in {} was expected")
 
 
-def json_array(path: Path) -> Iterator[Record | Fault]:
+def json_array(path: Path) -> Iterator[Record | BadRow]:
     values = load_json(path)
     if isinstance(values, dict):
         inside = [
             one for one in values.values() if isinstance(one, list) and one and isinstance(one[0], dict)
         ]
-        if _like_pictures(list(values)):  # {"a.jpg": "a caption" or several}
+        if _like_images(list(values)):  # {"a.jpg": "a caption" or several}
             values = [{"image": image, "caption": said} for image, said in values.items()]
         elif len(inside) == 1:  # {"data": [{…}, {…}]}
             values = inside[0]
@@ -257,7 +257,7 @@ def json_array(path: Path) -> Iterator[Record | Fault]:
         if isinstance(one, dict):
             yield Record(number, one)
         else:
-            yield Fault("broken line", f"{path} item {number}", "an object in {} was expected")
+            yield BadRow("broken line", f"{path} item {number}", "an object in {} was expected")
 
 
 def load_json(path: Path) -> Any:
@@ -268,8 +268,8 @@ def load_json(path: Path) -> Any:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 
-def parquet_records(path: Path) -> Iterator[Record | Fault]:
-    """Rows of a Parquet file whose pictures are paths; columns of bytes are left out."""
+def parquet_records(path: Path) -> Iterator[Record | BadRow]:
+    """Rows of a Parquet file whose images are paths; columns of bytes are left out."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -285,8 +285,8 @@ def parquet_records(path: Path) -> Iterator[Record | Fault]:
         raise ValueError(f"{path} is not Parquet that can be read: {error}") from None
 
 
-def has_pictures(path: Path) -> bool:
-    """Whether a Parquet file holds pictures, and not only their names."""
+def has_images(path: Path) -> bool:
+    """Whether a Parquet file holds images, and not only their names."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -297,7 +297,7 @@ def has_pictures(path: Path) -> bool:
 
 
 def holds_bytes(kind: Any) -> bool:
-    """Whether an Arrow column holds pictures: bytes, or the structure that `datasets` gives them."""
+    """Whether an Arrow column holds images: bytes, or the structure that `datasets` gives them."""
     import pyarrow as pa
 
     if pa.types.is_struct(kind):

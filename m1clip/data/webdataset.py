@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m1clip.data.rows import MOST_TEXT, Fault, Listing, Row
-from m1clip.data.tables import PICTURE, several
+from m1clip.data.rows import MOST_TEXT, BadRow, Listing, Row
+from m1clip.data.tables import IMAGE, several
 
 PICKLES = re.compile(r"\.(pyd|pkl|pickle|pt|pth|joblib|npy|npz)$", re.I)  # what readers of shards unpickle
 TEXTS = ("txt", "text", "caption", "cap")
-SIDE = re.compile(r"(train|val|valid|validation|dev|held-out|test)[-_.]", re.I)
+SIDE = re.compile(r"(train|val|valid|validation|dev|validation|test)[-_.]", re.I)
 
 
 def shards(paths: list[Path]) -> Listing:
@@ -27,10 +27,10 @@ def shards(paths: list[Path]) -> Listing:
     )
 
 
-def shard(path: Path) -> Iterator[Row | Fault]:
+def shard(path: Path) -> Iterator[Row | BadRow]:
     """The pairs of one tar; a truncated one gives those that are whole."""
     try:
-        with tarfile.open(path, "r:") as tar:  # not compressed: pictures are read by their place in the file
+        with tarfile.open(path, "r:") as tar:  # not compressed: images are read by their place in the file
             key, members, before = "", dict[str, tarfile.TarInfo](), 0
             while (member := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # it would keep every header it has seen
@@ -49,14 +49,14 @@ def shard(path: Path) -> Iterator[Row | Fault]:
                 members[ending.lower()] = member
             yield from _pair(path, tar, key, members)
             if not _ended(path, tar):
-                yield Fault(
+                yield BadRow(
                     "truncated", str(path), "the shard ends before its end mark: pairs may be missing"
                 )
     except (tarfile.TarError, EOFError, OSError) as error:
         with open(path, "rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
         what = "gunzip it first" if packed else error if os.path.getsize(path) else "it is empty"
-        yield Fault("truncated", str(path), f"the shard breaks off or is no plain tar ({what})")
+        yield BadRow("truncated", str(path), f"the shard breaks off or is no plain tar ({what})")
 
 
 def _ended(path: Path, tar: tarfile.TarFile) -> bool:
@@ -87,16 +87,16 @@ def _refuse(path: Path, member: tarfile.TarInfo) -> None:
 
 def _pair(
     path: Path, tar: tarfile.TarFile, key: str, members: dict[str, tarfile.TarInfo]
-) -> Iterator[Row | Fault]:
+) -> Iterator[Row | BadRow]:
     if not members:
         return
     where = f"{path}: {key}"
-    image = next((one for ending, one in members.items() if PICTURE.search(f".{ending}")), None)
+    image = next((one for ending, one in members.items() if IMAGE.search(f".{ending}")), None)
     if image is None:
-        yield Fault("missing file", where, f"no picture among its members ({', '.join(sorted(members))})")
+        yield BadRow("missing file", where, f"no image among its members ({', '.join(sorted(members))})")
         return
     if image.offset_data + image.size > os.path.getsize(path):
-        yield Fault("truncated", where, "the shard ends inside the picture")
+        yield BadRow("truncated", where, "the shard ends inside the image")
         return
     text = next((members[ending] for ending in TEXTS if ending in members), None)
     lines = _read(tar, text).decode("utf-8-sig", "surrogateescape").splitlines() if text else []
@@ -106,7 +106,7 @@ def _pair(
             values = json.loads(_read(tar, members["json"]))
         except (ValueError, RecursionError) as error:
             if not lines:
-                yield Fault("broken line", f"{where}.json", f"not JSON ({error})")
+                yield BadRow("broken line", f"{where}.json", f"not JSON ({error})")
                 return
     said = values if isinstance(values, dict) else {}
     captions = (

@@ -1,4 +1,4 @@
-"""Processes that decode pictures. Spawned: forking a process that has threads can deadlock. No torch."""
+"""Processes that decode images. Spawned: forking a process that has threads can deadlock. No torch."""
 
 import multiprocessing
 import os
@@ -12,8 +12,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from m1clip.data.decode import BadPicture
-from m1clip.data.pairs import Pairs
+from m1clip.data.decode import BadImage
+from m1clip.data.pairs import PairDataset
 from m1clip.images import Pixels, square
 
 T = TypeVar("T")
@@ -31,12 +31,12 @@ def parts_of(number: int, size: int) -> list[range]:
     return [range(at, min(at + size, number)) for at in range(0, number, size)]
 
 
-def decode_rows(pairs: Pairs, size: int, rows: Sequence[int]) -> Decoded:
+def decode_rows(pairs: PairDataset, size: int, rows: Sequence[int]) -> Decoded:
     pixels, bad = np.zeros((len(rows), size, size, 3), np.uint8), dict[int, tuple[str, str]]()
     for i, row in enumerate(rows):
         try:
             pixels[i] = square(pairs.image(row, 2 * size), size)
-        except BadPicture as error:
+        except BadImage as error:
             bad[row] = (error.kind, str(error))
     return Decoded(pixels, bad)
 
@@ -66,7 +66,7 @@ class Workers(Generic[T]):
             return done.result()
         except BrokenProcessPool:
             raise RuntimeError(
-                f"a process that decodes pictures was killed near one of pictures {part[0]} to {part[-1]}: "
+                f"a process that decodes images was killed near one of images {part[0]} to {part[-1]}: "
                 f"too little memory (--workers 1 needs less), or a file that breaks the decoder"
             ) from None
 

@@ -1,4 +1,4 @@
-"""Does the model read every word? A picture chooses between its caption and the same with one word wrong."""
+"""Does the model read every word? An image chooses between its caption and the same with one word wrong."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Protocol, TypeGuard
 
 from torch import Tensor
 
-from m1clip.data.pairs import Pairs
+from m1clip.data.pairs import PairDataset
 from m1clip.evals.embed import embed_captions
 from m1clip.model.clip import CLIP
 
@@ -19,7 +19,7 @@ class Editable(Protocol):
     def edits(self, index: int) -> Iterator[tuple[str, str]]: ...
 
 
-def is_editable(pairs: Pairs) -> TypeGuard[Editable]:
+def is_editable(pairs: PairDataset) -> TypeGuard[Editable]:
     return hasattr(pairs, "edits")
 
 

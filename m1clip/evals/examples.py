@@ -1,6 +1,6 @@
-"""What the model finds for a few held-out captions: the pictures it puts first, and where the true one is.
+"""What the model finds for a few validation captions: the images it puts first, and where the true one is.
 
-Shapes: M captions, N pictures, E embedding.
+Shapes: M captions, N images, E embedding.
 """
 
 import base64
@@ -13,19 +13,19 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from m1clip.data.splits import Side
+from m1clip.data.splits import Split
 
 CHUNK = 1024
 FIRST = 5
 EACH = 8
 """Queries of each group."""
 LARGEST = 160
-"""Pixels a side of the pictures that are kept."""
+"""Pixels a side of the images that are kept."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """For every caption its first pictures and their scores, the true picture's score and rank from 1.
+    """For every caption its first images and their scores, the true image's score and rank from 1.
 
     Of equals the true one comes last: a collapsed model, to which all look alike, has found nothing.
     """
@@ -46,10 +46,10 @@ def find(text_ME: Tensor, image_NE: Tensor, owner_M: Tensor) -> Found:
     return Found(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
-def examples(text_ME: Tensor, image_NE: Tensor, owner_M: Tensor, pairs: Side) -> dict[str, Any]:
-    """Queries with what was found, and the pictures they show, as JSON can hold it.
+def examples(text_ME: Tensor, image_NE: Tensor, owner_M: Tensor, pairs: Split) -> dict[str, Any]:
+    """Queries with what was found, and the images they show, as JSON can hold it.
 
-    `errors` are those in which a wrong picture beats the true one by most, each picture and each winner once;
+    `errors` are those in which a wrong image beats the true one by most, each image and each winner once;
     `sample` are at equal distances, the same at every evaluation.
     """
     found = find(text_ME, image_NE, owner_M)
@@ -64,11 +64,11 @@ def examples(text_ME: Tensor, image_NE: Tensor, owner_M: Tensor, pairs: Side) ->
         for m in some
     ]
     shown = sorted({row for one in queries for row in (one["truth"], *(hit["row"] for hit in one["top"]))})
-    return {"queries": queries, "shown": pictures(shown, pairs)}
+    return {"queries": queries, "shown": images(shown, pairs)}
 
 
-def instructive(found: Found, owner_M: Tensor, pairs: Side, first_M: Tensor) -> list[int]:
-    """The captions whose best picture is wrong by most; one captioned alike is not wrong."""
+def instructive(found: Found, owner_M: Tensor, pairs: Split, first_M: Tensor) -> list[int]:
+    """The captions whose best image is wrong by most; one captioned alike is not wrong."""
     margin_M = found.score_MK[:, 0] - found.true_M
     chosen: list[int] = []
     seen, winners = set[int](), set[int]()
@@ -86,11 +86,11 @@ def instructive(found: Found, owner_M: Tensor, pairs: Side, first_M: Tensor) -> 
     return chosen
 
 
-def caption(m: int, owner_M: Tensor, first_M: Tensor, pairs: Side) -> str:
+def caption(m: int, owner_M: Tensor, first_M: Tensor, pairs: Split) -> str:
     return pairs.captions(int(owner_M[m]))[m - int(first_M[m])]
 
 
-def query(m: int, found: Found, owner_M: Tensor, first_M: Tensor, pairs: Side) -> dict[str, Any]:
+def query(m: int, found: Found, owner_M: Tensor, first_M: Tensor, pairs: Split) -> dict[str, Any]:
     truth, text = int(owner_M[m]), caption(m, owner_M, first_M, pairs)
     top = [
         {"row": row, "score": round(score, 4), "same_caption": row != truth and text in pairs.captions(row)}
@@ -100,14 +100,14 @@ def query(m: int, found: Found, owner_M: Tensor, first_M: Tensor, pairs: Side) -
     return {"text": text, **place, "top": top}
 
 
-def pictures(rows: list[int], pairs: Side) -> dict[str, dict[str, str]]:
-    """Each row's first caption, where it comes from, and the picture as the model sees it, as a JPEG."""
+def images(rows: list[int], pairs: Split) -> dict[str, dict[str, str]]:
+    """Each row's first caption, where it comes from, and the image as the model sees it, as a JPEG."""
     there, pixels = pairs.take(np.array(rows))
     shown = {}
-    for row, real, picture in zip(rows, there, pixels, strict=True):
+    for row, real, image in zip(rows, there, pixels, strict=True):
         shown[str(row)] = {"caption": pairs.captions(row)[0], "name": pairs.row(row)}
         if row == real:  # else it could not be decoded, and another's came in its place
-            made, small = io.BytesIO(), Image.fromarray(picture)
+            made, small = io.BytesIO(), Image.fromarray(image)
             small.thumbnail((LARGEST, LARGEST))
             small.save(made, "JPEG", quality=85)
             shown[str(row)]["jpeg"] = base64.b64encode(made.getvalue()).decode()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MOST = 1000
-"""Pairs that are compared with each other; of more, the first."""
+"""PairDataset that are compared with each other; of more, the first."""
 TIERS = {"easy": (0.0, 0.5), "medium": (0.5, 0.9), "hard": (0.9, 1.0)}
 """Which part of a pair's negatives, from the most different to the most similar."""
 OTHERS = 10
@@ -25,7 +25,7 @@ WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\
 def by_difficulty(
     image_NE: Tensor, text_NE: Tensor, captions: Sequence[str]
 ) -> dict[str, dict[str, float | int]]:
-    """For each tier how often the true caption or picture wins, both ways.
+    """For each tier how often the true caption or image wins, both ways.
 
     {} where there are too few pairs, or no words in common by which some would be harder than others.
 

@@ -12,7 +12,7 @@ MOST = 512
 def health(image_NE: Tensor, text_NE: Tensor) -> dict[str, float]:
     """alignment        mean squared distance of a pair: 0 is perfect, 2 is what strangers have
     uniformity       log mean exp(-2 d²) over strangers: 0 is collapsed, about -4 is spread over the sphere
-    modality_gap     distance between the mean picture and the mean caption, at most 2
+    modality_gap     distance between the mean image and the mean caption, at most 2
     effective_rank   how many directions are in use: exp of the entropy of the singular values, at most E
     """
     image_NE, text_NE = (side[:MOST].detach().float().cpu() for side in (image_NE, text_NE))

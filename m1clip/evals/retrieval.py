@@ -27,7 +27,7 @@ class Direction:
 class Retrieval:
     image_to_text: Direction
     text_to_image: Direction
-    pictures: int
+    images: int
     captions: int
 
     @property
@@ -36,13 +36,13 @@ class Retrieval:
 
     @property
     def chance(self) -> Direction:
-        """What guessing among the pictures gives."""
-        return _guess(self.pictures, 1)
+        """What guessing among the images gives."""
+        return _guess(self.images, 1)
 
     @property
     def chance_image_to_text(self) -> Direction:
-        """What guessing among the captions gives, of which a picture may have several."""
-        return _guess(self.captions, self.captions / self.pictures)
+        """What guessing among the captions gives, of which an image may have several."""
+        return _guess(self.captions, self.captions / self.images)
 
     def record(self) -> dict[str, float | int]:
         """Flat, for a log line: i2t_r1 … t2i_median_rank, mean_r1, chance_r1."""
@@ -50,7 +50,7 @@ class Retrieval:
         flat = {
             f"{way}_{key}": value for way, scores in ways.items() for key, value in asdict(scores).items()
         }
-        counts = {"pictures": self.pictures, "captions": self.captions}
+        counts = {"images": self.images, "captions": self.captions}
         return {**flat, "mean_r1": self.mean_r1, "chance_r1": self.chance.r1, **counts}
 
 
@@ -65,9 +65,9 @@ def _guess(targets: int, right: float) -> Direction:
 
 
 def retrieval(image_NE: Tensor, text_ME: Tensor, owner_M: Tensor | None = None) -> Retrieval:
-    """Both directions; caption m belongs to picture owner_M[m] (one each, in order, by default).
+    """Both directions; caption m belongs to image owner_M[m] (one each, in order, by default).
 
-    A picture finds its captions when any of them is among the first k.
+    An image finds its captions when any of them is among the first k.
     """
     if not (image_NE.isfinite().all() and text_ME.isfinite().all()):
         # NaN is neither above nor below anything: unnoticed, it would rank first everywhere.

@@ -1,6 +1,6 @@
 """CLIP: two towers, two projections, one temperature; saved as a folder that anyone can load.
 
-Shapes: B items, L tokens, E embedding, C colours, S pixels a side.
+Shapes: B items, L tokens, E embedding, C colors, S pixels a side.
 """
 
 import math
@@ -19,16 +19,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from m1clip import config as configs
+from m1clip.config import HFConfig, ModelConfig, TimmConfig
+from m1clip.files import atomic_folder
 from m1clip.images import square
 from m1clip.model import lora
-from m1clip.model.fit import require_fit
+from m1clip.model.fit import check_weights
 from m1clip.model.heads import Head
 from m1clip.model.pretrained import HFText, TimmVision
-from m1clip.model.safe_load import write_tensors
-from m1clip.model.tokenizer import Marked, Tokenizer
-from m1clip.model.towers import Bag, Text, Vision, initialise
-from m1clip.run import replacing_folder
-from m1clip.shapes import HFConfig, ModelConfig, TimmConfig
+from m1clip.model.safe_load import save_tensors
+from m1clip.model.tokenizer import HFTokenizer, Tokenizer
+from m1clip.model.towers import BagOfWords, Text, Vision, initialize
 
 MAX_SCALE = math.log(100)
 START = {"softmax": (math.log(1 / 0.07), None), "sigmoid": (math.log(10), -10.0)}
@@ -39,9 +39,9 @@ FILES = ("config.json", "model.safetensors", "tokenizer.json")
 class CLIP(nn.Module):
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None = None):
         super().__init__()
-        if tokenizer is not None and len(tokenizer) > config.text.vocab:
+        if tokenizer is not None and len(tokenizer) > config.text.vocab_size:
             raise ValueError(
-                f"the tokenizer has {len(tokenizer)} tokens, the model's table {config.text.vocab}"
+                f"the tokenizer has {len(tokenizer)} tokens, the model's table {config.text.vocab_size}"
             )
         self.config, self.tokenizer = config, tokenizer
         self.vision = vision_tower(config)
@@ -51,23 +51,23 @@ class CLIP(nn.Module):
         scale, bias = START[config.loss]
         self.logit_scale = nn.Parameter(torch.tensor(scale))
         self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(bias))
-        self.initialise()
+        self.initialize()
 
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         for tower in (self.vision, self.text):
-            if isinstance(tower, Vision | Text | Bag):
-                initialise(tower)
+            if isinstance(tower, Vision | Text | BagOfWords):
+                initialize(tower)
         for head in (self.vision_projection, self.text_projection):
             if isinstance(head, Head):
-                head.initialise()
+                head.initialize()
             else:
                 nn.init.normal_(head.weight, std=head.in_features**-0.5)
 
-    def forward(self, pixels_BCSS: Tensor, tokens_BL: Tensor) -> Tensor:
-        return self.logits(self.embed_pixels(pixels_BCSS), self.embed_tokens(tokens_BL))
+    def forward(self, pixels_BCHW: Tensor, tokens_BL: Tensor) -> Tensor:
+        return self.logits(self.embed_images(pixels_BCHW), self.embed_tokens(tokens_BL))
 
     def place(self, vision: torch.device, text: torch.device) -> "CLIP":
-        """Each tower with its projection on its device; what both need is with the pictures."""
+        """Each tower with its projection on its device; what both need is with the images."""
         self.to(vision)
         self.text.to(text)
         self.text_projection.to(text)
@@ -75,35 +75,35 @@ class CLIP(nn.Module):
 
     @property
     def places(self) -> tuple[torch.device, torch.device]:
-        """Where pictures are embedded, and where captions are."""
+        """Where images are embedded, and where captions are."""
         return self.logit_scale.device, next(self.text_projection.parameters()).device
 
     def logits(self, image_BE: Tensor, text_BE: Tensor) -> Tensor:
-        """Every picture (rows) with every caption (columns): what the losses take."""
+        """Every image (rows) with every caption (columns): what the losses take."""
         logit_BB = self.logit_scale.exp() * image_BE @ text_BE.T
         return logit_BB if self.logit_bias is None else logit_BB + self.logit_bias
 
-    def practise(
+    def set_regularization(
         self,
         dropout: float = 0.0,
-        drop_tokens: float = 0.0,
-        drop_words: float = 0.0,
-        recompute: bool = False,
+        patch_dropout: float = 0.0,
+        word_dropout: float = 0.0,
+        grad_checkpointing: bool = False,
         head_dropout: float = 0.0,
     ) -> None:
         """How training treats the towers; noise falls only where a step passes its rows' keys."""
-        self.vision.drop_tokens = drop_tokens
-        if isinstance(self.text, Bag):
-            self.text.drop_words = drop_words
+        self.vision.patch_dropout = patch_dropout
+        if isinstance(self.text, BagOfWords):
+            self.text.word_dropout = word_dropout
         for tower in (self.vision, self.text):
-            tower.dropout, tower.recompute = dropout, recompute
+            tower.dropout, tower.grad_checkpointing = dropout, grad_checkpointing
         for head in (self.vision_projection, self.text_projection):
             if isinstance(head, Head):
                 head.dropout = head_dropout
 
-    def embed_pixels(self, pixels_BCSS: Tensor, key_B: Tensor | None = None) -> Tensor:
-        """Unit vectors of normalised pixels."""
-        return met(self.vision_projection, self.vision(pixels_BCSS, key_B), key_B)
+    def embed_images(self, pixels_BCHW: Tensor, key_B: Tensor | None = None) -> Tensor:
+        """Unit vectors of normalized pixels."""
+        return met(self.vision_projection, self.vision(pixels_BCHW, key_B), key_B)
 
     def embed_tokens(self, tokens_BL: Tensor, key_B: Tensor | None = None) -> Tensor:
         """Unit vectors of token ids."""
@@ -115,10 +115,10 @@ class CLIP(nn.Module):
 
     @torch.no_grad()
     def encode_image(self, images: Image.Image | Sequence[Image.Image]) -> Tensor:
-        """Unit vectors of PIL pictures of any size; one picture gives one row."""
-        pictures = [images] if isinstance(images, Image.Image) else images
-        bytes_BSSC = np.stack([square(picture, self.config.vision.image_size) for picture in pictures])
-        return self.embed_pixels(self.normalise(torch.from_numpy(bytes_BSSC).to(self.places[0])))
+        """Unit vectors of PIL images of any size; one image gives one row."""
+        images = [images] if isinstance(images, Image.Image) else images
+        images_BHWC = np.stack([square(image, self.config.vision.image_size) for image in images])
+        return self.embed_images(self.normalize(torch.from_numpy(images_BHWC).to(self.places[0])))
 
     @torch.no_grad()
     def encode_text(self, texts: str | Sequence[str]) -> Tensor:
@@ -129,16 +129,18 @@ class CLIP(nn.Module):
         """Token ids; `rows` says where each text came from, for the message when one is empty."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer; load one that was saved, or pass one to CLIP(…)")
-        return self.tokenizer([texts] if isinstance(texts, str) else texts, self.config.text.length, rows)
+        return self.tokenizer(
+            [texts] if isinstance(texts, str) else texts, self.config.text.context_length, rows
+        )
 
-    def normalise(self, bytes_BSSC: Tensor) -> Tensor:
+    def normalize(self, images_BHWC: Tensor) -> Tensor:
         """Pixels as the vision tower wants them, from bytes, on the device where the bytes are."""
-        vision, device = self.config.vision, bytes_BSSC.device
-        return (bytes_BSSC.permute(0, 3, 1, 2).float() - of_255(vision.mean, device)) / of_255(
+        vision, device = self.config.vision, images_BHWC.device
+        return (images_BHWC.permute(0, 3, 1, 2).float() - of_255(vision.mean, device)) / of_255(
             vision.std, device
         )
 
-    def clamp_scale(self) -> None:
+    def clamp_logit_scale(self) -> None:
         """Keep the temperature above 0.01, as CLIP does: beyond it, training becomes unstable."""
         self.logit_scale.data.clamp_(max=MAX_SCALE)
 
@@ -147,16 +149,16 @@ class CLIP(nn.Module):
 
         Adapters are merged into the weights, or with `apart` kept in a file of their own.
         """
-        with replacing_folder(Path(folder)) as aside:
+        with atomic_folder(Path(folder)) as aside:
             self.write(aside, apart)
 
     def write(self, folder: Path, apart: bool = False) -> None:
         if self.tokenizer is None:
             raise ValueError("a model is saved with its tokenizer; this one has none")
         (folder / "config.json").write_text(configs.to_json(self.config))
-        held = lora.write_apart(self, folder) if apart else lora.ordinary_weights(self)
+        held = lora.write_apart(self, folder) if apart else lora.merged_state_dict(self)
         weights = {name: weight.cpu().contiguous() for name, weight in held.items()}
-        write_tensors(folder / "model.safetensors", weights)
+        save_tensors(folder / "model.safetensors", weights)
         self.tokenizer.save(folder / "tokenizer.json")
 
 
@@ -166,17 +168,17 @@ def vision_tower(config: ModelConfig) -> Vision | TimmVision:
     return Vision(config.vision, config.activation)
 
 
-def text_tower(config: ModelConfig, tokenizer: Tokenizer | None) -> Text | Bag | HFText:
+def text_tower(config: ModelConfig, tokenizer: Tokenizer | None) -> Text | BagOfWords | HFText:
     if isinstance(config.text, HFConfig):
         return HFText(config.text)
-    kind = Text if config.text.mix == "attention" else Bag
+    kind = Text if config.text.encoder == "transformer" else BagOfWords
     return kind(config.text, config.activation, END_ID if tokenizer is None else tokenizer.end_id)
 
 
 def projection(config: ModelConfig, width: int, salt: int) -> Head | nn.Linear:
-    if config.head == "matrix":
-        return nn.Linear(width, config.embed, bias=False)
-    return Head(width, config.embed, config.inside if config.head == "mlp" else 0, salt)
+    if config.head == "linear":
+        return nn.Linear(width, config.embed_dim, bias=False)
+    return Head(width, config.embed_dim, config.head_hidden if config.head == "mlp" else 0, salt)
 
 
 def met(head: Head | nn.Linear, x_BD: Tensor, key_B: Tensor | None) -> Tensor:
@@ -185,13 +187,13 @@ def met(head: Head | nn.Linear, x_BD: Tensor, key_B: Tensor | None) -> Tensor:
 
 
 @lru_cache
-def of_255(colours: tuple[float, float, float], device: torch.device) -> Tensor:
-    """Colour constants in units of bytes, kept on the device: sending them anew would make a GPU wait."""
-    return 255 * torch.tensor(colours, device=device).view(3, 1, 1)
+def of_255(colors: tuple[float, float, float], device: torch.device) -> Tensor:
+    """Color constants in units of bytes, kept on the device: sending them anew would make a GPU wait."""
+    return 255 * torch.tensor(colors, device=device).view(3, 1, 1)
 
 
 def load(folder: str | os.PathLike[str]) -> CLIP:
-    """A model from its folder (or from a run's), ready to encode pictures and strings."""
+    """A model from its folder (or from a run's), ready to encode images and strings."""
     path = Path(folder)
     if not (path / "model.safetensors").exists():  # a run: its model, or the last checkpoint before it
         path = next((path / name for name in ("model", "last") if (path / name).is_dir()), path)
@@ -200,7 +202,7 @@ def load(folder: str | os.PathLike[str]) -> CLIP:
             raise FileNotFoundError(f"no {name} in {path}; a model is a folder of {', '.join(FILES)}")
     config = configs.from_json(ModelConfig, path / "config.json")
     tokenizer = read_tokenizer(config, path / "tokenizer.json")
-    with torch.device("meta") if config.is_ours else nullcontext():  # theirs hold more than weights
+    with torch.device("meta") if config.is_native else nullcontext():  # theirs hold more than weights
         model = CLIP(config, tokenizer)
     weights = read_weights(path / "model.safetensors", model.state_dict())
     if (path / lora.FILES[0]).is_file():
@@ -211,7 +213,7 @@ def load(folder: str | os.PathLike[str]) -> CLIP:
 
 def read_tokenizer(config: ModelConfig, path: Path) -> Tokenizer:
     if isinstance(config.text, HFConfig):
-        return Marked.load_for(path, int(config.text.hf.get("pad_token_id") or 0))
+        return HFTokenizer.load_for(path, int(config.text.hf.get("pad_token_id") or 0))
     return Tokenizer.load(path)
 
 
@@ -221,5 +223,5 @@ def read_weights(path: Path, want: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
-    require_fit(path, found, want)
+    check_weights(path, found, want)
     return found

@@ -10,8 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from m1clip import losses
+from m1clip.config import ModelConfig
 from m1clip.model.clip import CLIP
-from m1clip.shapes import ModelConfig
 
 FLOAT32 = 4
 
@@ -36,7 +36,7 @@ class Cost:
         return {
             "parameters": weights,
             "gradients": weights,
-            "optimiser": 2 * weights,
+            "optimizer": 2 * weights,
             "activations": batch * self.activation_mb / 1e3,
         }
 
@@ -44,7 +44,7 @@ class Cost:
 def cost(config: ModelConfig, pairs: int = 2, tokens: int | None = None, captions: int = 1) -> Cost:
     """With captions of `tokens`, or as long as the model reads; so many of them in a pair."""
     side = config.vision.image_size
-    with FakeTensorMode() if config.is_ours else nullcontext():  # others' nets look at their numbers
+    with FakeTensorMode() if config.is_native else nullcontext():  # others' nets look at their numbers
         model = CLIP(config)
         weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
         kept: dict[int, int] = {}
@@ -57,11 +57,11 @@ def cost(config: ModelConfig, pairs: int = 2, tokens: int | None = None, caption
                 alive.append(tensor)
             return tensor
 
-        pixels_BCSS = torch.empty(pairs, 3, side, side)
-        tokens_BL = torch.zeros(pairs, tokens or config.text.length, dtype=torch.long)
+        pixels_BCHW = torch.empty(pairs, 3, side, side)
+        tokens_BL = torch.zeros(pairs, tokens or config.text.context_length, dtype=torch.long)
         with FlopCounterMode(display=False) as counter, saved_tensors_hooks(keep, lambda tensor: tensor):
             told_BE = torch.stack([model.embed_tokens(tokens_BL) for _ in range(captions)]).mean(0)
-            loss = losses.softmax_loss(model.logits(model.embed_pixels(pixels_BCSS), told_BE))
+            loss = losses.softmax_loss(model.logits(model.embed_images(pixels_BCHW), told_BE))
             forward = counter.get_total_flops()
             loss.backward()  # type: ignore[no-untyped-call]
     parts = {

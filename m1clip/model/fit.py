@@ -8,7 +8,7 @@ from torch import Tensor
 MOST = 8  # lines of each kind
 
 
-class DoesNotFit(ValueError):  # noqa: N818 - it is said of the weights
+class WeightMismatch(ValueError):  # noqa: N818 - it is said of the weights
     """What is missing, unexpected or misshapen, as a table."""
 
     def __init__(
@@ -43,8 +43,8 @@ def table(rows: Sequence[tuple[str, str, str]]) -> str:
     return "\n".join(lines)
 
 
-def require_fit(where: object, found: Mapping[str, Tensor], want: Mapping[str, Any]) -> None:
-    """Every name and every shape, or DoesNotFit."""
+def check_weights(where: object, found: Mapping[str, Tensor], want: Mapping[str, Any]) -> None:
+    """Every name and every shape, or WeightMismatch."""
     misshapen = [
         (name, tuple(found[name].shape), tuple(want[name].shape))
         for name in want.keys() & found.keys()
@@ -52,4 +52,4 @@ def require_fit(where: object, found: Mapping[str, Tensor], want: Mapping[str, A
     ]
     missing, unexpected = want.keys() - found.keys(), found.keys() - want.keys()
     if missing or unexpected or misshapen:
-        raise DoesNotFit(where, list(missing), list(unexpected), misshapen)
+        raise WeightMismatch(where, list(missing), list(unexpected), misshapen)

@@ -43,7 +43,7 @@ class Head(nn.Module):
             y_BE = y_BE + self.narrow(hidden_BH)
         return y_BE
 
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         nn.init.normal_(self.linear.weight, std=self.linear.in_features**-0.5)
         nn.init.zeros_(self.linear.bias)
         if self.wide is not None and self.narrow is not None:
@@ -53,7 +53,7 @@ class Head(nn.Module):
             nn.init.zeros_(self.narrow.bias)
 
     @torch.no_grad()
-    def standardise(self, x_ND: Tensor) -> None:
+    def standardize(self, x_ND: Tensor) -> None:
         """Take the features' mean and spread for 0 and 1."""
         spread_D, mean_D = torch.std_mean(x_ND.float(), dim=0)
         self.mean.copy_(mean_D)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from m1clip.config import OPENAI_MEAN, OPENAI_STD, ModelConfig, TextConfig, VisionConfig
 from m1clip.model.clip import CLIP, load
-from m1clip.model.fit import DoesNotFit
-from m1clip.model.safe_load import ENDINGS, from_hub, gathered, read_json, read_tensors
+from m1clip.model.fit import WeightMismatch
+from m1clip.model.safe_load import ENDINGS, download_from_hub, gathered, load_tensors, read_json
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.model.weight_names import OPEN_CLIP, TRANSFORMERS, Layout, Translated
-from m1clip.shapes import OPENAI_MEAN, OPENAI_STD, ModelConfig, TextConfig, VisionConfig
 
 VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 # Features of one head, by the width of the tower, where it is not 64 (OpenCLIP's ViT-H, g and bigG).
@@ -39,7 +39,7 @@ AS_EVER = {"pool_type": ("tok", "argmax"), "resize_mode": ("shortest",), "eos_id
 
 @dataclass(frozen=True)
 class Hints:
-    """What a configuration beside the weights says; None where it is silent."""
+    """What a configuration beside the weights says; None where it is no_progress."""
 
     vision_heads: int | None = None
     text_heads: int | None = None
@@ -50,7 +50,7 @@ class Hints:
     std: tuple[float, float, float] = OPENAI_STD
 
 
-def open_known(spec: str, tokenizer: str = "", quick: bool = False) -> tuple[CLIP, str]:
+def import_clip(spec: str, tokenizer: str = "", quick: bool = False) -> tuple[CLIP, str]:
     """The model that `--init` names and what had to be guessed of it, or a sentence on what is wrong with it.
 
     `tokenizer` is a vocabulary file for weights that come without one; `quick` asks for quick-GELU where
@@ -58,7 +58,7 @@ def open_known(spec: str, tokenizer: str = "", quick: bool = False) -> tuple[CLI
     """
     path = Path(spec).expanduser()
     if not path.exists():
-        path = from_hub(spec)
+        path = download_from_hub(spec)
     if path.is_dir() and not is_foreign(path):
         return load(path), ""
     weights, hints = read_folder(path) if path.is_dir() else read_file(path)
@@ -82,7 +82,7 @@ def is_foreign(folder: Path) -> bool:
 def read_file(path: Path) -> tuple[dict[str, Tensor], Hints]:
     if path.suffix not in ENDINGS:
         raise ValueError(f"{path} is no checkpoint: {', '.join(ENDINGS)} are read")
-    weights = read_tensors(path)
+    weights = load_tensors(path)
     beside = path.parent / "open_clip_config.json"
     hints = open_clip_hints(read_json(beside)) if beside.is_file() else Hints()
     if "input_resolution" in weights:  # OpenAI's own archives have it
@@ -131,7 +131,7 @@ def open_clip_hints(held: dict[str, Any]) -> Hints:
 def transformers_hints(folder: Path, config: dict[str, Any]) -> Hints:
     vision, text = config.get("vision_config") or {}, config.get("text_config") or {}
     prepare = folder / "preprocessor_config.json"
-    colours = read_json(prepare) if prepare.is_file() else {}
+    colors = read_json(prepare) if prepare.is_file() else {}
     acts = {part.get("hidden_act", "quick_gelu") for part in (vision, text)}
     if len(acts) > 1 or acts - {"quick_gelu", "gelu"}:
         raise ValueError(
@@ -146,8 +146,8 @@ def transformers_hints(folder: Path, config: dict[str, Any]) -> Hints:
         acts == {"quick_gelu"},
         text.get("eos_token_id", 49407),
         vision.get("image_size", 224),
-        tuple(colours.get("image_mean", OPENAI_MEAN)),
-        tuple(colours.get("image_std", OPENAI_STD)),
+        tuple(colors.get("image_mean", OPENAI_MEAN)),
+        tuple(colors.get("image_std", OPENAI_STD)),
     )
 
 
@@ -174,7 +174,7 @@ def build(where: Path, weights: Mapping[str, Tensor], hints: Hints, tokenizer: T
     beyond = [name for ours in made.tensors.keys() - want.keys() for name in layout.theirs_of(ours)]
     missing, beyond = list({*missing, *made.missing}), [*beyond, *made.unexpected]
     if missing or beyond or misshapen or made.misshapen:
-        raise DoesNotFit(where, missing, beyond, [*misshapen, *made.misshapen])
+        raise WeightMismatch(where, missing, beyond, [*misshapen, *made.misshapen])
     model.load_state_dict({name: made.tensors[name].contiguous() for name in want}, assign=True)
     end_id = hints.end_id if hints.end_id not in (None, 2) else None  # 2 was a mistake that transformers made
     if end_id is not None and end_id != tokenizer.end_id:
@@ -192,7 +192,7 @@ def layout_of(where: Path, weights: Mapping[str, Tensor]) -> Layout:
         raise ValueError(f"{where} is a CLIP with a ResNet; those with a ViT are taken")
     found = ", ".join(list(weights)[:3])
     raise (
-        DoesNotFit(where, [OPEN_CLIP.mark, TRANSFORMERS.mark], list(weights))
+        WeightMismatch(where, [OPEN_CLIP.mark, TRANSFORMERS.mark], list(weights))
         if found
         else ValueError(f"{where} holds no weights")
     )
@@ -211,7 +211,7 @@ def shape_of(where: Path, layout: Layout, made: Translated, hints: Hints) -> Mod
     needed = ["vision.patch.weight", "vision.position", "text.token.weight", "text.position"]
     needed += ("vision_projection.weight", "vision.blocks.0.mlp.wide.weight", "text.blocks.0.mlp.wide.weight")
     if lost := [name for ours in needed if ours not in held for name in layout.theirs_of(ours)]:
-        raise DoesNotFit(where, [*lost, *made.missing], made.unexpected, made.misshapen)
+        raise WeightMismatch(where, [*lost, *made.missing], made.unexpected, made.misshapen)
     width, _, patch, _ = held["vision.patch.weight"].shape
     grid = math.isqrt(len(held["vision.position"]) - 1)
     vocab, text_width = held["text.token.weight"].shape
@@ -231,7 +231,7 @@ def shape_of(where: Path, layout: Layout, made: Translated, hints: Hints) -> Mod
             hints.vision_heads or width // HEAD.get(width, 64) or 1,
             mean=hints.mean,
             std=hints.std,
-            mlp=mlp["vision"],
+            mlp_width=mlp["vision"],
         ),
         TextConfig(
             vocab,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from m1clip.model.pretrained import require_extra
-from m1clip.model.safe_load import read_json, read_tensors, write_tensors
+from m1clip.model.safe_load import load_tensors, read_json, save_tensors
 
 NAME = "default"
 FILES = ("adapter.safetensors", "adapter.json")
@@ -42,15 +42,15 @@ def targets_of(tower: nn.Module, what: str) -> Iterator[str]:
     yield from narrow or matrices
 
 
-def is_adapted(model: nn.Module) -> bool:
+def has_lora(model: nn.Module) -> bool:
     return any(hasattr(part, "lora_A") for part in model.modules())
 
 
 @torch.no_grad()
-def ordinary_weights(model: nn.Module) -> dict[str, Tensor]:
+def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state of the model without adapters that gives the same results."""
     state = model.state_dict()
-    if not is_adapted(model):
+    if not has_lora(model):
         return state
     made: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -72,7 +72,7 @@ def write_apart(model: nn.Module, folder: Path) -> dict[str, Tensor]:
             held[f"{name}.B"] = part.lora_B[NAME].weight.detach().cpu().contiguous()
             scale = float(part.scaling[NAME])
     if held:
-        write_tensors(folder / FILES[0], held)
+        save_tensors(folder / FILES[0], held)
         (folder / FILES[1]).write_text(json.dumps({"kind": "lora", "scale": scale}) + "\n")
     state = model.state_dict()
     return {name.replace(".base_layer.", "."): state[name] for name in state if ".lora_" not in name}
@@ -80,7 +80,7 @@ def write_apart(model: nn.Module, folder: Path) -> dict[str, Tensor]:
 
 def merge(folder: Path, weights: dict[str, Tensor]) -> None:
     """Add the adapters of a folder to the weights beside them."""
-    held, how = read_tensors(folder / FILES[0]), read_json(folder / FILES[1])
+    held, how = load_tensors(folder / FILES[0]), read_json(folder / FILES[1])
     scale = how.get("scale")
     names = {name.rpartition(".")[0] for name in held}
     wrong = [

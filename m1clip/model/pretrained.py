@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from m1clip import devices
-from m1clip.model.fit import require_fit
-from m1clip.model.safe_load import from_hub, gathered, read_json, read_tensors
-from m1clip.model.tokenizer import Marked
-from m1clip.shapes import HFConfig, TimmConfig
+from m1clip.config import HFConfig, TimmConfig
+from m1clip.model.fit import check_weights
+from m1clip.model.safe_load import download_from_hub, gathered, load_tensors, read_json
+from m1clip.model.tokenizer import HFTokenizer
 
-STAGES = 5  # of a picture tower whose means are features
+STAGES = 5  # of an image tower whose means are features
 LONGEST = 128
 """Tokens of a caption that are read at most; the encoder itself may read fewer."""
 
@@ -33,18 +33,18 @@ def require_extra(library: str, extra: str, why: str) -> None:
         raise ValueError(f"{why} needs an extra: pip install 'm1clip[{extra}]'")
 
 
-class Borrowed(nn.Module):
+class PretrainedTower(nn.Module):
     """A tower whose inside is another library's."""
 
     net: Any
     blocks: tuple[nn.Module, ...] = ()  # what may be compiled: none
-    dropout, drop_tokens, recompute = 0.0, 0.0, False  # what only our own towers can do
+    dropout, patch_dropout, grad_checkpointing = 0.0, 0.0, False  # what only our own towers can do
 
-    def train(self, mode: bool = True) -> "Borrowed":
+    def train(self, mode: bool = True) -> "PretrainedTower":
         super().train(False)
         return self
 
-    def below_top(self, name: str) -> int:
+    def layers_from_top(self, name: str) -> int:
         """How many layers stand between a weight and the output, its own included."""
         return self._below[name]
 
@@ -58,8 +58,8 @@ class Borrowed(nn.Module):
         raise NotImplementedError
 
 
-class TimmVision(Borrowed):
-    """A picture encoder of timm; its classifier is left out."""
+class TimmVision(PretrainedTower):
+    """An image encoder of timm; its classifier is left out."""
 
     def __init__(self, config: TimmConfig):
         super().__init__()
@@ -67,8 +67,8 @@ class TimmVision(Borrowed):
         self.config, self.net = config, timm_net(config.timm)
         self.train()
 
-    def forward(self, pixels_BCSS: Tensor, key_B: Tensor | None = None) -> Tensor:
-        return picture_features(self.net, self.config.stages, pixels_BCSS)
+    def forward(self, pixels_BCHW: Tensor, key_B: Tensor | None = None) -> Tensor:
+        return image_features(self.net, self.config.stages, pixels_BCHW)
 
     @cached_property
     def _groups(self) -> dict[str, int]:
@@ -83,7 +83,7 @@ class TimmVision(Borrowed):
         return self._groups[name]
 
 
-class HFText(Borrowed):
+class HFText(PretrainedTower):
     """A text encoder of transformers: every token sees every other, and padding is seen by none."""
 
     def __init__(self, config: HFConfig):
@@ -122,7 +122,7 @@ class HFText(Borrowed):
         return 0  # tables of tokens and positions
 
 
-def picture_features(net: Any, stages: Sequence[str], pixels_BCSS: Tensor) -> Tensor:
+def image_features(net: Any, stages: Sequence[str], pixels_BCHW: Tensor) -> Tensor:
     """What the net gives at its end and, beside it, the mean output of some of its stages."""
     seen: list[Tensor] = []
 
@@ -131,7 +131,7 @@ def picture_features(net: Any, stages: Sequence[str], pixels_BCSS: Tensor) -> Te
 
     hooks = [net.get_submodule(name).register_forward_hook(see) for name in stages]
     try:
-        last_BD: Tensor = net(devices.picture_layout(pixels_BCSS))
+        last_BD: Tensor = net(devices.to_channels_last(pixels_BCHW))
     finally:
         for hook in hooks:
             hook.remove()
@@ -189,12 +189,13 @@ def hf_net(config: Mapping[str, Any]) -> Any:
     raise ValueError(f"transformers cannot make a {config.get('model_type')} encoder: {trouble}")
 
 
-def open_vision(spec: str, weights: str, every: bool) -> TimmVision:
+def load_timm(spec: str, every: bool = True) -> TimmVision:
     """What `--vision timm:NAME` means, with its pretrained weights: from a file, or from the hub.
 
     With `every`, its stages are features too.
     """
-    kind, _, name = spec.partition(":")
+    kind, _, rest = spec.partition(":")
+    name, _, weights = rest.partition("?weights=")
     if kind != "timm" or not name:
         raise ValueError(f"--vision takes timm:NAME, such as timm:vit_small_patch16_224, not {spec!r}")
     if ":" in name:
@@ -208,7 +209,7 @@ def open_vision(spec: str, weights: str, every: bool) -> TimmVision:
     stages, blank = stages_of(net) if every else (), torch.zeros(1, 3, size, size)
     with torch.no_grad():
         try:
-            width = picture_features(net.eval(), stages, blank).shape[-1]
+            width = image_features(net.eval(), stages, blank).shape[-1]
         except (AttributeError, RuntimeError, TypeError, IndexError):  # they give more than one map
             stages, width = (), net(blank).shape[-1]
     tower = TimmVision(TimmConfig(name, size, width, tuple(how["mean"]), tuple(how["std"]), stages))
@@ -218,11 +219,11 @@ def open_vision(spec: str, weights: str, every: bool) -> TimmVision:
         tower.net.load_state_dict(fetched(name).state_dict())
         return tower
     path = Path(weights).expanduser()
-    found = renamed(read_tensors(path), tower.net)
+    found = renamed(load_tensors(path), tower.net)
     without = str(getattr(net, "default_cfg", {}).get("classifier") or "classifier")
     want = tower.net.state_dict()
     found = {key: value for key, value in found.items() if key in want or not key.startswith(f"{without}.")}
-    require_fit(path, found, want)
+    check_weights(path, found, want)
     tower.net.load_state_dict(found)
     return tower
 
@@ -263,7 +264,7 @@ def renamed(found: Mapping[str, Tensor], net: Any) -> dict[str, Tensor]:
     return made
 
 
-def open_text(spec: str, every: bool) -> tuple[HFText, Marked]:
+def load_hf_text(spec: str, every: bool) -> tuple[HFText, HFTokenizer]:
     """What `--text hf:NAME-or-folder` means: the encoder with its weights, and its tokenizer.
 
     With `every`, all its layers are features.
@@ -276,7 +277,7 @@ def open_text(spec: str, every: bool) -> tuple[HFText, Marked]:
         )
     require_extra("transformers", "hf", f"--text {spec}")
     folder = Path(name).expanduser()
-    folder = folder if folder.is_dir() else from_hub(name, bare=True)
+    folder = folder if folder.is_dir() else download_from_hub(name, bare=True)
     own = read_json(folder / "config.json")
     if "model_type" not in own:
         raise ValueError(
@@ -295,9 +296,9 @@ def open_text(spec: str, every: bool) -> tuple[HFText, Marked]:
         found = {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
     spare = r"(^|\.)(pooler|cls|lm_head|classifier|vocab_\w+|predictions?|qa_outputs|dense)\.|position_ids$"
     found = {name: value for name, value in found.items() if name in want or not re.search(spare, name)}
-    require_fit(folder, found, want)
+    check_weights(folder, found, want)
     tower.net.load_state_dict(found)
-    return tower, Marked.load_for(folder / "tokenizer.json", tower.pad_id)
+    return tower, HFTokenizer.load_for(folder / "tokenizer.json", tower.pad_id)
 
 
 def modern(name: str) -> str:
@@ -341,7 +342,7 @@ def with_layers(config: HFConfig) -> HFConfig:
     return replace(config, pool="all", width=(layers + 3) * config.width)
 
 
-def folded(net: Any) -> Any:
+def fold_batch_norm(net: Any) -> Any:
     """A copy for encoding alone: each batch norm is part of the convolution before it, and costs nothing.
 
     On 2 AVX2 cores EfficientNet-lite0 is 1.6 times as fast so (November 2026).

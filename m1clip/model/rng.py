@@ -45,7 +45,7 @@ def row_masks(width: int, part: float, key_B: Tensor, salt: int) -> Tensor:
     """(B, width) of 0 and 1 / (1 - part), for one vector a row: each row's key picks a mask from a table.
 
     A hash for every number, as `dropout` has it, would cost more than the matrix that follows. Which mask is
-    a matter of the salt too: a picture and its caption must not know each other by their masks.
+    a matter of the salt too: an image and its caption must not know each other by their masks.
     """
     which_B = _mixed((key_B + salt * 0x9E3779B9) & WORD) % TABLE
     return _masks(width, part, salt, key_B.device)[which_B]

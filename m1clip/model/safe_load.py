@@ -37,14 +37,14 @@ DTYPES = {
 }
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
+def save_tensors(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
     try:
         save_file(tensors, path, notes)
     except SafetensorError as error:  # its name for a full disk, among others
         raise OSError(f"cannot write {path}: {error}") from None
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def load_tensors(path: Path) -> dict[str, Tensor]:
     """Every tensor of a file by its name, in float32 where it is a weight; prefixes of wrappers are gone."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -55,7 +55,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
 
 
-def from_hub(name: str, bare: bool = False) -> Path:
+def download_from_hub(name: str, bare: bool = False) -> Path:
     """A model of the Hugging Face hub, fetched once; weights as safetensors where there are any.
 
     With `bare`, its name may be without an owner, as bert-base-uncased.
@@ -100,12 +100,12 @@ def gathered(folder: Path, names: list[str]) -> dict[str, Tensor]:
     for name in names:
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
-            return read_tensors(folder / name)
+            return load_tensors(folder / name)
         if index.is_file():
             parts = set(read_json(index).get("weight_map", {}).values())
             made: dict[str, Tensor] = {}
             for part in sorted(map(str, parts)):
-                made |= read_tensors(folder / Path(part).name)
+                made |= load_tensors(folder / Path(part).name)
             return made
     raise FileNotFoundError(
         f"{folder} has no weights: {', '.join(names[:2])} or an index of parts was expected"

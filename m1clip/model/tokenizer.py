@@ -158,7 +158,7 @@ class Tokenizer:
         return torch.from_numpy(padded)
 
 
-class Marked(Tokenizer):
+class HFTokenizer(Tokenizer):
     """One that adds its own marks and cleans by its own rules, as those of BERT and its kin do."""
 
     def __init__(self, core: tokenizers.Tokenizer, pad_id: int):
@@ -167,7 +167,7 @@ class Marked(Tokenizer):
         self.core, self.pad_id = core, pad_id
 
     @classmethod
-    def load_for(cls, path: Path, pad_id: int) -> "Marked":
+    def load_for(cls, path: Path, pad_id: int) -> "HFTokenizer":
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)), pad_id)
         except Exception as error:  # the library raises nothing narrower

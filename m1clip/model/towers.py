@@ -1,6 +1,6 @@
 """The two transformer towers behind one face: a batch in, one feature vector per item out.
 
-Shapes: B items, L tokens, D width, H heads, C colours, S pixels a side.
+Shapes: B items, L tokens, D width, H heads, C colors, S pixels a side.
 """
 
 import itertools
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from m1clip import devices
+from m1clip.config import TextConfig, VisionConfig
 from m1clip.model.fast import linear_after
 from m1clip.model.rng import dropout, some_of, uniform
-from m1clip.shapes import TextConfig, VisionConfig
 
 
 class QuickGELU(nn.Module):
@@ -85,7 +85,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: the residual stream itself is never normalised, so deep towers train.
+    """Pre-norm: the residual stream itself is never normalized, so deep towers train.
 
     Of the last one a single token is asked for, where the tower's output is that token: it alone (B, 1, D)
     goes through. The others it looks at, as ever; nobody will look at what would become of them.
@@ -129,9 +129,9 @@ class Tower(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.ln_post = nn.LayerNorm(width)
-        self.dropout, self.recompute = 0.0, False
+        self.dropout, self.grad_checkpointing = 0.0, False
 
-    def below_top(self, name: str) -> int:
+    def layers_from_top(self, name: str) -> int:
         """How many layers stand between a weight and the output: 0 for what comes after the last of them."""
         first, _, rest = name.partition(".")
         if first == "ln_post":
@@ -143,7 +143,7 @@ class Tower(nn.Module):
         for block in self.blocks:
             ends = () if only_B is None or block is not self.blocks[-1] else (only_B,)
             inputs = (x_BLD, self.dropout, key_B, *ends)
-            if self.recompute and torch.is_grad_enabled():
+            if self.grad_checkpointing and torch.is_grad_enabled():
                 # Noise is a function of the keys, so there is no state to restore.
                 x_BLD = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -152,18 +152,18 @@ class Tower(nn.Module):
 
 
 def attending(config: VisionConfig | TextConfig, causal: bool, activation: str, salt: int) -> Iterator[Block]:
-    shape = (config.width, config.heads, config.mlp or 4 * config.width, causal, activation)
-    return (Block(*shape, salt=salt + 2 * i) for i in range(config.depth))
+    shape = (config.width, config.heads, config.mlp_width or 4 * config.width, causal, activation)
+    return (Block(*shape, salt=salt + 2 * i) for i in range(config.layers))
 
 
 def patch_stem(config: VisionConfig) -> nn.Conv2d:
     """CLIP's: each patch on its own, one matrix for all."""
-    return nn.Conv2d(3, config.width, config.patch, stride=config.patch, bias=False)
+    return nn.Conv2d(3, config.width, config.patch_size, stride=config.patch_size, bias=False)
 
 
 def conv_stem(config: VisionConfig) -> nn.Sequential:
-    """Halves the picture until a pixel is a patch: edges and shapes are found before attention begins."""
-    halvings = config.patch.bit_length() - 1
+    """Halves the image until a pixel is a patch: edges and shapes are found before attention begins."""
+    halvings = config.patch_size.bit_length() - 1
     channels = [3, *(config.width >> (halvings - 1 - i) for i in range(halvings))]
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(channels):
@@ -172,20 +172,20 @@ def conv_stem(config: VisionConfig) -> nn.Sequential:
 
 
 class Vision(Tower):
-    """A ViT: every patch sees every other; the class token (or the mean) is the picture."""
+    """A ViT: every patch sees every other; the class token (or the mean) is the image."""
 
     def __init__(self, config: VisionConfig, activation: str):
         super().__init__(attending(config, False, activation, salt=1), config.width)
-        self.config, self.drop_tokens = config, 0.0
+        self.config, self.patch_dropout = config, 0.0
         self.patch = patch_stem(config) if config.stem == "patch" else conv_stem(config)
         self.class_token = nn.Parameter(torch.empty(config.width)) if config.pool == "class" else None
         self.position = nn.Parameter(torch.empty(config.tokens, config.width))
         self.ln_pre = nn.LayerNorm(config.width)
 
-    def forward(self, pixels_BCSS: Tensor, key_B: Tensor | None = None) -> Tensor:
-        x_BDGG = self.patch(pixels_BCSS)
+    def forward(self, pixels_BCHW: Tensor, key_B: Tensor | None = None) -> Tensor:
+        x_BDGG = self.patch(pixels_BCHW)
         first_1D, place_LD = self.places(x_BDGG.shape[-1])
-        x_BLD = some_of(x_BDGG.flatten(2).transpose(1, 2) + place_LD, self.drop_tokens, key_B, salt=0)
+        x_BLD = some_of(x_BDGG.flatten(2).transpose(1, 2) + place_LD, self.patch_dropout, key_B, salt=0)
         if self.class_token is not None:
             first_B1D = (self.class_token + first_1D).expand(len(x_BLD), 1, -1)
             x_BLD = torch.cat([first_B1D, x_BLD], dim=1)
@@ -197,7 +197,7 @@ class Vision(Tower):
         """Positions of the class token (none without one) and of the patches, stretched to a smaller grid."""
         first = int(self.class_token is not None)
         first_1D, place_LD = self.position[:first], self.position[first:]
-        full = self.config.image_size // self.config.patch
+        full = self.config.image_size // self.config.patch_size
         if grid == full:
             return first_1D, place_LD
         place_1DGG = place_LD.T.view(1, -1, full, full)
@@ -211,14 +211,14 @@ class Text(Tower):
     def __init__(self, config: TextConfig, activation: str, end_id: int):
         super().__init__(attending(config, True, activation, salt=1001), config.width)
         self.config, self.end_id = config, end_id
-        self.token = nn.Embedding(config.vocab, config.width)
-        self.position = nn.Parameter(torch.empty(config.length, config.width))
+        self.token = nn.Embedding(config.vocab_size, config.width)
+        self.position = nn.Parameter(torch.empty(config.context_length, config.width))
 
     def forward(self, tokens_BL: Tensor, key_B: Tensor | None = None) -> Tensor:
         """Short captions are read with short ones: what pads them up to the longest is work for nothing."""
         end_B = (tokens_BL == self.end_id).int().argmax(dim=1)
         parts = max(1, min(PARTS, len(end_B) // LEAST))
-        if parts == 1 or devices.is_queued(tokens_BL.device):  # it would have to wait for the lengths
+        if parts == 1 or devices.is_async(tokens_BL.device):  # it would have to wait for the lengths
             return self.read(tokens_BL, end_B, key_B)
         order_B = end_B.argsort()
         read = [
@@ -238,22 +238,22 @@ class Text(Tower):
         return y_BD
 
 
-class Bag(Tower):
+class BagOfWords(Tower):
     """The mean of a caption's words, whatever their order: nearly free, and most that few pairs can teach."""
 
     def __init__(self, config: TextConfig, activation: str, end_id: int):
-        inside = config.mlp or 4 * config.width
-        thoughts = (Thought(config.width, inside, activation, 1001 + i) for i in range(config.depth))
+        inside = config.mlp_width or 4 * config.width
+        thoughts = (Thought(config.width, inside, activation, 1001 + i) for i in range(config.layers))
         super().__init__(thoughts, config.width)
-        self.config, self.end_id, self.drop_words = config, end_id, 0.0
-        self.token = nn.Embedding(config.vocab, config.width)
+        self.config, self.end_id, self.word_dropout = config, end_id, 0.0
+        self.token = nn.Embedding(config.vocab_size, config.width)
         self.ln_pre = nn.LayerNorm(config.width)
 
     def forward(self, tokens_BL: Tensor, key_B: Tensor | None = None) -> Tensor:
         word_BL = (tokens_BL == self.end_id).cumsum(1) == 0
         word_BL[:, 0] = False  # the mark of the start says nothing
-        if self.drop_words and key_B is not None:
-            left_BL = word_BL & (uniform(key_B, 1000, (word_BL.shape[1],)) >= self.drop_words)
+        if self.word_dropout and key_B is not None:
+            left_BL = word_BL & (uniform(key_B, 1000, (word_BL.shape[1],)) >= self.word_dropout)
             # A caption of no words would be the zero vector, whose direction has no gradient that is finite.
             word_BL = torch.where(left_BL.any(1, keepdim=True), left_BL, word_BL)
         part_BL1 = (word_BL / word_BL.sum(1, keepdim=True).clamp(min=1))[..., None]
@@ -262,9 +262,9 @@ class Bag(Tower):
         return y_BD
 
 
-def initialise(tower: Vision | Text | Bag) -> None:
+def initialize(tower: Vision | Text | BagOfWords) -> None:
     """CLIP's own: residual branches start small, in proportion to the depth of the stream."""
-    width, depth = tower.config.width, tower.config.depth
+    width, depth = tower.config.width, tower.config.layers
     for block in tower.blocks:
         assert isinstance(block, Block | Thought)
         small = (2 * width * depth) ** -0.5

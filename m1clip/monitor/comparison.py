@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from m1clip.format import clock, percent
+from m1clip.format import duration, percent
 from m1clip.monitor import curves, figures, terminal_views
 from m1clip.monitor.log import Followed, Record, number, tree
 from m1clip.monitor.report import again, made_with, oddities, parameters, standing, trained
@@ -24,7 +24,7 @@ def write(runs: Sequence[Followed], folder: Path) -> Path:
     speed(page, runs)
     page.heading("Curves")
     if any(len(one.log) > 1 for one in runs):
-        page.picture(figures.together(runs, folder / "together.png"), "loss, held-out recall, temperature")
+        page.image(figures.together(runs, folder / "together.png"), "loss, validation recall, temperature")
         note = "Means of a hundredth of each run's steps. Minutes are those of training steps alone."
         page.text(note, note=True)
     said(page, runs)
@@ -41,8 +41,8 @@ def write(runs: Sequence[Followed], folder: Path) -> Path:
 
 
 def comparable(runs: Sequence[Followed]) -> bool:
-    """Whether all were scored, on held-out pictures of the same data, divided in the same way."""
-    scored = {(one.log.last("eval") or {}).get("pictures") for one in runs}
+    """Whether all were scored, on validation images of the same data, divided in the same way."""
+    scored = {(one.log.last("eval") or {}).get("images") for one in runs}
     data = {(str(one.config.get("data")), str(one.data.get("identity"))) for one in runs}
     return len(scored) == len(data) == 1 and None not in scored
 
@@ -54,10 +54,10 @@ def caution(runs: Sequence[Followed]) -> str:
     if unscored:
         words.append(f"Not evaluated: {', '.join(unscored)}.")
     elif comparable(runs):
-        words.append("They learned from the same rows and were scored on as many held-out pictures.")
+        words.append("They learned from the same rows and were scored on as many validation images.")
     else:
         words.append(
-            "They differ in their data or in how many pictures were held out: recalls do not compare."
+            "They differ in their data or in how many images were validation: recalls do not compare."
         )
     if len({str(one.machine.get("chip")) for one in runs}) > 1:
         words.append("They ran on different machines, so times are about machines as well as about runs.")
@@ -67,7 +67,7 @@ def caution(runs: Sequence[Followed]) -> str:
 
 def differences(page: Page, runs: Sequence[Followed]) -> None:
     page.heading("What differs")
-    made = [{key: one.data.get(key) for key in ("identity", "train", "held_out")} for one in runs]
+    made = [{key: one.data.get(key) for key in ("identity", "train", "val")} for one in runs]
     flats = [
         flat(one.config) | flat(rows, "data.") | flat(one.machine, "machine.")
         for one, rows in zip(runs, made, strict=True)
@@ -92,16 +92,16 @@ def flat(tree: Record, before: str = "") -> Record:
 
 
 def scores(page: Page, runs: Sequence[Followed]) -> None:
-    page.heading("Held-out retrieval at the last evaluation")
+    page.heading("validation retrieval at the last evaluation")
     rows = []
     for one in runs:
         last = one.log.last("eval") or {}
-        of = int(last.get("pictures") or 0)
+        of = int(last.get("images") or 0)
         cells = [with_interval(last.get(key), of) for key in ("i2t_r1", "t2i_r1")]
         cells += [part(last.get(key)) for key in ("i2t_r10", "t2i_r10")]
         row = [one.name, *cells, part(last.get("chance_r1")), part(hard_of(one).get("first")), f"{of:,}"]
         rows.append([*row, str(last.get("step", "–")), str(last.get("line", "–"))])
-    columns = ["run", "i→t R@1", "t→i R@1", "i→t R@10", "t→i R@10", "chance R@1", "hard", "pictures"]
+    columns = ["run", "i→t R@1", "t→i R@1", "i→t R@10", "t→i R@10", "chance R@1", "hard", "images"]
     page.table([*columns, "step", "line"], rows)
     counts = sorted({among - 1 for one in runs if (among := hard_of(one).get("among"))})
     several = " or ".join(f"{count:.0f} (chance {percent(1 / (count + 1))})" for count in counts) or "some"
@@ -126,15 +126,15 @@ def judged(runs: Sequence[Followed]) -> str:
     if len(scored) < 2:
         return "Fewer than two have a score: there is nothing to compare."
     (first, best), (second, next_best) = scored[:2]
-    of = int(number((best.log.last("eval") or {}).get("pictures")))
+    of = int(number((best.log.last("eval") or {}).get("images")))
     both = (first + second) / 2
     error = math.sqrt(max(1e-12, 2 * both * (1 - both) / of))
     named = f"{best.name} has the highest mean R@1 ({percent(first)}), "
     named += f"then {next_best.name} ({percent(second)}). "
     if first - second > Z * error:
-        return f"{named}For {of:,} pictures that is more than chance would make of equals (95 %)."
+        return f"{named}For {of:,} images that is more than chance would make of equals (95 %)."
     return (
-        f"{named}For {of:,} pictures chance can make such a difference between equals (95 %); which pictures "
+        f"{named}For {of:,} images chance can make such a difference between equals (95 %); which images "
         "each got right is not in the log, and would tell more."
     )
 
@@ -144,7 +144,7 @@ def speed(page: Page, runs: Sequence[Followed]) -> None:
     goal = common_goal(runs) if comparable(runs) else None
     rows = []
     for one in runs:
-        ms, watches = spread(one.log.column("step_ms")), one.log.records["watch"]
+        ms, watches = spread(one.log.column("step_ms")), one.log.records["logger"]
         peak = most(row.get("peak_rss_gb") for row in watches)
         drawn = next((row["joules"] for row in watches[::-1] if row.get("joules") is not None), None)
         count, pairs = parameters(one), spread(one.log.column("pairs_per_s"))
@@ -155,7 +155,7 @@ def speed(page: Page, runs: Sequence[Followed]) -> None:
                 f"{ms[0]:,.4g} ({ms[1]:,.4g}–{ms[2]:,.4g})" if ms else "–",
                 figure(pairs[0] if pairs else None, ",.0f"),
                 trained(one).partition(" of steps")[0],
-                clock(reached(one, goal)) if goal is not None else "–",
+                duration(reached(one, goal)) if goal is not None else "–",
                 terminal_views.gb(peak),
                 figure(None if drawn is None else drawn / 3600, ".2f"),
             ]
@@ -171,7 +171,7 @@ def speed(page: Page, runs: Sequence[Followed]) -> None:
 
 
 def common_goal(runs: Sequence[Followed]) -> float | None:
-    """The highest held-out score that every one of them reached."""
+    """The highest validation score that every one of them reached."""
     best = [one.log.recorded("eval", "mean_r1") for one in runs]
     known = [scores[np.isfinite(scores)] for scores in best]
     return min(float(scores.max()) for scores in known) if all(len(scores) for scores in known) else None

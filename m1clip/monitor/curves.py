@@ -1,4 +1,4 @@
-"""Curves of a run: which there are, over what, smoothed, and thinned to what a screen can show. No torch."""
+"""Curves of a run: which there are, over what, smoothed, and thinned to what a console can show. No torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,25 +27,25 @@ CURVES = {
     for curve in (
         Curve("loss", "loss", chance="chance_loss"),
         Curve("accuracy", "accuracy, in the batch", chance="chance_accuracy", unit="%"),
-        Curve("mean_r1", "held-out R@1, mean of both ways", "eval", "chance_r1", "%"),
-        Curve("i2t_r1", "held-out R@1, image→text", "eval", "chance_r1", "%"),
-        Curve("t2i_r1", "held-out R@1, text→image", "eval", "chance_r1", "%"),
-        Curve("i2t_r10", "held-out R@10, image→text", "eval", unit="%"),
-        Curve("t2i_r10", "held-out R@10, text→image", "eval", unit="%"),
+        Curve("mean_r1", "validation R@1, mean of both ways", "eval", "chance_r1", "%"),
+        Curve("i2t_r1", "validation R@1, image→text", "eval", "chance_r1", "%"),
+        Curve("t2i_r1", "validation R@1, text→image", "eval", "chance_r1", "%"),
+        Curve("i2t_r10", "validation R@10, image→text", "eval", unit="%"),
+        Curve("t2i_r10", "validation R@10, text→image", "eval", unit="%"),
         Curve("temperature", "temperature"),
         Curve("lr", "learning rate"),
         Curve("grad_norm", "gradient norm", log=True),
         Curve("pairs_per_s", "pairs a second"),
         Curve("step_ms", "milliseconds a step", unit="ms"),
-        Curve("rss_gb", "memory of the process", "watch", unit="GB"),
-        Curve("available_gb", "memory still free", "watch", unit="GB"),
-        Curve("device_gb", "peak memory of the device", "watch", unit="GB"),
-        Curve("heat_c", "heat", "watch", unit="°C"),
-        Curve("power_w", "power", "watch", unit="W"),
-        Curve("alignment", "alignment (0 is perfect)", "watch"),
-        Curve("modality_gap", "modality gap", "watch"),
-        Curve("effective_rank_image", "directions in use, pictures", "watch"),
-        Curve("effective_rank_text", "directions in use, captions", "watch"),
+        Curve("rss_gb", "memory of the process", "logger", unit="GB"),
+        Curve("available_gb", "memory still free", "logger", unit="GB"),
+        Curve("device_gb", "peak memory of the device", "logger", unit="GB"),
+        Curve("temperature_c", "heat", "logger", unit="°C"),
+        Curve("power_w", "power", "logger", unit="W"),
+        Curve("alignment", "alignment (0 is perfect)", "logger"),
+        Curve("modality_gap", "modality gap", "logger"),
+        Curve("effective_rank_image", "directions in use, images", "logger"),
+        Curve("effective_rank_text", "directions in use, captions", "logger"),
     )
 }
 

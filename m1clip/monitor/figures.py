@@ -14,10 +14,10 @@ from PIL import Image
 from m1clip.monitor import curves
 from m1clip.monitor.log import Column, Followed, number
 from m1clip.monitor.values import interval
-from m1clip.plots import COLOURS, PHASES, axes, legend, save
+from m1clip.plots import COLORS, PHASES, axes, legend, save
 
 MOST = 1500
-GREY = COLOURS[6]
+GREY = COLORS[6]
 
 
 def line(panel: Axes, one: Followed, key: str, style: dict[str, Any], over: str = "step") -> None:
@@ -53,17 +53,17 @@ def dress(panel: Axes, runs: Sequence[Followed], key: str, over: str = "step") -
 
 
 def learning(one: Followed, path: Path) -> Path:
-    """Loss, accuracy, held-out recall with its interval, rate, gradient norm, speed."""
+    """Loss, accuracy, validation recall with its interval, rate, gradient norm, speed."""
     keys = ("loss", "accuracy", "mean_r1", "lr", "grad_norm", "pairs_per_s")
     figure, panels = axes(len(keys), 4.2, 2.7)
     for panel, key in zip(panels, keys, strict=True):
-        line(panel, one, key, {"color": COLOURS[0], "label": one.name})
+        line(panel, one, key, {"color": COLORS[0], "label": one.name})
         dress(panel, [one], key)
-    rows = [row for row in one.log.records["eval"] if row.get("mean_r1") is not None and row.get("pictures")]
+    rows = [row for row in one.log.records["eval"] if row.get("mean_r1") is not None and row.get("images")]
     if rows:
-        ends = np.array([interval(row["mean_r1"], int(row["pictures"])) for row in rows])
+        ends = np.array([interval(row["mean_r1"], int(row["images"])) for row in rows])
         steps = [row["step"] for row in rows]
-        panels[2].fill_between(steps, 100 * ends[:, 0], 100 * ends[:, 1], color=COLOURS[0], alpha=0.15, lw=0)
+        panels[2].fill_between(steps, 100 * ends[:, 0], 100 * ends[:, 1], color=COLORS[0], alpha=0.15, lw=0)
     legend(figure, panels[:1])
     return save(figure, path)
 
@@ -71,20 +71,20 @@ def learning(one: Followed, path: Path) -> Path:
 def timing(one: Followed, path: Path) -> Path:
     """What a step takes as the run goes on, and its parts stacked."""
     figure, (first, second) = axes(2, 5.2, 2.9)
-    line(first, one, "step_ms", {"color": COLOURS[0]})
+    line(first, one, "step_ms", {"color": COLORS[0]})
     dress(first, [one], "step_ms")
     known = one.log.column("step_ms")
     known = known[np.isfinite(known)]
     if len(known):
         first.set_ylim(0, 1.3 * float(np.quantile(known, 0.99)))
     left = 0.0
-    for phase, colour in PHASES.items():
+    for phase, color in PHASES.items():
         part = one.log.column(f"{phase}_ms")
         part = part[np.isfinite(part)]
         if not len(part):
             continue
         middle = float(np.median(part))
-        second.barh([0], [middle], left=left, color=colour, label=f"{phase} {middle:.3g} ms")
+        second.barh([0], [middle], left=left, color=color, label=f"{phase} {middle:.3g} ms")
         left += middle
     second.set_yticks([])
     second.set_ylim(-0.8, 1.6)
@@ -97,14 +97,14 @@ def timing(one: Followed, path: Path) -> Path:
 
 def temperature(one: Followed, path: Path) -> Path:
     figure, (panel,) = axes(1, 7.0, 2.6)
-    line(panel, one, "temperature", {"color": COLOURS[0]})
+    line(panel, one, "temperature", {"color": COLORS[0]})
     dress(panel, [one], "temperature")
     return save(figure, path)
 
 
 def flow(one: Followed, path: Path) -> Path:
     """Gradient norms by block over the steps that were looked at."""
-    rows = [row for row in one.log.records["watch"] if row.get("grad_norms")]
+    rows = [row for row in one.log.records["logger"] if row.get("grad_norms")]
     rows = [rows[place] for place in np.unique(np.linspace(0, len(rows) - 1, 200).astype(int))]
     blocks = list(rows[-1]["grad_norms"])
     norm = np.array([[number(row["grad_norms"].get(block)) for row in rows] for block in blocks])
@@ -122,7 +122,7 @@ def flow(one: Followed, path: Path) -> Path:
 
 
 def retrievals(queries: Sequence[dict[str, Any]], shown: dict[str, Any], path: Path) -> Path:
-    """A row for each caption: the pictures found first, the true one framed, or last if not among them."""
+    """A row for each caption: the images found first, the true one framed, or last if not among them."""
     wide = 1 + max(len(query["top"]) for query in queries)
     figure, panels = axes(wide * len(queries), 1.4, 1.75, wide)
     for panel in panels:
@@ -139,16 +139,16 @@ def retrievals(queries: Sequence[dict[str, Any]], shown: dict[str, Any], path: P
             panel.set_title(f"\n{note}", fontsize=8, loc="left")
             if place == 0:  # the caption reaches over its neighbours
                 panel.text(0, 1.17, words, transform=panel.transAxes, fontsize=8).set_in_layout(False)
-            picture = decoded(shown.get(str(hit["row"]), {}).get("jpeg"))
-            if picture is None:
-                panel.text(0.5, 0.5, "no picture", ha="center", transform=panel.transAxes, fontsize=8)
+            image = decoded(shown.get(str(hit["row"]), {}).get("jpeg"))
+            if image is None:
+                panel.text(0.5, 0.5, "no image", ha="center", transform=panel.transAxes, fontsize=8)
                 continue
-            panel.imshow(picture)
+            panel.imshow(image)
             panel.set_axis_on()
             panel.tick_params(bottom=False, left=False, labelbottom=False, labelleft=False)
             panel.grid(visible=False)
             panel.spines[:].set(
-                visible=True, color=COLOURS[2] if true else "#cccccc", linewidth=3 if true else 1
+                visible=True, color=COLORS[2] if true else "#cccccc", linewidth=3 if true else 1
             )
     return save(figure, path)
 
@@ -161,12 +161,12 @@ def decoded(jpeg: str | None) -> Any:
 
 
 def together(runs: Sequence[Followed], path: Path) -> Path:
-    """Loss over steps, loss and held-out recall over minutes, temperature: several runs in each."""
+    """Loss over steps, loss and validation recall over minutes, temperature: several runs in each."""
     shown = (("loss", "step"), ("loss", "minutes"), ("mean_r1", "minutes"), ("temperature", "step"))
     figure, panels = axes(len(shown), 5.6, 2.9, most=2)
     for panel, (key, over) in zip(panels, shown, strict=True):
         for place, one in enumerate(runs):
-            style = {"color": COLOURS[place % 6], "ls": "-" if place < 6 else ":", "label": one.name}
+            style = {"color": COLORS[place % 6], "ls": "-" if place < 6 else ":", "label": one.name}
             line(panel, one, key, style, over)
         dress(panel, runs, key, over)
     legend(figure, panels[:1])

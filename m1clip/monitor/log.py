@@ -19,7 +19,7 @@ from m1clip.run import Run
 Record = dict[str, Any]
 Column = NDArray[np.float64]
 BLOCK = 1 << 16  # what is parsed at once stays in the processor's cache: twice as fast as 4 MB
-KINDS = ("watch", "eval", "epoch")
+KINDS = ("logger", "eval", "epoch")
 NAN = float("nan")
 LARGEST = 1e200
 NO_NUMBERS = ("kind", "rows")
@@ -160,7 +160,7 @@ class Log:
         return float(some.mean()) if len(some) else None
 
     def rate(self, count: int) -> float | None:
-        """Pairs a second over the last steps: all their pairs by all their time, not the mean of rates."""
+        """PairDataset a second over the last steps: all their pairs by all their time, not the mean of rates."""
         some = self._last("pairs_per_s", count)
         some = some[some > 0]
         return float(len(some) / (1 / some).sum()) if len(some) else None
@@ -241,7 +241,7 @@ class Followed:
         changed = self.log.refresh(most)
         try:
             summary = self.run.summary()
-        except OSError:  # the folder is gone, as under --fresh
+        except OSError:  # the folder is gone, as under --overwrite
             summary = {**self.summary, "state": "gone", "reason": f"{self.run.path} is not there any more"}
         changed |= summary != self.summary
         self.summary = summary
@@ -268,8 +268,8 @@ class Followed:
         queries, shown = found.get("queries"), found.get("shown")
         if not isinstance(queries, list) or not isinstance(shown, dict):
             return {}
-        pictures = {row: about for row, about in shown.items() if isinstance(about, dict)}
-        return {"step": found.get("step"), "queries": list(filter(is_query, queries)), "shown": pictures}
+        images = {row: about for row, about in shown.items() if isinstance(about, dict)}
+        return {"step": found.get("step"), "queries": list(filter(is_query, queries)), "shown": images}
 
 
 def is_query(value: Any) -> bool:

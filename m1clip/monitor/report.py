@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from m1clip.format import clock, percent
+from m1clip.format import duration, percent
 from m1clip.monitor import curves, figures, terminal_views
 from m1clip.monitor.finds import examples, negatives
 from m1clip.monitor.log import Followed, Record, number
@@ -53,13 +53,13 @@ def standing(one: Followed) -> str:
         words += f", where guessing gives {guess:.3f}. " if guess else ". "
     last = one.log.last("eval")
     if last is None:
-        return f"{words}It was not evaluated on held-out pictures: how well it generalises is unknown."
+        return f"{words}It was not evaluated on validation images: how well it generalises is unknown."
     return words + verdict(last)
 
 
 def verdict(row: Record) -> str:
     """What an evaluation shows, and whether that is more than guessing."""
-    score, guess, of = (number(row.get(key)) for key in ("mean_r1", "chance_r1", "pictures"))
+    score, guess, of = (number(row.get(key)) for key in ("mean_r1", "chance_r1", "images"))
     if not (math.isfinite(score) and math.isfinite(of)):
         return "Its last evaluation has no score."
     low, high = interval(score, int(of))
@@ -69,7 +69,7 @@ def verdict(row: Record) -> str:
         )
     words = (
         f"At its last evaluation (step {row['step']:,}, line {row['line']}) the right one of {of:,.0f} "
-        f"held-out pictures or captions came first in {percent(score)} of cases (95 % interval "
+        f"validation images or captions came first in {percent(score)} of cases (95 % interval "
         f"{100 * low:.1f} to {100 * high:.1f} %); guessing gives {percent(guess)}. "
     )
     return words + (
@@ -89,7 +89,7 @@ def facts(page: Page, one: Followed) -> None:
         "state": now["state"] + (f": {now['reason']}" if now.get("reason") else ""),
         "model": f"{config.get('preset', '–')}, {size}",
         "data": config.get("data"),
-        "pictures": f"{shown(data.get('train'))} to learn from, {shown(data.get('held_out'))} held out",
+        "images": f"{shown(data.get('train'))} to learn from, {shown(data.get('val'))} validation",
         "division": data.get("split"),
         "batch": f"{shown(config.get('batch'))} pairs, " + ("whole" if whole else f"{chunk:.0f} at once"),
         "steps": f"{shown(now.get('step'))} of {shown(now.get('total'))}",
@@ -120,43 +120,41 @@ def trained(one: Followed) -> str:
     if not len(times) or not spent:
         return "–"
     first = np.nan_to_num(one.log.column("step_ms")[:1]).sum() / 1e3  # times are those of their ends
-    passed = clock(float(times.max() - times.min() + first))
-    return f"{clock(float(spent))} of steps; {passed} from the first to the last, pauses included"
+    passed = duration(float(times.max() - times.min() + first))
+    return f"{duration(float(spent))} of steps; {passed} from the first to the last, pauses included"
 
 
 def result(page: Page, one: Followed, folder: Path) -> None:
-    page.heading("Held-out retrieval")
+    page.heading("validation retrieval")
     rows = [row for row in one.log.records["eval"] if math.isfinite(number(row.get("mean_r1")))]
     if not rows:
         page.text("Not measured: there was no evaluation.")
         return
     last = rows[-1]
-    pictures, captions = (
-        int(number(last.get(key)) if last.get(key) else 0) for key in ("pictures", "captions")
-    )
+    images, captions = (int(number(last.get(key)) if last.get(key) else 0) for key in ("images", "captions"))
     table = []
     for way, words in (("i2t", "image→text"), ("t2i", "text→image")):
-        cells = [with_interval(last.get(f"{way}_{key}"), pictures) for key in ("r1", "r5", "r10")]
+        cells = [with_interval(last.get(f"{way}_{key}"), images) for key in ("r1", "r5", "r10")]
         table.append([words, *cells, shown(last.get(f"{way}_median_rank"))])
-    chances = {"chance": (pictures, 1.0)} if captions == pictures else {}
-    if captions > pictures > 0:  # a picture may find any of its captions
-        chances = {"chance i→t": (captions, captions / pictures), "chance t→i": (pictures, 1.0)}
+    chances = {"chance": (images, 1.0)} if captions == images else {}
+    if captions > images > 0:  # an image may find any of its captions
+        chances = {"chance i→t": (captions, captions / images), "chance t→i": (images, 1.0)}
     for name, (of, right) in chances.items():
         cells = [part(guessed(k, of, right)) for k in FIRST]
         table.append([name, *cells, figure(guessed_rank(of, right), ".1f")])
     page.table(["", "R@1", "R@5", "R@10", "median rank"], table)
     note = (
-        f"Line {last['line']}: {pictures:,} pictures, {shown(last.get('captions'))} captions. In brackets "
-        "the 95 % interval (Wilson's) for that many pictures."
+        f"Line {last['line']}: {images:,} images, {shown(last.get('captions'))} captions. In brackets "
+        "the 95 % interval (Wilson's) for that many images."
     )
-    if captions > pictures:
-        note += " Captions of one picture are not independent, so pictures are counted."
+    if captions > images:
+        note += " Captions of one image are not independent, so images are counted."
     page.text(note, note=True)
     best = max(rows, key=lambda row: float(row["mean_r1"]))
     if best["mean_r1"] > last["mean_r1"]:
         page.text(
             f"The best mean R@1 of {len(rows)} evaluations was {percent(best['mean_r1'])}, at step "
-            f"{best['step']:,} (line {best['line']}). The best of several on the same pictures flatters."
+            f"{best['step']:,} (line {best['line']}). The best of several on the same images flatters."
         )
 
 
@@ -165,8 +163,8 @@ def learning(page: Page, one: Followed, folder: Path) -> None:
     if len(one.log) < 2:
         page.text("Not measured: fewer than two steps are logged.")
         return
-    words = "loss, accuracy, held-out recall, learning rate, gradient norm, speed"
-    page.picture(figures.learning(one, folder / "learning.png"), words)
+    words = "loss, accuracy, validation recall, learning rate, gradient norm, speed"
+    page.image(figures.learning(one, folder / "learning.png"), words)
     page.text(
         "Lines are means of a hundredth of all steps, the steps themselves faint behind them; the band "
         "around recall is its 95 % interval. Dashed is what guessing gives.",
@@ -201,7 +199,7 @@ def epochs(page: Page, one: Followed, folder: Path) -> None:
     table.append(["chance", loss, right, recall, recall, "", "", "", ""])
     columns = ("epoch", "loss", "accuracy", "i→t R@1", "t→i R@1", "temperature", "pairs/s", "seconds", "line")
     page.table(columns, table)
-    note = "Means of each epoch's steps; accuracy is among the pairs of a batch; R@1 is held-out."
+    note = "Means of each epoch's steps; accuracy is among the pairs of a batch; R@1 is validation."
     page.text(note + left_out(len(rows), len(kept), "epochs"), note=True)
 
 

@@ -13,8 +13,7 @@ from textual.css.query import NoMatches
 from textual.widget import Widget
 from textual.widgets import ContentSwitcher, DataTable, Footer, Static
 
-from m1clip.config import printable
-from m1clip.format import ago, clock, percent
+from m1clip.format import ago, duration, percent, printable
 from m1clip.monitor import terminal_views
 from m1clip.monitor.log import Followed
 from m1clip.run import Run, summaries
@@ -56,7 +55,7 @@ class Monitor(App[None]):
         ("space", "mark", "compare"),
         ("s", "smooth", "smooth"),
         ("p", "pause", "pause"),
-        ("t", "look", "colours"),
+        ("t", "look", "colors"),
         ("q", "quit", "quit"),
         Binding("ctrl+c", "quit", show=False, priority=True),
     ]
@@ -150,7 +149,7 @@ class Monitor(App[None]):
         """As text: a name may hold what a table would take for markup."""
         part = row["step"] / row["total"] if row["total"] else None
         mark = "●" if row["run"] == self.shown.name else "+" if row["run"] in self.marked else ""
-        words = [mark, row["run"], row["state"], f"{row['step']:,}", percent(part), clock(row["eta_s"])]
+        words = [mark, row["run"], row["state"], f"{row['step']:,}", percent(part), duration(row["eta_s"])]
         words += [percent(row["best_score"]), row["device"] or "–", ago(row["time"])]
         cells = [Text(printable(word)) for word in words]
         cells[2].stylize(terminal_views.STATES.get(row["state"], "yellow"))
@@ -221,5 +220,5 @@ class Monitor(App[None]):
 
     def action_look(self) -> None:
         self.theme = THEMES[(THEMES.index(self.theme) + 1) % len(THEMES)]
-        self.notify(f"colours: {self.theme}", timeout=2)
+        self.notify(f"colors: {self.theme}", timeout=2)
         self.redraw()

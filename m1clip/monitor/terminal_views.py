@@ -10,24 +10,23 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from m1clip.config import printable
-from m1clip.format import ago, clock, percent
+from m1clip.format import ago, duration, percent, printable
 from m1clip.monitor import curves
 from m1clip.monitor.log import Followed, number
 from m1clip.monitor.text_plot import Line, bar, beside, block, plot
 from m1clip.monitor.values import figure
 
-# Colours by name are the terminal's own: they are readable on its background, dark or light.
-COLOURS = ("blue", "red", "green", "magenta", "yellow", "cyan")
-STYLES = (*COLOURS, *(f"bright_{colour}" for colour in COLOURS))
+# Colors by name are the terminal's own: they are readable on its background, dark or light.
+COLORS = ("blue", "red", "green", "magenta", "yellow", "cyan")
+STYLES = (*COLORS, *(f"bright_{color}" for color in COLORS))
 STATES = {"running": "green", "finished": "blue", "dead": "red", "failed": "red", "gone": "red"}
-PHASES = {"wait": "magenta", "copy": "cyan", "forward": "blue", "backward": "green", "optimiser": "yellow"}
+PHASES = {"wait": "magenta", "copy": "cyan", "forward": "blue", "backward": "green", "optimizer": "yellow"}
 LEARNING = ("loss", "accuracy", "mean_r1", "temperature", "lr", "grad_norm")
 HEALTH = {
     "alignment (0 perfect, about 2 strangers)": ("alignment",),
     "uniformity image / text (0 collapsed, about -4 spread)": ("uniformity_image", "uniformity_text"),
     "modality gap (at most 2)": ("modality_gap",),
-    "directions in use, pictures / captions": ("effective_rank_image", "effective_rank_text"),
+    "directions in use, images / captions": ("effective_rank_image", "effective_rank_text"),
 }
 RECENT = 50
 AS_OF = {"loss": 10, "accuracy": 10, "grad_norm": 10, "lr": 1, "temperature": 1}
@@ -48,7 +47,7 @@ def header(one: Followed, width: int) -> Text:
             bar(step / total, max(4, min(30, width - 62))), "green"
         )
     if now.get("eta_s") is not None:
-        first.append(f" {clock(now['eta_s'])} to go")
+        first.append(f" {duration(now['eta_s'])} to go")
     first.append(f"  {printable(now.get('device') or '')}", "dim")
     first.truncate(width, overflow="ellipsis")
     last = standing(one)
@@ -76,7 +75,7 @@ def standing(one: Followed) -> Text:
     if (loss := log.recent("loss", AS_OF["loss"])) is not None:
         parts.append(f"loss {said(loss, 'loss')} (chance {said(curves.chance(log, 'loss'), 'loss')})")
     if (last := log.last("eval")) and last.get("mean_r1") is not None:
-        parts.append(f"held-out R@1 {percent(last['mean_r1'])} (chance {percent(last.get('chance_r1'))})")
+        parts.append(f"validation R@1 {percent(last['mean_r1'])} (chance {percent(last.get('chance_r1'))})")
     if now.get("state") != "running":
         parts.append(ago(now.get("time")))
     return Text(", ".join(parts) or "no step has been logged yet", "dim")
@@ -158,7 +157,7 @@ def phases(one: Followed, width: int) -> list[Text]:
 
 
 def memory(one: Followed, width: int) -> list[Text]:
-    last = one.log.last("watch") or {}
+    last = one.log.last("logger") or {}
     parts = {name: number(value) for name, value in (last.get("memory_gb") or {}).items()}
     parts = {name: value for name, value in parts.items() if value > 0}
     lines = [Text(f"memory {gb(last.get('rss_gb'))}, peak {gb(last.get('peak_rss_gb'))}", "bold")]
@@ -174,7 +173,7 @@ def memory(one: Followed, width: int) -> list[Text]:
 
 
 def machine(one: Followed, width: int) -> list[Text]:
-    last = one.log.last("watch") or {}
+    last = one.log.last("logger") or {}
     lines = [Text(printable(str(one.machine.get("chip") or "machine unknown"))[:width], "bold")]
     cores = last.get("cpu_percent") or []
     wide = max(4, width - 14)
@@ -189,13 +188,13 @@ def machine(one: Followed, width: int) -> list[Text]:
     ]
     step = 2 if len(cores) > 8 else 1
     lines += [Text("  ").join(cells[start : start + step]) for start in range(0, len(cells), step)]
-    heat, watts, joules = (last.get(key) for key in ("heat_c", "power_w", "joules"))
+    heat, watts, joules = (last.get(key) for key in ("temperature_c", "power_w", "joules"))
     lines.append(Text(f"heat {unit(heat, '°C')}, power {unit(watts, 'W')}, drawn {energy(joules)}"))
     lines.append(Text(f"disk free {gb(last.get('disk_free_gb'))}"))
     if last.get("time"):
         lines.append(Text(f"looked {ago(last['time'])}, at step {last['step']:,}", "dim"))
     else:
-        every = one.config.get("watch_every")
+        every = one.config.get("inspect_every")
         lines.append(Text("not looked at yet" + (f"; every {every} steps" if every else ""), "dim"))
     return lines
 
@@ -217,9 +216,9 @@ def energy(joules: Any) -> str:
 
 def gradients(one: Followed, width: int) -> Text:
     """Norms by block, as they were at the last look; then whether the space of embeddings is in use."""
-    last = one.log.last("watch")
+    last = one.log.last("logger")
     if not last:
-        return Text("gradients are looked at every --watch-every steps; not yet", "dim")
+        return Text("gradients are looked at every --logger-every steps; not yet", "dim")
     norms = {name: number(value) for name, value in (last.get("grad_norms") or {}).items()}
     weights = {name: number(value) for name, value in (last.get("weight_norms") or {}).items()}
     wide = width // 2 if width >= 70 else width

@@ -25,9 +25,10 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse, StreamingResponse
 
+from m1clip.files import json_safe
 from m1clip.monitor import LOCAL, curves, terminal_views
 from m1clip.monitor.log import Column, Followed, known, number
-from m1clip.run import Run, finite, is_run, summaries
+from m1clip.run import Run, is_run, summaries
 
 PAGE = Path(__file__).parent / "page"
 EVERY_S = 1.0
@@ -177,7 +178,7 @@ def serve_runs(made: FastAPI, runs: Runs) -> None:
 
 def as_json(value: Any) -> Response:
     """What is not finite is null."""
-    return Response(json.dumps(finite(value)), media_type="application/json")
+    return Response(json.dumps(json_safe(value)), media_type="application/json")
 
 
 def entrance(request: Request, token: str | None) -> Response | None:
@@ -205,7 +206,7 @@ def titles() -> list[dict[str, Any]]:
 
 
 def described(one: Followed) -> dict[str, Any]:
-    """Everything of a run but its curves and pictures."""
+    """Everything of a run but its curves and images."""
     phases = {name: one.log.recent(f"{name}_ms", terminal_views.RECENT) for name in terminal_views.PHASES}
     events = [
         {"time": known(event.get("time")), "step": event["step"], "words": terminal_views.told(event)}
@@ -224,7 +225,7 @@ def described(one: Followed) -> dict[str, Any]:
         "pairs_per_s": one.log.rate(terminal_views.RECENT),
         "recent": min(terminal_views.RECENT, len(one.log)),
         "chance": {key: curves.chance(one.log, key) for key in ("loss", "accuracy", "mean_r1")},
-        "watch": one.log.last("watch"),
+        "logger": one.log.last("logger"),
         "eval": one.log.last("eval"),
         "flow": flow(one),
         "events": events[::-1],
@@ -234,7 +235,7 @@ def described(one: Followed) -> dict[str, Any]:
 
 def flow(one: Followed, most: int = 120) -> dict[str, Any]:
     """Gradient norms of every block over the steps that were looked at: at most `most` of these."""
-    rows = one.log.records["watch"]
+    rows = one.log.records["logger"]
     if not rows:
         return {"step": [], "block": [], "norm": []}
     rows = [rows[place] for place in np.unique(np.linspace(0, len(rows) - 1, most).astype(int))]
@@ -246,10 +247,10 @@ def flow(one: Followed, most: int = 120) -> dict[str, Any]:
 def series(
     one: Followed, key: str, over: str, smooth: int, most: int, window: tuple[float, float]
 ) -> dict[str, Any]:
-    """A curve as the screen can show it: smoothed over all steps, cut to the window, thinned."""
+    """A curve as the console can show it: smoothed over all steps, cut to the window, thinned."""
     x, y = curves.points(one.log, key, "minutes" if over == "minutes" else "step", smooth)
     inside = np.flatnonzero((x >= window[0]) & (x <= window[1]))
-    if 0 < len(inside) < len(x):  # and one beyond each edge, so that lines leave the picture
+    if 0 < len(inside) < len(x):  # and one beyond each edge, so that lines leave the image
         cut = slice(max(0, inside[0] - 1), inside[-1] + 2)
         x, y = x[cut], y[cut]
     x, y = curves.thinned(x, y, most)
@@ -290,7 +291,7 @@ async def news(request: Request, runs: Runs, names: list[str]) -> AsyncIterator[
             if told.get(kind) != value:
                 told[kind] = value
                 quiet_since = time.monotonic()
-                yield f"event: {kind}\ndata: {json.dumps(finite(value))}\n\n"
+                yield f"event: {kind}\ndata: {json.dumps(json_safe(value))}\n\n"
         if time.monotonic() - quiet_since > 15:
             quiet_since = time.monotonic()
             yield ": still here\n\n"

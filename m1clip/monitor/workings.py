@@ -12,7 +12,7 @@ from m1clip.monitor.values import figure, most, spread
 from m1clip.pages import Page
 from m1clip.plots import PHASES
 
-UNSEEN = "Not measured: no look inside was logged (`--watch-every` says how often)."
+UNSEEN = "Not measured: no look inside was logged (`--logger-every` says how often)."
 
 
 def step_time(page: Page, one: Followed, folder: Path) -> None:
@@ -33,8 +33,8 @@ def step_time(page: Page, one: Followed, folder: Path) -> None:
     ]
     rows.append(["step", *(f"{value:,.4g}" for value in whole), ""])
     page.table(["phase", "median ms", "5th percentile", "95th percentile", "of all time"], rows)
-    page.picture(figures.timing(one, folder / "time.png"), "milliseconds a step, and its phases")
-    page.text(pace(one))
+    page.image(figures.timing(one, folder / "time.png"), "milliseconds a step, and its phases")
+    page.text(schedule(one))
     page.text(
         f"From {len(one.log):,} step lines, of which {timed:,} have their phases timed. Medians of parts "
         "need not add up to that of the whole.",
@@ -42,7 +42,7 @@ def step_time(page: Page, one: Followed, folder: Path) -> None:
     )
 
 
-def pace(one: Followed) -> str:
+def schedule(one: Followed) -> str:
     """Did it stay as fast as it was?"""
     ms = one.log.column("step_ms")
     ms = ms[np.isfinite(ms)]
@@ -58,7 +58,7 @@ def pace(one: Followed) -> str:
 
 def memory(page: Page, one: Followed, folder: Path) -> None:
     page.heading("Memory by part")
-    rows = [row for row in one.log.records["watch"] if row.get("memory_gb")]
+    rows = [row for row in one.log.records["logger"] if row.get("memory_gb")]
     if not rows:
         page.text(UNSEEN)
         return
@@ -83,7 +83,7 @@ def memory(page: Page, one: Followed, folder: Path) -> None:
     elif swapped == 0:
         words.append("Nothing was written to swap meanwhile.")
     page.text(" ".join(words))
-    page.text(f"From {len(rows)} watch lines, the last is line {last['line']}.", note=True)
+    page.text(f"From {len(rows)} logger lines, the last is line {last['line']}.", note=True)
 
 
 def temperature(page: Page, one: Followed, folder: Path) -> None:
@@ -93,7 +93,7 @@ def temperature(page: Page, one: Followed, folder: Path) -> None:
     if len(known) < 2:
         page.text("Not measured.")
         return
-    page.picture(figures.temperature(one, folder / "temperature.png"), "temperature")
+    page.image(figures.temperature(one, folder / "temperature.png"), "temperature")
     ends = [
         f"{values[at]:.4f} (step {steps[at]:,.0f}, line {lines[at]:.0f})"
         for at in (known[0], known[-1], int(np.nanargmin(values)))
@@ -107,7 +107,7 @@ def temperature(page: Page, one: Followed, folder: Path) -> None:
 
 def gradients(page: Page, one: Followed, folder: Path) -> None:
     page.heading("Gradient flow by layer")
-    rows = [row for row in one.log.records["watch"] if row.get("grad_norms")]
+    rows = [row for row in one.log.records["logger"] if row.get("grad_norms")]
     if not rows:
         page.text(UNSEEN)
         return
@@ -122,7 +122,7 @@ def gradients(page: Page, one: Followed, folder: Path) -> None:
     early, late = f"step {first['step']:,}", f"step {last['step']:,}"
     page.table(["block", early, "median", late, "of its weights"], table)
     if len(rows) > 1:
-        page.picture(figures.flow(one, folder / "gradients.png"), "gradient norms by block")
+        page.image(figures.flow(one, folder / "gradients.png"), "gradient norms by block")
     norms = {name: number(value) for name, value in last["grad_norms"].items() if number(value) > 0}
     words = "Norms are before clipping. Blocks differ in their number of weights: compare each with itself."
     if norms:
@@ -130,14 +130,14 @@ def gradients(page: Page, one: Followed, folder: Path) -> None:
         ratio = norms[high] / norms[low]
         words = f"At the last look the largest ({high}) was {ratio:,.0f} times the smallest ({low}). {words}"
     page.text(words)
-    page.text(f"From {len(rows)} watch lines, {first['line']} to {last['line']}.", note=True)
+    page.text(f"From {len(rows)} logger lines, {first['line']} to {last['line']}.", note=True)
 
 
 def energy(page: Page, one: Followed, folder: Path) -> None:
-    page.heading("Energy and heat")
-    rows = one.log.records["watch"]
+    page.heading("EnergyMeter and heat")
+    rows = one.log.records["logger"]
     watts, heats = (
-        [number(row[key]) for row in rows if row.get(key) is not None] for key in ("power_w", "heat_c")
+        [number(row[key]) for row in rows if row.get(key) is not None] for key in ("power_w", "temperature_c")
     )
     drawn = next((row for row in rows[::-1] if row.get("joules") is not None), None)
     points = []
@@ -150,7 +150,7 @@ def energy(page: Page, one: Followed, folder: Path) -> None:
             f"Drawn up to step {drawn['step']:,}: {drawn['joules'] / 3600:.2f} Wh (line {drawn['line']})."
         )
     else:
-        points.append("Energy was not measured.")
+        points.append("EnergyMeter was not measured.")
     if heats:
         points.append(f"Heat: {min(heats):.0f} to {max(heats):.0f} °C in {len(heats)} looks.")
     else:

@@ -21,13 +21,15 @@ from safetensors.torch import load_file
 
 from m1clip import config as configs
 from m1clip.config import TrainConfig
+from m1clip.files import atomic_folder
 from m1clip.model.clip import read_weights
-from m1clip.model.lora import ordinary_weights
-from m1clip.model.safe_load import write_tensors
-from m1clip.run import Run, replacing_folder
-from m1clip.training.state import Learner
+from m1clip.model.lora import merged_state_dict
+from m1clip.model.safe_load import save_tensors
+from m1clip.run import Run
+from m1clip.training.state import TrainState
 
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what reading a damaged one may raise
+KEEP = 2
 FILES = {"config.json", "model.safetensors", "tokenizer.json", "training.safetensors"}
 
 
@@ -42,7 +44,7 @@ class Progress:
     skipped: int = 0
     """Steps passed over because something was not finite."""
     chunk: int = 0
-    """Pairs in memory at once; 0 before it has been chosen. Kept, because rounding depends on it."""
+    """PairDataset in memory at once; 0 before it has been chosen. Kept, because rounding depends on it."""
     best_score: float | None = None
     best_step: int | None = None
     stale: int = 0
@@ -54,21 +56,21 @@ class Progress:
         return self.ended_by is not None and budget_s is not None and budget_s <= self.ended_by
 
 
-def save(run: Run, learner: Learner, progress: Progress, keep: int) -> Path:
+def save(run: Run, state: TrainState, progress: Progress, keep: int) -> Path:
     """Write a checkpoint, and only then remove older ones, all but the newest `keep` and the best."""
-    if not all(weight.isfinite().all() for weight in learner.weights.values()):
+    if not all(weight.isfinite().all() for weight in state.weights.values()):
         raise FloatingPointError(f"the weights are not finite at step {progress.step}; {last_good(run)}")
-    tensors = learner.tensors()
-    need = sum(t.nbytes for t in (*tensors.values(), *learner.model.parameters()))
+    tensors = state.tensors()
+    need = sum(t.nbytes for t in (*tensors.values(), *state.model.parameters()))
     if shutil.disk_usage(run.path).free < need:  # sooner known than by filling the rest of the disk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run.path))
     path = path_of(run, progress.step)
-    with replacing_folder(path) as aside:
-        with learner.averaged() as model:
+    with atomic_folder(path) as aside:
+        with state.averaged() as model:
             model.write(aside)
-        write_tensors(aside / "training.safetensors", tensors)
-        state = {"position": asdict(progress), "files": {name: checksum(aside / name) for name in FILES}}
-        (aside / "state.json").write_text(json.dumps({**state, "sum": sum_of(state)}) + "\n")
+        save_tensors(aside / "training.safetensors", tensors)
+        record = {"position": asdict(progress), "files": {name: checksum(aside / name) for name in FILES}}
+        (aside / "state.json").write_text(json.dumps({**record, "sum": sum_of(record)}) + "\n")
     best = path_of(run, progress.best_step) if progress.best_step is not None else None
     kept = {best, *all_of(run)[-keep:]}
     for other in (*all_of(run), *run.checkpoints.glob("damaged_step_*")):
@@ -107,7 +109,7 @@ def newest_whole(run: Run) -> tuple[Path | None, dict[Path, str]]:
     if damaged:
         told = "; ".join(f"{path.name}: {what}" for path, what in damaged.items())
         raise ValueError(
-            f"no checkpoint in {run.checkpoints} is whole ({told}); --fresh starts the run again"
+            f"no checkpoint in {run.checkpoints} is whole ({told}); --overwrite starts the run again"
         )
     return None, damaged
 
@@ -127,18 +129,18 @@ def position(path: Path) -> Progress:
     for name in FILES:
         if checksum(path / name) != state["files"][name]:
             raise ValueError(f"{name} is not as it was written")
-    progress = configs.build(Progress, state["position"])
+    progress = configs.from_dict(Progress, state["position"])
     if path.name != f"step_{progress.step:06d}":
         raise ValueError(f"state.json says step {progress.step}")
     return progress
 
 
-def load(path: Path, learner: Learner) -> Progress:
+def load(path: Path, state: TrainState) -> Progress:
     """Put a whole checkpoint's tensors in place; where the run stood."""
     progress = position(path)
     try:
-        weights = read_weights(path / "model.safetensors", ordinary_weights(learner.model))
-        learner.load(weights, load_file(path / "training.safetensors"))
+        weights = read_weights(path / "model.safetensors", merged_state_dict(state.model))
+        state.load(weights, load_file(path / "training.safetensors"))
     except (ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"cannot go on from {path}: {error}") from error
     return progress
@@ -184,4 +186,4 @@ def needed_bytes(model: torch.nn.Module, config: TrainConfig, there: int) -> int
     a new one before an older is removed.
     """
     weights = sum(w.numel() * w.element_size() for w in model.parameters())
-    return max(1, config.keep + 2 - there) * (4 if config.ema else 3) * weights + weights
+    return max(1, KEEP + 2 - there) * (4 if config.ema else 3) * weights + weights

@@ -10,16 +10,16 @@ from m1clip.run import Run
 from m1clip.training import checkpoint
 from m1clip.training.checkpoint import Progress
 from m1clip.training.recipes import between
-from m1clip.training.state import Learner
+from m1clip.training.state import TrainState
 
 RETRY_S = 15.0
 PATIENCE_S = {"stopping": 10.0, "finishing": 1800.0}
 
 
-class Keeper:
-    def __init__(self, run: Run, learner: Learner, progress: Progress, warn: Callable[[str], None]):
-        self.run, self.learner, self.progress, self.warn = run, learner, progress, warn
-        self.config = learner.config
+class CheckpointManager:
+    def __init__(self, run: Run, state: TrainState, progress: Progress, warn: Callable[[str], None]):
+        self.run, self.state, self.progress, self.warn = run, state, progress, warn
+        self.config = state.config
         self.saved_at, self.saved_step = time.monotonic(), progress.step
         self.retry_at: float | None = None  # set while the disk refuses
         self.restored = False  # the best weights have taken the place of the last ones
@@ -41,17 +41,15 @@ class Keeper:
         """Whether it is time: by steps, minutes or epochs, or to try again what the disk refused."""
         if self.retry_at is not None:
             return time.monotonic() >= self.retry_at
-        steps, epochs = self.config.save_steps, self.config.save_epochs
-        return (
-            bool(steps and self.progress.step % steps == 0)
-            or bool(epochs and ended_epoch and ended_epoch % epochs == 0)
-            or time.monotonic() - self.saved_at >= 60 * self.config.save_minutes
+        seconds, steps = self.config.save_interval
+        return bool(steps and self.progress.step % steps == 0) or bool(
+            seconds and time.monotonic() - self.saved_at >= seconds
         )
 
     def judge(self, scores: Retrieval) -> None:
         """Is this the best so far? If so it is saved next, and is the best once it is on the disk."""
         self._settle()
-        score, now = float(scores.record()[self.config.best_by]), self.progress
+        score, now = float(scores.record()[self.config.best_metric]), self.progress
         before = (now.best_score, now.best_step, now.stale)
         now.stale = 0 if now.best_score is None or score > now.best_score else now.stale + 1
         if now.best_score is None or score >= now.best_score:  # of equals the later, though it is no progress
@@ -79,7 +77,7 @@ class Keeper:
         self._settle()
         self.run.sync()
         error = self._insist(
-            lambda: checkpoint.save(self.run, self.learner, self.progress, self.config.keep), patience_s
+            lambda: checkpoint.save(self.run, self.state, self.progress, checkpoint.KEEP), patience_s
         )
         if error is not None:
             return False
@@ -94,10 +92,10 @@ class Keeper:
         if not final:
             return
         self._restore_best()
-        with self.learner.averaged() as model:
+        with self.state.averaged() as model:
             if self.config.wise_ft < 1:
                 model = between(model, load(self.run.path / "start"), self.config.wise_ft)
-            if error := self._insist(lambda: model.save(self.run.model, self.config.apart), patience_s):
+            if error := self._insist(lambda: model.save(self.run.model), patience_s):
                 raise error
 
     def _restore_best(self) -> None:
@@ -106,7 +104,7 @@ class Keeper:
         if not self.config.patience or step in (None, self.progress.step):
             return
         try:
-            checkpoint.load(checkpoint.path_of(self.run, step or 0), self.learner)
+            checkpoint.load(checkpoint.path_of(self.run, step or 0), self.state)
             self.restored = True
         except checkpoint.DAMAGE as error:
             self.warn(

@@ -49,7 +49,7 @@ def learning(recent: list[Record]) -> dict[str, str]:
         return {
             "loss at chance": f"the loss has stayed at chance ({loss:.3f}, chance {chance:.3f}) for "
             f"{len(recent)} steps: to the model all pairs look alike. Try a lower --lr (a third), a longer "
-            "--warmup, and look at the data: do the captions match their pictures?"
+            "--warmup, and look at the data: do the captions match their images?"
         }
     return {
         "accuracy at chance": f"in-batch accuracy is {right:.2%}, and guessing gives {guess:.2%}: "
@@ -79,7 +79,7 @@ def waiting(recent: list[Record]) -> dict[str, str]:
 
 
 def slowing(steps: list[Record]) -> dict[str, str]:
-    """Against the fastest earlier stretch with pictures and chunks of the same size."""
+    """Against the fastest earlier stretch with images and chunks of the same size."""
     same = [row for row in steps if all(row[key] == steps[-1][key] for key in ("side", "chunk"))]
     times = [row["step_ms"] - (row["wait_ms"] or 0) for row in same]
     if len(times) < 3 * WINDOW:
@@ -98,14 +98,14 @@ def overfitting(seen: History) -> dict[str, str]:
     if len(seen.evals) < 3 or len(seen.epochs) < 2:
         return {}
     best, now = max(row["mean_r1"] for row in seen.evals[:-1]), seen.evals[-1]["mean_r1"]
-    noise = math.sqrt(best * (1 - best) / (2 * seen.evals[-1]["pictures"]))
+    noise = math.sqrt(best * (1 - best) / (2 * seen.evals[-1]["images"]))
     rising = seen.epochs[-1]["accuracy"] > seen.epochs[-2]["accuracy"]
     falling = now < best - 2 * noise and now <= seen.evals[-2]["mean_r1"]
     if not (rising and falling):
         return {}
     return {
-        "overfitting": f"accuracy in training still rises while held-out R@1 has fallen from "
-        f"{best:.1%} to {now:.1%}: more data, --crop, --drop-tokens or --patience would help"
+        "overfitting": f"accuracy in training still rises while validation R@1 has fallen from "
+        f"{best:.1%} to {now:.1%}: more data, --crop-scale, --patch-dropout or --patience would help"
     }
 
 

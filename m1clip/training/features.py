@@ -1,4 +1,4 @@
-"""Features of locked towers: every picture and caption once, into memory-mapped stores that runs share.
+"""Features of locked towers: every image and caption once, into memory-mapped stores that runs share.
 
 A store's name is made of the tower's weights and of the data, so it is found again only by the same. What was
 killed goes on where it was.
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from m1clip import devices
 from m1clip.config import TrainConfig
 from m1clip.data.augment import margin
-from m1clip.data.batches import Augment, seen
+from m1clip.data.batches import Augmentation, seen
 from m1clip.data.cache_space import explained_if_full, make_room
 from m1clip.data.features import Features, numbered
 from m1clip.data.index import Rows
-from m1clip.data.pairs import Bars
+from m1clip.data.pairs import ProgressFactory
 from m1clip.data.row_store import Notes, Store
-from m1clip.data.splits import Side
+from m1clip.data.splits import Split
+from m1clip.files import cache_folder
+from m1clip.format import file_size
 from m1clip.model.clip import CLIP
-from m1clip.model.pretrained import TimmVision, folded, picture_features
-from m1clip.run import cache_folder
-from m1clip.sensors import readable
+from m1clip.model.pretrained import TimmVision, fold_batch_norm, image_features
 
 FORM = 1  # to be raised where the same towers are asked for other features
 SIZES = (4, 16, 64)
@@ -38,11 +38,11 @@ Encode = Callable[[Any], Tensor]
 
 def encoded(
     model: CLIP,
-    side: Side,
+    side: Split,
     config: TrainConfig,
     locked: Sequence[str],
     views: int,
-    bars: Bars,
+    bars: ProgressFactory,
     until: float | None = None,
 ) -> Features:
     """Of one side, for each of its locked towers; after the first, views only as long as there is time."""
@@ -50,37 +50,39 @@ def encoded(
     if "text" in locked:
         made |= _captions(model, side, config, bars)
     if "vision" in locked:
-        made |= _pictures(model, side, config, views, bars, until)
+        made |= _images(model, side, config, views, bars, until)
     return Features(**made)
 
 
-def _pictures(
-    model: CLIP, side: Side, config: TrainConfig, views: int, bars: Bars, until: float | None
+def _images(
+    model: CLIP, side: Split, config: TrainConfig, views: int, bars: ProgressFactory, until: float | None
 ) -> dict[str, Any]:
     size, stores = model.config.vision.image_size, []
     device = model.places[0]
     tower = inference_form(model.vision).to(device)
-    weights, stored_side = digest(model.vision), margin(size, config.crop)
-    views = views if Augment(config.crop, config.flip, config.colour) != Augment() else 1  # or all were alike
+    weights, stored_side = digest(model.vision), margin(size, config.crop_scale)
+    views = (
+        views if Augmentation(config.crop_scale, config.hflip, config.color_jitter) != Augmentation() else 1
+    )  # or all were alike
     took = 0.0
     for view in range(views):
         began = time.monotonic()
         if view and until is not None and began + took > until:
             break
-        how = Augment(config.crop, config.flip, config.colour) if view else Augment()
+        how = Augmentation(config.crop_scale, config.hflip, config.color_jitter) if view else Augmentation()
         which = (config.seed, view, how) if view else ()
-        name = named("pictures", weights, picture_rows(side), shape_of(model, "vision"), which, stored_side)
+        name = named("images", weights, image_rows(side), shape_of(model, "vision"), which, stored_side)
 
-        def some(rows: Rows, how: Augment = how, view: int = view) -> tuple[Tensor, Notes]:
+        def some(rows: Rows, how: Augmentation = how, view: int = view) -> tuple[Tensor, Notes]:
             found, pixels = side.take(rows)
             moved = {str(row): int(other) for row, other in zip(rows, found, strict=True) if row != other}
             return seen(pixels, how, size, config.seed, view, rows), moved
 
-        def encode(bytes_BSSC: Tensor) -> Tensor:
-            made: Tensor = tower(model.normalise(devices.copy(bytes_BSSC, device)))
+        def encode(images_BHWC: Tensor) -> Tensor:
+            made: Tensor = tower(model.normalize(devices.copy_to(images_BHWC, device)))
             return made
 
-        told = "encoding pictures" + (f", view {view + 1} of {views}" if views > 1 else "")
+        told = "encoding images" + (f", view {view + 1} of {views}" if views > 1 else "")
         stores.append(_filled(name, len(side), model.config.vision.width, some, encode, told, config, bars))
         took = max(took, time.monotonic() - began)  # one that was stored takes none
     arrays = [store.mapped(np.float16, model.config.vision.width) for store in stores]
@@ -91,7 +93,7 @@ def _pictures(
     return {"views": arrays, "look_N": looks(arrays[0]), "instead_N": instead}
 
 
-def _captions(model: CLIP, side: Side, config: TrainConfig, bars: Bars) -> dict[str, Any]:
+def _captions(model: CLIP, side: Split, config: TrainConfig, bars: ProgressFactory) -> dict[str, Any]:
     device = model.places[1]
     assert model.tokenizer is not None
     captions = [side.captions(row) for row in range(len(side))]
@@ -106,7 +108,7 @@ def _captions(model: CLIP, side: Side, config: TrainConfig, bars: Bars) -> dict[
         return model.tokenize([flat[order_M[row]] for row in rows]), {}
 
     def encode(tokens_BL: Tensor) -> Tensor:
-        made: Tensor = model.text(devices.copy(tokens_BL, device))
+        made: Tensor = model.text(devices.copy_to(tokens_BL, device))
         return made
 
     store = _filled(name, len(flat), model.config.text.width, some, encode, "encoding captions", config, bars)
@@ -124,7 +126,7 @@ def _filled(
     encode: Encode,
     told: str,
     config: TrainConfig,
-    bars: Bars,
+    bars: ProgressFactory,
 ) -> Store:
     """The store of that name, made whole."""
     store = Store(cache_folder() / f"features-{name}", rows, 2 * width)
@@ -142,7 +144,7 @@ def _filled(
     try:
         if store.need and not make_room(store.need, config.cache_gb * 1e9, store.folder, "features"):
             raise OSError(
-                f"the features need {readable(store.need)} beside the decoded pictures; --cache-gb "
+                f"the features need {file_size(store.need)} beside the decoded images; --cache-gb "
                 f"{config.cache_gb:g} is too little"
             )
         with bars(told, rows) as advance, explained_if_full(store.folder), torch.inference_mode():
@@ -186,9 +188,9 @@ def inference_form(tower: nn.Module) -> nn.Module:
     device = next(tower.parameters()).device
     size = tower.config.image_size
     try:
-        net = folded(tower.net).to(device)
+        net = fold_batch_norm(tower.net).to(device)
         pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0)).to(device)
-        faster = Folded(net, tower.config.stages)
+        faster = FoldedTower(net, tower.config.stages)
         with torch.inference_mode():
             want, found = tower(pixels), faster(pixels)
         return faster if (want - found).norm() <= 1e-4 * want.norm() else tower
@@ -196,13 +198,13 @@ def inference_form(tower: nn.Module) -> nn.Module:
         return tower
 
 
-class Folded(nn.Module):
+class FoldedTower(nn.Module):
     def __init__(self, net: nn.Module, stages: Sequence[str]):
         super().__init__()
         self.net, self.stages = net, stages
 
-    def forward(self, pixels_BCSS: Tensor) -> Tensor:
-        return picture_features(self.net, self.stages, pixels_BCSS)
+    def forward(self, pixels_BCHW: Tensor) -> Tensor:
+        return image_features(self.net, self.stages, pixels_BCHW)
 
 
 def digest(tower: nn.Module) -> str:
@@ -216,8 +218,8 @@ def digest(tower: nn.Module) -> str:
     return found.hexdigest()
 
 
-def picture_rows(side: Side) -> str:
-    """Which pictures a side has, in which order."""
+def image_rows(side: Split) -> str:
+    """Which images a side has, in which order."""
     found = blake2b(digest_size=16)
     for part in side.parts:
         found.update(f"{part.pairs.fingerprint}/{len(part.pairs)}".encode())
@@ -235,7 +237,7 @@ def named(*parts: object) -> str:
 
 
 def looks(view: NDArray[Any]) -> Rows:
-    """Equal for pictures whose features are."""
+    """Equal for images whose features are."""
     return numbered([blake2b(row.tobytes(), digest_size=16).digest() for row in view])
 
 
@@ -246,5 +248,5 @@ def embed_features(model: CLIP, side: str, rows: NDArray[Any], most: int = 4096)
     with torch.inference_mode():
         for start, end in pairwise([*range(0, len(rows), most), len(rows)]):
             x_BD = torch.from_numpy(np.array(rows[start:end])).float()
-            made.append(model.embed_features(side, devices.copy(x_BD, device)).cpu())
+            made.append(model.embed_features(side, devices.copy_to(x_BD, device)).cpu())
     return torch.cat(made)

@@ -16,7 +16,7 @@ from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch
 from m1clip.training.step import STATS
 
-PHASES = ("wait", "copy", "forward", "backward", "optimiser")
+PHASES = ("wait", "copy", "forward", "backward", "optimizer")
 Row = dict[str, Any]
 
 
@@ -36,14 +36,14 @@ class Unread:
     time: float
 
 
-class Meter:
+class StepMetrics:
     def __init__(self, config: TrainConfig, device: torch.device):
-        self.batch, self.device = config.batch, device
+        self.batch, self.device = config.batch_size, device
         self.chance = {
-            "chance_loss": losses.chance(config.model.loss, config.batch),
-            "chance_accuracy": 1 / config.batch,
+            "chance_loss": losses.chance(config.model.loss, config.batch_size),
+            "chance_accuracy": 1 / config.batch_size,
         }
-        self.log_every, self.always_exact = config.log_every, devices.has_own_clock(device)
+        self.log_every, self.always_exact = config.log_every, devices.has_event_timer(device)
         self.exact = True
         self.unread: list[Unread] = []
         self.epoch_rows: list[Row] = []
@@ -67,14 +67,14 @@ class Meter:
     def mark(self, phase: str) -> None:
         """The phase ends here, in the device's own time."""
         if self.exact:
-            self.stamps[phase] = devices.stamp(self.device)
-        elif phase in ("start", "optimiser"):
+            self.stamps[phase] = devices.timestamp(self.device)
+        elif phase in ("start", "optimizer"):
             self.stamps[phase] = time.perf_counter()
 
     def add(self, step: int, lr: float, stats: Tensor, batch: Batch, chunk: int) -> None:
         """Keep a step's figures where they are: reading a GPU's would make it wait."""
-        rows, pictures = batch.rows.tolist(), batch.bytes_BSSC
-        side = pictures.shape[1] if pictures.ndim == 4 else 0  # none is seen where the tower is locked
+        rows, images = batch.rows.tolist(), batch.images_BHWC
+        side = images.shape[1] if images.ndim == 4 else 0  # none is seen where the tower is locked
         timing = (self.exact, self.stamps, self.between_s, time.time())
         self.unread.append(Unread(step, lr, stats, rows, side, chunk, *timing))
         self.ended_at = time.perf_counter()
@@ -98,9 +98,9 @@ class Meter:
         stamps = list(one.stamps.values())
         times: dict[str, float | None] = dict.fromkeys((f"{phase}_ms" for phase in PHASES), None)
         if one.exact:
-            spans = (devices.ms_between(a, b) for a, b in itertools.pairwise(stamps))
+            spans = (devices.elapsed_ms(a, b) for a, b in itertools.pairwise(stamps))
             times = {f"{phase}_ms": round(span, 3) for phase, span in zip(PHASES, spans, strict=True)}
-        step_ms, between_ms = devices.ms_between(stamps[0], stamps[-1]), 1e3 * one.between_s
+        step_ms, between_ms = devices.elapsed_ms(stamps[0], stamps[-1]), 1e3 * one.between_s
         return {
             "step": one.step,
             "time": round(one.time, 3),

@@ -1,4 +1,4 @@
-"""The optimisers and their rate. Matrices decay; biases, norms, embeddings and the temperature do not."""
+"""The optimizers and their rate. Matrices decay; biases, norms, embeddings and the temperature do not."""
 
 import math
 from collections import defaultdict
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from m1clip.config import TrainConfig
 
-COLOURS = 3
+LAYER_DECAY = 0.8
+COLORS = 3
 INNER = ("vision.blocks.", "text.blocks.", "vision.patch.", "vision_projection.", "text_projection.")
 
 
@@ -23,8 +24,7 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
             continue
         matrix = weight.ndim >= 2 and id(weight) not in embeddings and not name.endswith("position")
         turned = config.optimizer == "muon" and matrix and is_inner(name, weight)
-        scale = config.layer_decay ** below_the_top(name, model)
-        scale *= config.tower_rate if name.startswith(("vision.", "text.")) else 1.0
+        scale = (LAYER_DECAY if config.recipe == "full" else 1.0) ** below_the_top(name, model)
         groups[turned, matrix, scale].append(weight)
     rest, turned_groups = (
         [
@@ -35,7 +35,7 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
         for wanted in (False, True)
     )
     made: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=config.lr, betas=(0.9, config.beta2), eps=1e-6, fused=True)
+        torch.optim.AdamW(rest, lr=config.lr, betas=(0.9, 0.98), eps=1e-6, fused=True)
     ]
     for weight in (weight for group in made[0].param_groups for weight in group["params"]):
         # AdamW itself would at its first step, whose gradients would leave holes between them in memory.
@@ -47,8 +47,8 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
 
 
 def is_inner(name: str, weight: nn.Parameter) -> bool:
-    """Whether a matrix leads from features to features: not from colours, and not of a borrowed tower."""
-    return name.startswith(INNER) and weight.shape[1] > COLOURS
+    """Whether a matrix leads from features to features: not from colors, and not of a borrowed tower."""
+    return name.startswith(INNER) and weight.shape[1] > COLORS
 
 
 def below_the_top(name: str, model: nn.Module) -> int:
@@ -56,7 +56,7 @@ def below_the_top(name: str, model: nn.Module) -> int:
     tower, _, rest = name.partition(".")
     if tower not in ("vision", "text"):
         return 0
-    return int(model.get_submodule(tower).below_top(rest))  # type: ignore[operator]
+    return int(model.get_submodule(tower).layers_from_top(rest))  # type: ignore[operator]
 
 
 class Muon(torch.optim.Optimizer):

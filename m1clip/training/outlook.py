@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from m1clip.advisor import Advice, Choice
-from m1clip.estimates import Estimate, Work, plan_of, spoken
-from m1clip.format import clock
+from m1clip.estimates import Estimate, Work, plan_of
+from m1clip.format import duration, milliseconds
 from m1clip.training import memory
 from m1clip.training.memory import PEAK, SHARE, power_of_two
 
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 @dataclass(frozen=True)
 class Outlook:
     chunk: int
-    """Pairs at once; 0 where not even the weights and moments fit."""
+    """PairDataset at once; 0 where not even the weights and moments fit."""
     memory_gb: float
     step: Estimate | None
     epoch_s: tuple[float, float, float] | None
@@ -37,11 +37,14 @@ def outlook(work: Work, advice: Advice, rows: Sequence[Row], pairs: int) -> Outl
         ms, low, high = (DIVIDED * time for time in (step.ms, step.low, step.high))
         step = Estimate(ms, low, high, f"{step.basis}; a third more, as it is divided", step.confidence)
     of_step = Choice(
-        "step", spoken(step.ms), f"{step.basis}; {spoken(step.low)} to {spoken(step.high)}", step.confidence
+        "step",
+        milliseconds(step.ms),
+        f"{step.basis}; {milliseconds(step.low)} to {milliseconds(step.high)}",
+        step.confidence,
     )
     likely, low, high = (count * ms / 1e3 for ms in (step.ms, step.low, step.high))
-    why = f"{count:,} steps for {pairs:,} pairs; {clock(low)} to {clock(high)}; without evaluation and saving"
-    of_epoch = Choice("epoch", clock(likely), why, step.confidence)
+    why = f"{count:,} steps for {pairs:,} pairs; {duration(low)} to {duration(high)}; without evaluation and saving"
+    of_epoch = Choice("epoch", duration(likely), why, step.confidence)
     return Outlook(chunk, memory_gb, step, (likely, low, high), [at_once, held, of_step, of_epoch])
 
 

@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from m1clip import devices, losses
 from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch
-from m1clip.data.synthetic.scenes import Synthetic
+from m1clip.data.synthetic.scenes import SyntheticScenes
 from m1clip.devices import Plan
 from m1clip.images import square
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
-from m1clip.training.state import Learner
-from m1clip.training.step import of_captions, of_pictures, train_step
+from m1clip.training.state import TrainState
+from m1clip.training.step import of_captions, of_images, train_step
 
 # How far apart two tensors may be, as a part of the length of the CPU's: forward and loss, gradients.
 # Rounding alone makes about 1e-6 in fp32; TF32, which CUDA uses in convolutions, 1e-3.
 TOLERANCE = {"fp32": (2e-3, 1e-2), "fp16": (1e-2, 5e-2), "bf16": (5e-2, 2e-1)}
 SMALL = 1e-6  # gradients below this part of the largest are rounding errors on either side
 PAIRS, MANY, LARGE = 4, 256, 50_000_000
-"""Pairs compared module by module, and embedded only; with more parameters than this, fewer of both."""
+"""PairDataset compared module by module, and embedded only; with more parameters than this, fewer of both."""
 
 
 Seen = dict[tuple[str, str], Tensor]
@@ -69,8 +69,8 @@ def check(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig | None = No
     expected = everything(model, few, many, Plan(), config)
     try:
         found = everything(model, few, many, plan, config)
-    except devices.REFUSALS as error:  # such as an operation that the device does not have
-        return Parity(plan, float("inf"), 0, f"it failed: {devices.refusal(error)}")
+    except devices.DEVICE_ERRORS as error:  # such as an operation that the device does not have
+        return Parity(plan, float("inf"), 0, f"it failed: {devices.short_error(error)}")
     return compare(expected, found, plan)
 
 
@@ -82,10 +82,10 @@ def everything(model: CLIP, few: Batch, many: Batch, plan: Plan, config: TrainCo
     here = many.to(vision, text)
     with torch.no_grad():  # shapes as in a run: some faults show only beyond a few rows
         with devices.autocast(vision, plan.precision):
-            image_BE = of_pictures(model, here.bytes_BSSC)
+            image_BE = of_images(model, here.images_BHWC)
         with devices.autocast(text, plan.precision):
             text_BE = of_captions(model, here.tokens_BL)
-    seen[f"what {len(many)} pictures are embedded as", "of"] = image_BE.float().cpu()
+    seen[f"what {len(many)} images are embedded as", "of"] = image_BE.float().cpu()
     seen[f"what {len(many)} captions are embedded as", "of"] = text_BE.float().cpu()
     return seen
 
@@ -93,37 +93,39 @@ def everything(model: CLIP, few: Batch, many: Batch, plan: Plan, config: TrainCo
 def whole_step(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig) -> Seen:
     """The step as it will be taken: with its noise, its threads, its scale of the loss, nothing looked at."""
     weights = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
-    learner = Learner(model, replace(config, ema=0.0), plan)
-    learner.set_rate(0.0)
-    stats = train_step(learner, learner.take(batch))[0]
+    state = TrainState(model, replace(config, ema=0.0), plan)
+    state.set_rate(0.0)
+    stats = train_step(state, state.take(batch))[0]
     seen = {("the loss of a whole step", "of"): stats[0].detach().cpu()}
     seen |= {
         (f"{name}, in a whole step", "gradient of"): weight.grad.cpu().clone()
-        for name, weight in learner.weights.items()
+        for name, weight in state.weights.items()
         if weight.grad is not None
     }
-    learner.zero_grad()
+    state.zero_grad()
     with torch.no_grad():
-        for name, weight in learner.weights.items():
+        for name, weight in state.weights.items():
             weight.copy_(weights[name])
     return seen
 
 
 def on_scenes(config: TrainConfig, plan: Plan) -> Parity:
     """Of a model as it is before training, on drawn scenes."""
-    scenes, words = Synthetic(2 * PAIRS), Tokenizer.characters()
+    scenes, words = SyntheticScenes(2 * PAIRS), Tokenizer.characters()
     text, size = config.model.text, config.model.vision.image_size
     pixels = np.stack([square(scenes.image(i), size) for i in range(len(scenes))])
     said = [scenes.captions(i)[0] for i in range(len(scenes))]
     rows = np.arange(len(scenes))
-    batch = Batch(torch.from_numpy(pixels), words(said, text.length), torch.from_numpy(rows), None, rows)
+    batch = Batch(
+        torch.from_numpy(pixels), words(said, text.context_length), torch.from_numpy(rows), None, rows
+    )
     torch.manual_seed(0)
-    vocab = replace(text, vocab=max(text.vocab, len(words)))
+    vocab = replace(text, vocab_size=max(text.vocab_size, len(words)))
     return check(CLIP(replace(config.model, text=vocab), words), batch, plan, config)
 
 
 def first_of(tokens: Tensor) -> Tensor:
-    """One caption a picture."""
+    """One caption an image."""
     return tokens[:, 0] if tokens.ndim == 3 else tokens
 
 
@@ -135,7 +137,7 @@ def run(model: CLIP, batch: Batch, plan: Plan) -> Seen:
     with watched(model) as seen:
         vision, text = plan.places
         with devices.autocast(vision, plan.precision):
-            image_BE = of_pictures(model, here.bytes_BSSC).float()
+            image_BE = of_images(model, here.images_BHWC).float()
         with devices.autocast(text, plan.precision):
             text_BE = of_captions(model, first_of(here.tokens_BL)).float()
         loss = losses.LOSSES[model.config.loss](model.logits(image_BE, text_BE.to(vision)))

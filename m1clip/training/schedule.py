@@ -9,7 +9,7 @@ UNKNOWN = 0.02  # of the budget, kept for the last evaluation and the last save 
 OUTSIDE_S = 1.0  # until Python has started, and until it has printed the result and gone
 
 
-class Pace:
+class Schedule:
     """With a deadline the rate follows the time and not the steps: it has come down when the time is over,
     however fast the machine was meanwhile. The number of steps is then a guess that becomes better."""
 

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from m1clip.config import TrainConfig
-from m1clip.console import Screen
+from m1clip.console import Console
 from m1clip.data.augment import margin
-from m1clip.data.splits import Side, Sides, open_sides
+from m1clip.data.splits import Split, Splits, open_splits
 from m1clip.devices import Plan
+from m1clip.format import file_size
 from m1clip.model.clip import CLIP, read_tokenizer
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.model.tokenizer import make as make_tokenizer
 from m1clip.model.tokenizer import require as require_tokenizer
 from m1clip.run import Run
-from m1clip.sensors import readable
 from m1clip.training import checkpoint, device_plan, init, recipes, trackers
-from m1clip.training.init import Origin
+from m1clip.training.init import InitModel
 
 MOST_READ = 50_000
 """Captions that a tokenizer is learned from, about."""
@@ -34,10 +34,10 @@ class Setup:
 
     config: TrainConfig
     """The same, with the model's shape as what it begins with has it."""
-    origin: Origin
+    init: InitModel
     why: str
     """Of the recipe."""
-    data: Sides
+    data: Splits
     tokenizer: Tokenizer
     total: int
     """Steps of the whole run."""
@@ -50,27 +50,27 @@ class Setup:
     deadline: float | None
     """A time of time.monotonic at which everything has to be done."""
     views: int = 0
-    """Ways the pictures were seen until now; 0 for a new run."""
+    """Ways the images were seen until now; 0 for a new run."""
 
     @property
     def locked(self) -> tuple[str, ...]:
-        return recipes.locked_sides(self.config, self.origin)
+        return recipes.locked_sides(self.config, self.init)
 
 
 def check(
     config: TrainConfig,
     runs: Path,
     resumed: Run | None,
-    screen: Screen,
+    console: Console,
     why: str = "",
     began: float | None = None,
 ) -> Setup:
-    """Everything that can be refused, before the run is written: the data is read, its pictures prepared.
+    """Everything that can be refused, before the run is written: the data is read, its images prepared.
 
     `why` is the reason for the recipe, where it was chosen. A budget counts from `began`, by time.monotonic.
     """
     began = time.monotonic() if began is None else began
-    device_plan.wishes_of(config)  # a device that is not there is refused first
+    device_plan.requested_plan(config)  # a device that is not there is refused first
     trackers.require(config.track)
     config = replace(config, recipe="scratch") if config.recipe == "auto" else config
     config, found = init.find(config, resumed)
@@ -80,12 +80,12 @@ def check(
     require_room(config, runs, resumed)
     size = config.model.vision.image_size
     was = began_with(resumed) if resumed else {}
-    data = open_sides(config, size, margin(size, config.crop), screen.working, was.get("live", ()))
+    data = open_splits(config, size, margin(size, config.crop_scale), console.working, was.get("live", ()))
     pairs = data.train.per_epoch
     config = settled(config, found, pairs)
-    if config.batch > pairs:
-        raise ValueError(f"batch {config.batch} is larger than the {pairs} training pairs")
-    total = config.steps or config.epochs * (pairs // config.batch)
+    if config.batch_size > pairs:
+        raise ValueError(f"batch {config.batch_size} is larger than the {pairs} training pairs")
+    total = config.steps or config.epochs * (pairs // config.batch_size)
     if resumed and was.get("identity", data.train.identity) != data.train.identity:
         raise ValueError(
             f"the data is not what {resumed.path} began with (rows, captions or their order have changed); "
@@ -98,7 +98,7 @@ def check(
         raise ValueError(f"{start.parent} is at step {done}; {asked} only {total}")
     before = planned(resumed) if start and resumed else None
     words = read_tokenizer(config.model, start / "tokenizer.json") if start else found.tokenizer
-    words = words or make_tokenizer(config.tokenizer, captions(data.train), config.model.text.vocab)
+    words = words or make_tokenizer(config.tokenizer, captions(data.train), config.model.text.vocab_size)
     deadline = None
     if config.budget_s:
         spent = checkpoint.position(start).seconds if start else 0.0
@@ -107,12 +107,12 @@ def check(
     return Setup(config, found, why, data, words, total, start, damaged, before, deadline, views)
 
 
-def settled(config: TrainConfig, found: Origin, pairs: int) -> TrainConfig:
+def settled(config: TrainConfig, found: InitModel, pairs: int) -> TrainConfig:
     """What was left open, so that a resumed run finds it decided; a small set is one batch."""
     sides = recipes.locked_sides(config, found)
-    lock: Any = config.lock if not sides else "both" if len(sides) == 2 else sides[0]
-    batch = config.batch if config.recipe == "scratch" else min(config.batch, pairs)
-    return replace(config, lock=lock, batch=max(2, batch))
+    lock: Any = config.freeze if not sides else "both" if len(sides) == 2 else sides[0]
+    batch = config.batch_size if config.recipe == "scratch" else min(config.batch_size, pairs)
+    return replace(config, freeze=lock, batch_size=max(2, batch))
 
 
 def planned(run: Run) -> Plan | None:
@@ -139,12 +139,12 @@ def require_room(config: TrainConfig, runs: Path, resumed: Run | None) -> None:
     free = shutil.disk_usage(there).free
     if free < need:
         raise OSError(
-            f"{there} has {readable(free)} free; checkpoints need {readable(need)} (--keep 1 needs less)"
+            f"{there} has {file_size(free)} free; checkpoints need {file_size(need)} (--keep 1 needs less)"
         )
 
 
-def captions(pairs: Side) -> Iterator[str]:
-    """All of them; of very many, those of pictures at equal distances, from the first to the last."""
+def captions(pairs: Split) -> Iterator[str]:
+    """All of them; of very many, those of images at equal distances, from the first to the last."""
     some = spread(len(pairs), 100)
     each = sum(len(pairs.captions(row)) for row in some) / len(some)
     rows = spread(len(pairs), max(1, int(MOST_READ / each)))

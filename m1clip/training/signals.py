@@ -1,4 +1,4 @@
-"""Ctrl-C as a wish: the step in hand is finished and the state saved. A second one means at once."""
+"""Ctrl-C as a requested: the step in hand is finished and the state saved. A second one means at once."""
 
 import signal
 import time
@@ -28,7 +28,9 @@ class Stop:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.asked:
-            if now - self.heard_at < 1:  # one wish, sent twice: by a shell to its group, and by `timeout`
+            if (
+                now - self.heard_at < 1
+            ):  # one requested, sent twice: by a shell to its group, and by `timeout`
                 return
             raise KeyboardInterrupt
         self.asked, self.heard_at = True, now

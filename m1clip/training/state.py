@@ -1,4 +1,4 @@
-"""What training moves: the model, its optimisers, and the running mean of its weights.
+"""What training moves: the model, its optimizers, and the running mean of its weights.
 
 All of it as named tensors, so that a checkpoint is this and a position.
 """
@@ -16,7 +16,7 @@ from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
-from m1clip.model.lora import is_adapted
+from m1clip.model.lora import has_lora
 from m1clip.training.optim import make_optimizers
 
 # fp16 has no numbers for the smallest gradients: the loss is multiplied before the backward pass, and the
@@ -24,15 +24,15 @@ from m1clip.training.optim import make_optimizers
 LOSS_SCALE, GROWS_AFTER = 1024.0, 1000
 
 
-class Learner:
+class TrainState:
     def __init__(self, model: CLIP, config: TrainConfig, plan: Plan | None = None):
         """By `plan` if there is one, or else wherever the model is."""
         self.plan = plan or Plan(str(model.logit_scale.device))
         self.model, self.config = model.place(*self.plan.places), config
-        self.chunk = config.batch
+        self.chunk = config.batch_size
         self.optimizers = make_optimizers(model, config)
         self.weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
-        self.adapted = is_adapted(model)
+        self.adapted = has_lora(model)
         self.mean = {name: w.detach().clone() for name, w in self.weights.items()} if config.ema else None
         self.updates = torch.zeros((), device=self.device)  # on the device, as skipping is decided there
         half = self.plan.precision == "fp16"
@@ -40,14 +40,18 @@ class Learner:
         self.second: ThreadPoolExecutor | None = None  # drives the text tower
         self.second_threads = 0
         self.translated: dict[torch.nn.Module, Any] = {}
-        model.practise(
-            config.dropout, config.drop_tokens, config.drop_words, config.recompute, config.head_dropout
+        model.set_regularization(
+            0.0,
+            config.patch_dropout,
+            config.word_dropout,
+            config.grad_checkpointing,
+            config.head_dropout,
         )
         self.use(self.plan)
 
     @property
     def device(self) -> torch.device:
-        """Where the loss is, and the pictures."""
+        """Where the loss is, and the images."""
         return self.model.logit_scale.device
 
     @property
@@ -65,7 +69,7 @@ class Learner:
         self.plan = plan
         for block in (*self.model.vision.blocks, *self.model.text.blocks):
             if plan.compile and block not in self.translated:
-                devices.translate(block)
+                devices.compile_module(block)
                 self.translated[block] = block._compiled_call_impl
             block._compiled_call_impl = self.translated[block] if plan.compile else None
         if plan.is_split and (self.second is None or plan.threads != self.second_threads):
@@ -76,13 +80,13 @@ class Learner:
         """The batch where the towers are."""
         return batch.to(*self.model.places)
 
-    def at_once(self, pictures: Callable[[], Any], captions: Callable[[], Any]) -> tuple[Any, Any]:
+    def at_once(self, images: Callable[[], Any], captions: Callable[[], Any]) -> tuple[Any, Any]:
         """Both results; where each tower has a device of its own, both work at the same time."""
         if self.second is None:
-            return pictures(), captions()
+            return images(), captions()
         ahead = self.second.submit(captions)
         try:
-            made = pictures()
+            made = images()
         finally:
             wait([ahead])  # or what is tried again would meet what still runs
         return made, ahead.result()
@@ -108,10 +112,10 @@ class Learner:
                 weight.grad /= scale[weight.device]
 
     def update(self, bad: Tensor) -> None:
-        """One step of the optimisers; none at all where `bad` says that something is not finite."""
+        """One step of the optimizers; none at all where `bad` says that something is not finite."""
         vision, text = self.model.places
         # On two devices the flag would be copied in the background, and read before it is there.
-        on_device = vision == text and devices.can_skip(vision)
+        on_device = vision == text and devices.supports_found_inf(vision)
         if self.plan.precision == "fp16":
             grown = torch.where((self.updates + 1) % GROWS_AFTER == 0, 2.0, 1.0)
             self.loss_scale *= torch.where(bad, 0.5, grown)
@@ -120,7 +124,7 @@ class Learner:
         for optimizer in self.optimizers:
             optimizer.found_inf = bad.float() if on_device else None  # type: ignore[attr-defined]
             optimizer.step()
-        self.model.clamp_scale()
+        self.model.clamp_logit_scale()
         self.updates += ~bad
         if self.mean is not None:
             # At first the mean is of few steps, or it would remember the random start for long.

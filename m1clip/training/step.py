@@ -12,92 +12,94 @@ from torch import Tensor
 from m1clip import devices, losses
 from m1clip.data.batches import Batch
 from m1clip.model.clip import CLIP
-from m1clip.training.state import Learner
+from m1clip.training.state import TrainState
 
 # What a step reports, in this order, as one tensor that stays on the device until somebody reads it.
-KEYS = 0x2545F491  # between the keys of a picture's captions, so that their noise differs
+KEYS = 0x2545F491  # between the keys of an image's captions, so that their noise differs
 STATS = ("loss", "i2t_accuracy", "t2i_accuracy", "grad_norm", "temperature")
-Embed = Callable[[Learner, Batch], Tensor]
+Embed = Callable[[TrainState, Batch], Tensor]
 
 
 def train_step(
-    learner: Learner, batch: Batch, mark: Callable[[str], None] = lambda phase: None
+    state: TrainState, batch: Batch, mark: Callable[[str], None] = lambda phase: None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One update from one batch, already where the learner wants it: its STATS, and the embeddings it saw.
+    """One update from one batch, already where the state wants it: its STATS, and the embeddings it saw.
 
     The loss gives the gradients of the embeddings, and each tower takes its own to its weights: so the towers
-    may be on two devices and work at once. A batch larger than the learner's chunk is divided, and still
+    may be on two devices and work at once. A batch larger than the state's chunk is divided, and still
     every pair is told from all others: the embeddings are made without a graph, and each chunk is
     embedded once more with one (GradCache, Gao et al. 2021). Noise belongs to the rows: both passes see the
     same.
     """
-    model, config = learner.model, learner.config
-    learner.zero_grad()  # first, so that old gradients do not add to the peak of the forward pass
-    chunks = batch.split(learner.chunk)
-    towers = (embed_pictures, embed_captions)
-    made = learner.at_once(*(partial(embed_all, learner, embed, chunks) for embed in towers))
-    image_BE, text_BE = (one_BE.detach().to(learner.device).requires_grad_() for one_BE in made)
-    told = text_BE.unbind(1) if text_BE.ndim == 3 else (text_BE,)  # each of a picture's captions, in turn
+    model, config = state.model, state.config
+    state.zero_grad()  # first, so that old gradients do not add to the peak of the forward pass
+    chunks = batch.split(state.chunk)
+    towers = (embed_images, embed_captions)
+    made = state.at_once(*(partial(embed_all, state, embed, chunks) for embed in towers))
+    image_BE, text_BE = (one_BE.detach().to(state.device).requires_grad_() for one_BE in made)
+    told = text_BE.unbind(1) if text_BE.ndim == 3 else (text_BE,)  # each of an image's captions, in turn
     logits = [model.logits(image_BE, one_BE) for one_BE in told]
-    judge = partial(losses.LOSSES[model.config.loss], twin_BB=batch.twin_BB, smoothing=config.label_smoothing)
+    judge = partial(
+        losses.LOSSES[model.config.loss], duplicate_BB=batch.duplicate_BB, smoothing=config.label_smoothing
+    )
     loss = torch.stack([judge(logit_BB) for logit_BB in logits]).mean()
     mark("forward")
 
-    (loss * learner.loss_scale).backward()  # type: ignore[no-untyped-call]
+    (loss * state.loss_scale).backward()  # type: ignore[no-untyped-call]
     back = [
-        partial(take_back, learner, embed, chunks, one_BE, met_BE.grad)
+        partial(take_back, state, embed, chunks, one_BE, met_BE.grad)
         for embed, one_BE, met_BE in zip(towers, made, (image_BE, text_BE), strict=True)
     ]
-    learner.at_once(*back)
-    learner.unscale()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm).to(learner.device)
+    state.at_once(*back)
+    state.unscale()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).to(state.device)
     mark("backward")
 
     with torch.no_grad():
-        learner.update(bad=~(loss + grad_norm).isfinite())
-        right = losses.accuracies(logits[0], batch.twin_BB)
+        state.update(bad=~(loss + grad_norm).isfinite())
+        right = losses.accuracies(logits[0], batch.duplicate_BB)
         stats = torch.stack([loss.detach(), *right, grad_norm, (-model.logit_scale).exp()])
-    mark("optimiser")
+    mark("optimizer")
     return stats, image_BE.detach(), told[0].detach()
 
 
-def embed_all(learner: Learner, embed: Embed, chunks: list[Batch]) -> Tensor:
+def embed_all(state: TrainState, embed: Embed, chunks: list[Batch]) -> Tensor:
     """Every chunk through one tower; with a graph where there is only one."""
     with torch.set_grad_enabled(len(chunks) == 1):  # here, as each thread has a setting of its own
-        made = [embed(learner, chunk) for chunk in chunks]
+        made = [embed(state, chunk) for chunk in chunks]
         return made[0] if len(made) == 1 else torch.cat(made)
 
 
-def take_back(learner: Learner, embed: Embed, chunks: list[Batch], made_BE: Tensor, grad_BE: Tensor) -> None:
+def take_back(state: TrainState, embed: Embed, chunks: list[Batch], made_BE: Tensor, grad_BE: Tensor) -> None:
     """The gradient of a tower's embeddings to its weights."""
     grad_BE = grad_BE.to(made_BE.device)
     if len(chunks) == 1:
         return torch.autograd.backward(made_BE, grad_BE)
-    for chunk, grad_bE in zip(chunks, torch.split(grad_BE, learner.chunk), strict=True):
-        torch.autograd.backward(embed(learner, chunk), grad_bE)
+    for chunk, grad_bE in zip(chunks, torch.split(grad_BE, state.chunk), strict=True):
+        torch.autograd.backward(embed(state, chunk), grad_bE)
 
 
-def embed_pictures(learner: Learner, batch: Batch) -> Tensor:
-    device = batch.bytes_BSSC.device
-    with devices.autocast(device, learner.plan.precision):
-        return of_pictures(learner.model, batch.bytes_BSSC, devices.copy(batch.key_B, device)).float()
+def embed_images(state: TrainState, batch: Batch) -> Tensor:
+    device = batch.images_BHWC.device
+    with devices.autocast(device, state.plan.precision):
+        return of_images(state.model, batch.images_BHWC, devices.copy_to(batch.key_B, device)).float()
 
 
-def embed_captions(learner: Learner, batch: Batch) -> Tensor:
+def embed_captions(state: TrainState, batch: Batch) -> Tensor:
     device = batch.tokens_BL.device
-    with devices.autocast(device, learner.plan.precision):
-        return of_captions(learner.model, batch.tokens_BL, devices.copy(batch.key_B, device)).float()
+    with devices.autocast(device, state.plan.precision):
+        return of_captions(state.model, batch.tokens_BL, devices.copy_to(batch.key_B, device)).float()
 
 
-def of_pictures(model: CLIP, x: Tensor, key_B: Tensor | None = None) -> Tensor:
+def of_images(model: CLIP, x: Tensor, key_B: Tensor | None = None) -> Tensor:
     """Unit vectors of bytes (B, S, S, C), or of the features (B, D) that a locked tower made of them."""
     if x.ndim == 2:
         return model.embed_features("vision", x, key_B)
-    return model.embed_pixels(model.normalise(x), key_B)
+    return model.embed_images(model.normalize(x), key_B)
 
 
 def of_captions(model: CLIP, x: Tensor, key_B: Tensor | None = None) -> Tensor:
-    """Unit vectors of token ids (B, L), or of features (B, D); (B, K, E) where a picture has K captions."""
+    """Unit vectors of token ids (B, L), or of features (B, D); (B, K, E) where an image has K captions."""
     if x.ndim == 3:
         B, K = x.shape[:2]
         each = None if key_B is None else (key_B[:, None] + KEYS * torch.arange(K, device=x.device)).flatten()

@@ -16,11 +16,11 @@ from m1clip.data.batches import Batch
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.training import memory
-from m1clip.training.state import Learner
+from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
 
 FEW, LEAST, MOST = 3, 5, 15
-"""Rounds of a contest: where little time is given, or a round takes long; else; at most."""
+"""Rounds of a time_plans: where little time is given, or a round takes long; else; at most."""
 SLOW_S = 20.0
 BURST_S = 0.1  # a queued device is timed over as many steps as this takes: in a run nothing waits for each
 
@@ -69,29 +69,29 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def contest(config: TrainConfig, plans: list[Plan], batch: Batch, seconds: float) -> list[Timing]:
+def time_plans(config: TrainConfig, plans: list[Plan], batch: Batch, seconds: float) -> list[Timing]:
     """Each plan's real steps of one model and batch, about `seconds` for each plan, in turns.
 
-    Plans on the same devices share a learner: what it has learned does not change what a step costs.
+    Plans on the same devices share a state: what it has learned does not change what a step costs.
     """
-    learners: dict[str, Learner] = {}
-    timings, others = [Timing(plan) for plan in plans], sensors.Others()
+    states: dict[str, TrainState] = {}
+    timings, others = [Timing(plan) for plan in plans], sensors.BackgroundLoad()
     for timing in timings:
-        trying(timing, partial(warm_up, timing, learners, config, batch))
+        trying(timing, partial(warm_up, timing, states, config, batch))
     running = [timing for timing in timings if not timing.failed]
     turn_s = sum(timing.steady_s * timing.burst for timing in running) or 1.0
     least = FEW if seconds < 2 or turn_s > SLOW_S else LEAST
     rounds = max(least, min(MOST, int(seconds * len(running) / turn_s)))
     for number in range(rounds):
         for timing in running if number % 2 else running[::-1]:
-            trying(timing, partial(one_turn, timing, learners, batch))
+            trying(timing, partial(one_turn, timing, states, batch))
     for timing in timings:
         timing.busy = others.share()
-    learners.clear()
+    states.clear()
     for place in {place for plan in plans for place in plan.places}:
         devices.release(place)
-    sensors.give_back()
-    devices.prepare(Plan())
+    sensors.trim_malloc()
+    devices.apply_plan(Plan())
     return timings
 
 
@@ -101,102 +101,102 @@ def trying(timing: Timing, work: Callable[[], None]) -> None:
         return
     try:
         work()
-    except devices.REFUSALS as error:
-        timing.failed = devices.refusal(error)
+    except devices.DEVICE_ERRORS as error:
+        timing.failed = devices.short_error(error)
 
 
-def warm_up(timing: Timing, learners: dict[str, Learner], config: TrainConfig, batch: Batch) -> None:
+def warm_up(timing: Timing, states: dict[str, TrainState], config: TrainConfig, batch: Batch) -> None:
     plan = timing.plan
-    if plan.device not in learners:
+    if plan.device not in states:
         with torch.random.fork_rng(devices=[]):  # a run that is about to begin has its own
             torch.manual_seed(0)
-            learners[plan.device] = Learner(CLIP(config.model), config, replace(plan, compile=False))
-    learner = ready(learners[plan.device], plan, batch)
-    timing.first_s = timed(learner, batch)[0] / 1e3
-    timing.peak_gb, timing.steady_s = peak_of(learner, batch)
+            states[plan.device] = TrainState(CLIP(config.model), config, replace(plan, compile=False))
+    state = ready(states[plan.device], plan, batch)
+    timing.first_s = timed(state, batch)[0] / 1e3
+    timing.peak_gb, timing.steady_s = peak_of(state, batch)
     if timing.steady_s < 2:
-        timing.steady_s = timed(learner, batch)[0] / 1e3
-    queued = any(devices.is_queued(place) for place in learner.model.places)
+        timing.steady_s = timed(state, batch)[0] / 1e3
+    queued = any(devices.is_async(place) for place in state.model.places)
     timing.burst = max(1, min(20, round(BURST_S / timing.steady_s))) if queued else 1
 
 
-def peak_of(learner: Learner, batch: Batch) -> tuple[float, float]:
-    """GB that the learner keeps and the most that a step takes beside it, on all its devices; its seconds.
+def peak_of(state: TrainState, batch: Batch) -> tuple[float, float]:
+    """GB that the state keeps and the most that a step takes beside it, on all its devices; its seconds.
 
     Looking costs time, so this step is not among those counted.
     """
-    learner.zero_grad()
-    memory.release(learner)
-    sensors.give_back()
-    places = set(learner.model.places)
+    state.zero_grad()
+    memory.release(state)
+    sensors.trim_malloc()
+    places = set(state.model.places)
     gpus = [place for place in places if devices.memory_gb(place) is not None]
     for place in gpus:
-        devices.forget_peak(place)
+        devices.reset_peak(place)
     before = sum(devices.memory_gb(place) or 0.0 for place in gpus)
-    with sensors.Peak() as peak:
-        seconds = timed(learner, batch)[0] / 1e3
-    memory.keep_memory()  # as in a run; what was freed had been given back, to be seen
+    with sensors.PeakMemory() as peak:
+        seconds = timed(state, batch)[0] / 1e3
+    memory.retain_freed_memory()  # as in a run; what was freed had been given back, to be seen
     grown = sum(devices.peak_gb(place) or 0.0 for place in gpus) - before
     on_host = peak.gb if len(gpus) < len(places) else 0.0
-    return memory.kept_gb(learner) + grown + on_host, seconds
+    return memory.kept_gb(state) + grown + on_host, seconds
 
 
-def one_turn(timing: Timing, learners: dict[str, Learner], batch: Batch) -> None:
-    learner = ready(learners[timing.plan.device], timing.plan, batch)
+def one_turn(timing: Timing, states: dict[str, TrainState], batch: Batch) -> None:
+    state = ready(states[timing.plan.device], timing.plan, batch)
     if timing.steady_s < 0.3:
-        timed(learner, batch)  # threads that slept, caches that others filled
-    energy, began = sensors.Energy(), time.perf_counter()
-    ms, phases = timed(learner, batch, timing.burst)
+        timed(state, batch)  # threads that slept, caches that others filled
+    energy, began = sensors.EnergyMeter(), time.perf_counter()
+    ms, phases = timed(state, batch, timing.burst)
     timing.seconds += time.perf_counter() - began
     drawn = energy.joules()
     timing.joules = None if drawn is None else (timing.joules or 0.0) + drawn
     timing.step_ms.append(ms)
-    if not devices.has_own_clock(learner.device):  # its phases are exact only where each is waited for
-        phases = timed(learner, batch, exact=True)[1]
+    if not devices.has_event_timer(state.device):  # its phases are exact only where each is waited for
+        phases = timed(state, batch, exact=True)[1]
     timing.phases.append(phases)
 
 
-def ready(learner: Learner, plan: Plan, batch: Batch) -> Learner:
-    devices.prepare(plan)
-    learner.use(plan)
-    learner.chunk = len(batch)
-    return learner
+def ready(state: TrainState, plan: Plan, batch: Batch) -> TrainState:
+    devices.apply_plan(plan)
+    state.use(plan)
+    state.chunk = len(batch)
+    return state
 
 
 def timed(
-    learner: Learner, batch: Batch, burst: int = 1, exact: bool = False
+    state: TrainState, batch: Batch, burst: int = 1, exact: bool = False
 ) -> tuple[float, dict[str, float]]:
     """Milliseconds of a step, from an empty queue to an empty queue, and of the phases of the last one."""
-    exact = exact or devices.has_own_clock(learner.device)
+    exact = exact or devices.has_event_timer(state.device)
     stamps: dict[str, Any] = {}
 
     def mark(phase: str) -> None:
         if exact:
-            stamps[phase] = devices.stamp(learner.device)
+            stamps[phase] = devices.timestamp(state.device)
 
-    for place in learner.model.places:
+    for place in state.model.places:
         devices.synchronize(place)
     began = time.perf_counter()
     for _ in range(burst):
         mark("start")
-        here = learner.take(batch)
+        here = state.take(batch)
         mark("copy")
-        train_step(learner, here, mark)
-    for place in learner.model.places:
+        train_step(state, here, mark)
+    for place in state.model.places:
         devices.synchronize(place)
     ms = 1e3 * (time.perf_counter() - began) / burst
     names = list(stamps)
     spans = zip(names[1:], names, strict=False)
-    return ms, {name: devices.ms_between(stamps[before], stamps[name]) for name, before in spans}
+    return ms, {name: devices.elapsed_ms(stamps[before], stamps[name]) for name, before in spans}
 
 
 def some_batch(config: TrainConfig, size: int, tokens: int) -> Batch:
-    """Random pictures and captions of a given length: a step takes no less time for learning nothing."""
+    """Random images and captions of a given length: a step takes no less time for learning nothing."""
     rng, side = torch.Generator().manual_seed(0), config.model.vision.image_size
-    tokens_BL = torch.randint(3, config.model.text.vocab, (size, tokens), generator=rng)
+    tokens_BL = torch.randint(3, config.model.text.vocab_size, (size, tokens), generator=rng)
     tokens_BL[:, 0], tokens_BL[:, -1] = 1, 2
-    if config.captions > 1:
-        tokens_BL = tokens_BL[:, None].repeat(1, config.captions, 1)
-    bytes_BSSC = torch.randint(0, 256, (size, side, side, 3), generator=rng, dtype=torch.uint8)
+    if config.captions_per_image > 1:
+        tokens_BL = tokens_BL[:, None].repeat(1, config.captions_per_image, 1)
+    images_BHWC = torch.randint(0, 256, (size, side, side, 3), generator=rng, dtype=torch.uint8)
     key_B = torch.randint(0, 2**32, (size,), generator=rng)
-    return Batch(bytes_BSSC, tokens_BL, key_B, None, np.arange(size))
+    return Batch(images_BHWC, tokens_BL, key_B, None, np.arange(size))

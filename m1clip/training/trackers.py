@@ -56,7 +56,7 @@ def mirrored(run: Run, config: TrainConfig, step: int, warn: Callable[[str], Non
 
 
 def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Flat names, the kind first, as trackers group by it: step/loss, watch/grad_norms/vision.blocks.0."""
+    """Flat names, the kind first, as trackers group by it: step/loss, logger/grad_norms/vision.blocks.0."""
     flat = {key: value for key, value in record.items() if key not in ("step", "time")}
     yield from ((f"{record['kind']}/{key}", value) for key, value in _leaves(flat))
 

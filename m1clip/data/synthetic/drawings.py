@@ -1,4 +1,4 @@
-"""What each word of a synthetic caption looks like: tables of sketches and colours, no code.
+"""What each word of a synthetic caption looks like: tables of sketches and colors, no code.
 
 To add a word, add a row. Coordinates are hundredths of the drawing's own box, y downwards.
 """
@@ -13,10 +13,10 @@ Tones = dict[str, RGB]
 
 @dataclass(frozen=True)
 class Look:
-    """What a picture shows, one field for each thing a caption can say."""
+    """What an image shows, one field for each thing a caption can say."""
 
     subject: str
-    colour: str
+    color: str
     count: int  # 1 to 4
     size: str  # small, large
     position: str  # left, middle, right
@@ -51,7 +51,7 @@ class Place:
 
 
 # fmt: off
-SIZES = {"small": 0.2, "large": 0.3}  # of the picture's width
+SIZES = {"small": 0.2, "large": 0.3}  # of the image's width
 POSITIONS = {"left": 0.28, "middle": 0.5, "right": 0.72}
 
 # Where the members of a group stand, in steps from its centre: across, and back from the front row.
@@ -60,7 +60,7 @@ GROUPS: dict[int, tuple[Point, ...]] = {
     4: ((-.5, -1), (.5, -1), (-.5, 0), (.5, 0)),
 }
 
-COLOURS: Tones = {
+COLORS: Tones = {
     "red": (218, 38, 44), "orange": (247, 138, 28), "yellow": (252, 218, 48), "green": (58, 166, 72),
     "blue": (42, 108, 222), "purple": (132, 62, 186), "pink": (250, 134, 186), "brown": (134, 80, 46),
 }
@@ -76,7 +76,7 @@ TIMES: dict[str, Time] = {
                   cloud=(112, 124, 168), bird=(206, 214, 240), glass=(250, 214, 120)),
 }
 
-# Tones no hour changes. On a subject they stay small, so that its own colour is what one sees.
+# Tones no hour changes. On a subject they stay small, so that its own color is what one sees.
 FIXED: Tones = {
     "white": (255, 255, 255), "black": (44, 42, 50), "grey": (150, 154, 162), "bark": (122, 92, 72),
     "stem": (92, 140, 84), "cream": (255, 244, 214), "pane": (206, 232, 246), "beak": (240, 160, 60),

@@ -1,4 +1,4 @@
-"""The language of the drawings: a few words per shape become polygons. Knows no pictures and no colours."""
+"""The language of the drawings: a few words per shape become polygons. Knows no images and no colors."""
 
 import math
 from collections.abc import Sequence

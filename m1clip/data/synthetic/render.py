@@ -1,4 +1,4 @@
-"""A scene's words to a picture. All chance comes from the generator it is given."""
+"""A scene's words to an image. All chance comes from the generator it is given."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -7,7 +7,7 @@ from random import Random
 from PIL import Image, ImageDraw
 
 from m1clip.data.synthetic.drawings import (
-    COLOURS,
+    COLORS,
     FIXED,
     GROUPS,
     PAINTS,
@@ -28,15 +28,15 @@ Box = tuple[float, float, float, float]  # middle and foot, width (negative: mir
 
 
 def mix(a: RGB, b: RGB, share: float) -> RGB:
-    """Colour a with a share of b."""
+    """Color a with a share of b."""
     red, green, blue = (round(x + (y - x) * share) for x, y in zip(a, b, strict=True))
     return red, green, blue
 
 
 @lru_cache
-def coloured(colour: str) -> Tones:
+def colored(color: str) -> Tones:
     """The tones of a subject."""
-    main = COLOURS[colour]
+    main = COLORS[color]
     shades = {"main": main, "dark": mix(main, (90, 16, 36), 0.25), "light": mix(main, (255, 255, 255), 0.3)}
     return {**FIXED, **shades, "ink": mix(main, (24, 12, 32), 0.66)}
 
@@ -112,7 +112,7 @@ def paint_flyers(image: Image.Image, look: Look, columns: Sequence[float], rng: 
 
 
 def paint_subjects(image: Image.Image, look: Look, rng: Random) -> None:
-    side, box, tones = image.width, SIZES[look.size], coloured(look.colour)
+    side, box, tones = image.width, SIZES[look.size], colored(look.color)
     pen, shadow = ImageDraw.Draw(image), ImageDraw.Draw(image, "RGBA")
     step = 0.97 * box + 0.015
     reach = (box + step * (look.count > 1)) / 2
@@ -132,7 +132,7 @@ def paint_subjects(image: Image.Image, look: Look, rng: Random) -> None:
 
 
 def paint(look: Look, rng: Random, size: int = 224) -> Image.Image:
-    """The picture, size by size; an equal look and an rng in an equal state give equal bytes."""
+    """The image, size by size; an equal look and an rng in an equal state give equal bytes."""
     image = empty_sky(look.time, 2 * size).copy()  # drawn twice as large and halved: smooth edges
     flyers = rng.randint(2, 3)
     # One column of the sky more than there are flyers, so that the sun or moon has its own.

@@ -1,6 +1,6 @@
 """Built-in data: drawn scenes and their captions, any number of them, each a function of (seed, index).
 
-A caption says everything that varies, and no two scenes of a split say the same; so it names its picture.
+A caption says everything that varies, and no two scenes of a split say the same; so it names its image.
 """
 
 import struct
@@ -15,18 +15,20 @@ from typing import Any, Literal
 from PIL import Image
 
 from m1clip.data.synthetic import drawings, polygons, render
-from m1clip.data.synthetic.drawings import COLOURS, POSITIONS, SIZES, SKIES, SUBJECTS, TIMES, Look
+from m1clip.data.synthetic.drawings import COLORS, POSITIONS, SIZES, SKIES, SUBJECTS, TIMES, Look
 
-Split = Literal["train", "held-out"]
+Split = Literal["train", "val"]
+SALT = {"train": "train", "val": "held-out"}
+"""Part of every random key: another value would draw other scenes."""
 
 COUNTS = ("one", "two", "three", "four")
 PLURALS = {"cactus": "cacti", "leaf": "leaves", "fish": "fish", "bus": "buses", "bench": "benches"}
 # At most 75 letters each, so that they fit the seeds' character tokenizer with start and end (length 77).
 TEMPLATES = (
-    "{count} {size} {colour} {subject} {at} the {position}, {place} at {time} with {sky}",
-    "{place} at {time} with {sky}: {count} {size} {colour} {subject} {at} the {position}",
-    "{sky} over {count} {size} {colour} {subject} {at} the {position}, {place} at {time}",
-    "at {time}, {count} {size} {colour} {subject} {at} the {position}, {place} with {sky}",
+    "{count} {size} {color} {subject} {at} the {position}, {place} at {time} with {sky}",
+    "{place} at {time} with {sky}: {count} {size} {color} {subject} {at} the {position}",
+    "{sky} over {count} {size} {color} {subject} {at} the {position}, {place} at {time}",
+    "at {time}, {count} {size} {color} {subject} {at} the {position}, {place} with {sky}",
 )
 
 OUTDOORS = ("meadow", "desert", "snow", "valley", "forest")
@@ -45,9 +47,9 @@ CATEGORIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 PLACES_OF = {subject: places for subjects, places in CATEGORIES.values() for subject in subjects}
 
-# A combination is (subject, colour, place). One in eight is kept out of all training, whatever the seed:
+# A combination is (subject, color, place). One in eight is kept out of all training, whatever the seed:
 # a model may have seen purple cats, and cats in the snow, but never a purple cat in the snow.
-COMBINATIONS = [(s, c, p) for s, places in PLACES_OF.items() for c in COLOURS for p in places]
+COMBINATIONS = [(s, c, p) for s, places in PLACES_OF.items() for c in COLORS for p in places]
 DETAILS = [
     (count, size, position, time, sky)
     for count in range(1, len(COUNTS) + 1)
@@ -56,11 +58,11 @@ DETAILS = [
     for time in TIMES
     for sky in SKIES
 ]
-HELD_OUT = len(COMBINATIONS) // 8
+VAL = len(COMBINATIONS) // 8
 
 
 @dataclass(frozen=True)
-class Synthetic:
+class SyntheticScenes:
     """`size` pairs of one split. Random access, no state: any process can draw any scene."""
 
     size: int
@@ -73,12 +75,16 @@ class Synthetic:
 
     @property
     def most(self) -> int:
-        combinations = HELD_OUT if self.split == "held-out" else len(COMBINATIONS) - HELD_OUT
+        combinations = VAL if self.split == "val" else len(COMBINATIONS) - VAL
         return combinations * len(DETAILS)
 
     @property
+    def _key(self) -> str:
+        return f"{self.seed}/{SALT[self.split]}"
+
+    @property
     def fingerprint(self) -> str:
-        """Equal for equal pictures: what a cache of them is named by."""
+        """Equal for equal images: what a cache of them is named by."""
         return f"synthetic/{_drawing_code()}/{self.split}/{self.seed}/{self.size}"
 
     @property
@@ -92,15 +98,15 @@ class Synthetic:
         return f"synthetic {self.split} scene {index}"
 
     def look(self, index: int) -> Look:
-        place, detail = divmod(shuffled(index, self.most, f"{self.seed}/{self.split}"), len(DETAILS))
+        place, detail = divmod(shuffled(index, self.most, self._key), len(DETAILS))
         if self.split == "train":
-            place += HELD_OUT
-        subject, colour, where = COMBINATIONS[shuffled(place, len(COMBINATIONS), "held-out")]
+            place += VAL
+        subject, color, where = COMBINATIONS[shuffled(place, len(COMBINATIONS), SALT["val"])]
         count, size, position, time, sky = DETAILS[detail]
-        return Look(subject, colour, count, size, position, where, time, sky)
+        return Look(subject, color, count, size, position, where, time, sky)
 
     def image(self, index: int, least: int = 0) -> Image.Image:
-        return render.paint(self.look(index), Random(f"{self.seed}/{self.split}/{index}"))
+        return render.paint(self.look(index), Random(f"{self._key}/{index}"))
 
     def captions(self, index: int) -> list[str]:
         """To train on, the same said in every way; to test on, in one."""
@@ -110,7 +116,7 @@ class Synthetic:
 
     def edits(self, index: int) -> Iterator[tuple[str, str]]:
         """Hard negatives: (what was changed, the scene's caption with that one word made wrong)."""
-        look, rng = self.look(index), Random(f"edit/{self.seed}/{self.split}/{index}")
+        look, rng = self.look(index), Random(f"edit/{self._key}/{index}")
         for field in fields(Look):
             truth = getattr(look, field.name)
             others = [word for word in alternatives(look, field.name) if word != truth]
@@ -124,7 +130,7 @@ def caption(look: Look, way: int) -> str:
     return TEMPLATES[way].format(
         count=COUNTS[look.count - 1],
         size=look.size,
-        colour=look.colour,
+        color=look.color,
         subject=look.subject if one else PLURALS.get(look.subject, look.subject + "s"),
         at="in" if look.position == "middle" else "on",
         position=look.position,
@@ -139,8 +145,8 @@ def alternatives(look: Look, field: str) -> list[str] | list[int]:
     match field:
         case "subject":
             return list(SUBJECTS)
-        case "colour":
-            return list(COLOURS)
+        case "color":
+            return list(COLORS)
         case "count":
             return [] if look.count == 1 else [2, 3, 4]
         case "size":
@@ -174,7 +180,7 @@ def shuffled(index: int, size: int, key: str) -> int:
 
 @lru_cache
 def _drawing_code() -> str:
-    """Changes when any line that draws does, so that no stale picture is ever taken from a cache."""
+    """Changes when any line that draws does, so that no stale image is ever taken from a cache."""
     files = (__file__, polygons.__file__, drawings.__file__, render.__file__)
     source = b"".join(Path(file).read_bytes() for file in files)
     return blake2b(source, digest_size=8).hexdigest()

@@ -5,7 +5,7 @@ import {bars, chart, chip, clock, el, gb, heat, number, percent, place, ready, w
 const TABS = ["curves", "speed", "gradients", "retrievals", "events", "setup"];
 const CHARTS = {
   curves: ["loss", "accuracy", "mean_r1", "temperature", "lr", "grad_norm", "t2i_r10", "i2t_r10"],
-  speed: ["step_ms", "pairs_per_s", "rss_gb", "available_gb", "device_gb", "heat_c", "power_w"],
+  speed: ["step_ms", "pairs_per_s", "rss_gb", "available_gb", "device_gb", "temperature_c", "power_w"],
   gradients: ["alignment", "modality_gap", "effective_rank_image", "effective_rank_text"],
 };
 const BOXES = {curves: "curve-charts", speed: "speed-charts", gradients: "space-charts"};
@@ -114,7 +114,7 @@ function header(about) {
   const recall = about.eval?.mean_r1;
   const facts = {
     loss: [words(now.loss), words(chance.loss)], accuracy: [percent(now.accuracy), percent(chance.accuracy)],
-    "held-out R@1": [percent(recall), percent(chance.mean_r1)], temperature: [words(now.temperature)],
+    "validation R@1": [percent(recall), percent(chance.mean_r1)], temperature: [words(now.temperature)],
     "pairs a second": [words(about.pairs_per_s)],
   };
   $("now").replaceChildren(...Object.entries(facts).map(([name, [value, guess]]) => el("div", {}, el("dt", {}, name),
@@ -166,19 +166,19 @@ function speed(about) {
   const total = Object.values(about.phases_ms).reduce((sum, ms) => sum + (ms ?? 0), 0);
   const part = (ms) => ms == null ? "–" : `${words(ms)} ms  ${(100 * ms / total).toFixed(0)} %`;
   $("phases").replaceChildren(...bars(about.phases_ms, total, part), el("p", {class: "soft"}, `Means of the last ${about.recent} steps.`));
-  const seen = about.watch ?? {}, parts = Object.fromEntries(Object.entries(seen.memory_gb ?? {}).filter(([, size]) => size > 0));
+  const seen = about.logger ?? {}, parts = Object.fromEntries(Object.entries(seen.memory_gb ?? {}).filter(([, size]) => size > 0));
   $("memory").replaceChildren(...bars(parts, Math.max(...Object.values(parts), 1e-9), gb), el("p", {class: "soft"},
     `process ${gb(seen.rss_gb)}, peak ${gb(seen.peak_rss_gb)}, free ${gb(seen.available_gb)}, swap ${gb(seen.swap_used_gb)}`));
   const cores = Object.fromEntries((seen.cpu_percent ?? []).map((part, at) => [`core ${at}`, part]));
   const unit = (value, name) => value == null ? "–" : `${words(value)} ${name}`;
   $("machine-now").replaceChildren(...bars(cores, 100, (part) => `${part.toFixed(0)} %`), el("p", {class: "soft"},
-    `heat ${unit(seen.heat_c, "°C")}, power ${unit(seen.power_w, "W")}, disk free ${gb(seen.disk_free_gb)}`));
+    `heat ${unit(seen.temperature_c, "°C")}, power ${unit(seen.power_w, "W")}, disk free ${gb(seen.disk_free_gb)}`));
 }
 
 async function gradients(about) {
   $("flow-note").textContent = about.flow.step.length
     ? "Length of the gradient by block before clipping, at every look inside; brighter is larger, the scale is logarithmic."
-    : "Gradients are looked at every --watch-every steps; not yet.";
+    : "Gradients are looked at every --logger-every steps; not yet.";
   await ready;
   heat($("flow"), about.flow);
 }
@@ -191,7 +191,7 @@ async function retrievals() {
   $("found").textContent = all.length ? `${rows.length} of ${all.length} queries, evaluated at step ${number(found.step)}`
     : "No evaluation has been made yet.";
   const groups = {
-    errors: "Most instructive errors: a wrong picture beats the true one by most",
+    errors: "Most instructive errors: a wrong image beats the true one by most",
     sample: "A sample: the same captions at every evaluation",
   };
   $("queries").replaceChildren(...Object.entries(groups).flatMap(([group, title]) => {
@@ -200,21 +200,21 @@ async function retrievals() {
   }));
 }
 
-function query(row, pictures) {
-  const picture = (hit, label, right) => {
-    const seen = pictures[hit.row] ?? {};
+function query(row, images) {
+  const image = (hit, label, right) => {
+    const seen = images[hit.row] ?? {};
     const image = seen.jpeg ? el("img", {src: "data:image/jpeg;base64," + seen.jpeg, alt: seen.caption})
-      : el("span", {class: "lost"}, "no picture");
+      : el("span", {class: "lost"}, "no image");
     return el("figure", {class: right ? "true" : "wrong", title: seen.name ?? ""}, image,
       el("figcaption", {}, el("b", {}, label + (right ? " true" : hit.same_caption ? " same words" : "")),
         ` ${hit.score.toFixed(3)}`, el("br"), seen.caption ?? ""));
   };
-  const hits = row.top.map((hit, at) => picture(hit, `${at + 1}.`, hit.row === row.truth));
+  const hits = row.top.map((hit, at) => image(hit, `${at + 1}.`, hit.row === row.truth));
   if (row.rank > row.top.length) {
-    hits.push(el("div", {class: "beyond"}, picture({row: row.truth, score: row.true_score}, `${row.rank}.`, true)));
+    hits.push(el("div", {class: "beyond"}, image({row: row.truth, score: row.true_score}, `${row.rank}.`, true)));
   }
   return el("article", {class: "query"}, el("p", {}, `“${row.text}” `,
-    el("span", {class: "soft"}, row.rank === 1 ? "found first" : `the true picture is number ${row.rank}`)),
+    el("span", {class: "soft"}, row.rank === 1 ? "found first" : `the true image is number ${row.rank}`)),
     el("div", {class: "hits"}, ...hits));
 }
 

@@ -1,13 +1,13 @@
 // Pieces of the page that know nothing of what is chosen: elements, numbers in words, bars, charts.
 
-// Told apart also by those who see few colours (Okabe and Ito); beyond eight, by dashes.
-const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A", "#9B8B00"];
+// TokenizedCaptions apart also by those who see few colors (Okabe and Ito); beyond eight, by dashes.
+const COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A", "#9B8B00"];
 const ON_DARK = ["#56B4E9", "#E69F00", "#2FBF93", "#E08FBF", "#F0E442", "#FF8A5C", "#B0B0B0", "#8FA8FF"];
 const DASHES = ["solid", "dot", "dashdot"];
 const dark = matchMedia("(prefers-color-scheme: dark)");
-export const colour = (at) => (dark.matches ? ON_DARK : COLOURS)[at % COLOURS.length];
+export const color = (at) => (dark.matches ? ON_DARK : COLORS)[at % COLORS.length];
 
-export const chip = (at) => `border-top-color:${colour(at)};border-top-style:${at < COLOURS.length ? "solid" : "dotted"}`;
+export const chip = (at) => `border-top-color:${color(at)};border-top-style:${at < COLORS.length ? "solid" : "dotted"}`;
 
 export const ready = new Promise((done, failed) => {
   const script = document.getElementById("plotly");
@@ -41,8 +41,8 @@ export function clock(exact) {
 
 export function bars(values, most, say) {
   return Object.entries(values).map(([name, value], at) => {
-    const bar = el("b", {style: `width:${100 * Math.min(1, (value ?? 0) / most)}%;background:${colour(at)}`});
-    return el("div", {class: "meter"}, el("span", {}, name), el("span", {}, bar), el("span", {}, say(value)));
+    const bar = el("b", {style: `width:${100 * Math.min(1, (value ?? 0) / most)}%;background:${color(at)}`});
+    return el("div", {class: "metrics"}, el("span", {}, name), el("span", {}, bar), el("span", {}, say(value)));
   });
 }
 
@@ -79,12 +79,12 @@ export async function chart(box, about, lines, chosen, zoomed) {
   const made = lines.map((line, at) => ({
     x: line.x, y: line.y.map((value) => value === null ? null : scale * value), name: line.name,
     mode: line.x.length < 40 ? "lines+markers" : "lines", marker: {size: 5}, connectgaps: false,
-    line: {color: colour(at), width: at === 0 ? 2 : 1.5, dash: DASHES[Math.floor(at / COLOURS.length) % DASHES.length]},
+    line: {color: color(at), width: at === 0 ? 2 : 1.5, dash: DASHES[Math.floor(at / COLORS.length) % DASHES.length]},
     hovertemplate: `%{y:.4~g}${about.unit ? " " + about.unit : ""}`,
   }));
   const layout = look(), levels = new Set(lines.map((line) => line.chance).filter((level) => level != null));
   const ends = lines.flatMap((line) => line.x.length ? [line.x[0], line.x.at(-1)] : []);
-  for (const guess of levels) {  // one, unless batches or held-out sets differ in size
+  for (const guess of levels) {  // one, unless batches or validation sets differ in size
     made.push({x: [Math.min(...ends), Math.max(...ends)], y: [scale * guess, scale * guess], name: "chance", mode: "lines",
       line: {color: layout.font.color, width: 1, dash: "dash"}, hovertemplate: "%{y:.3~g}"});
   }
