@@ -44,7 +44,7 @@ from m1clip.images import Pixels
 from m1clip.model.clip import load
 from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
-from m1clip.training.timing import some_batch
+from m1clip.training.timing import random_batch
 
 PEERS = str(Path(__file__).parent / "peers.py")
 TRIAL_S = 60.0
@@ -219,7 +219,7 @@ def our_gflop(run: Path, config: TrainConfig, steps: int) -> float:
     """Products of all steps, the optimizer's too; where towers are locked, of encoding and the heads."""
     model = load(run / "model")
     if config.recipe != "locked":
-        batch = some_batch(config, config.batch_size, TOKENS)
+        batch = random_batch(config, config.batch_size, TOKENS)
         state = TrainState(model.train(), config)
         return steps * counted(lambda: train_step(state, batch))
     side = model.config.vision.image_size

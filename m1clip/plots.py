@@ -69,3 +69,6 @@ def legend(figure: Figure, panels: Sequence[Axes]) -> None:
     figure.legend(
         named.values(), named.keys(), loc="outside upper center", ncols=4, frameon=False, fontsize=9
     )
+
+
+save_figure, annotate = save, note

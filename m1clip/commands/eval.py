@@ -67,7 +67,7 @@ def main(args: Args) -> int:
         from m1clip.evals.embed import embed_pairs
         from m1clip.evals.retrieval import retrieval
         from m1clip.model.clip import load
-        from m1clip.training.device_plan import PlanChoice, trusted
+        from m1clip.training.device_plan import PlanChoice, check_parity
 
     device, why = devices.default_device(args.device)
     model = load(folder)
@@ -80,7 +80,7 @@ def main(args: Args) -> int:
         faults += source.faults
     pairs = Split([open_part(side, size, config, faults, console.working) for side in sides])
     faults.require_few(config.max_bad_rows)
-    choice = trusted(PlanChoice(Plan(str(device)), why), model, first_pairs(model, pairs), console)
+    choice = check_parity(PlanChoice(Plan(str(device)), why), model, first_pairs(model, pairs), console)
     model.place(*choice.plan.places)
     image_NE, text_ME, owner_M = embed_pairs(model, pairs)
     scores = retrieval(image_NE, text_ME, owner_M)

@@ -23,7 +23,7 @@ from m1clip.data.workers import decode_rows
 from m1clip.devices import Plan
 from m1clip.format import duration
 from m1clip.training.setup import spread
-from m1clip.training.timing import some_batch, time_plans
+from m1clip.training.timing import random_batch, time_plans
 
 MANY = 50_000
 """Images from which, if they are seen often, captions are worth reading in the order of their words."""
@@ -229,13 +229,13 @@ def pairs_per_second(config: TrainConfig, tokens: int) -> float:
     """Of real steps of this model, on random images and captions."""
     plan = Plan(str(devices.default_device("auto")[0]) if config.device == "auto" else config.device)
     plan = replace(plan, threads=config.threads)
-    batch = some_batch(config, config.batch_size, max(3, min(tokens, config.model.text.context_length)))
+    batch = random_batch(config, config.batch_size, max(3, min(tokens, config.model.text.context_length)))
     timing = time_plans(config, [plan], batch, TRIAL_S)[0]
-    if timing.failed:
+    if timing.error:
         raise ValueError(
-            f"no step of {config.batch_size} pairs could be taken on {plan.device}: {timing.failed}"
+            f"no step of {config.batch_size} pairs could be taken on {plan.device}: {timing.error}"
         )
-    return 1e3 * config.batch_size / min(timing.step_ms)
+    return 1e3 * config.batch_size / min(timing.samples_ms)
 
 
 def decide(there: Time, candidates: Sequence[Candidate], speeds: Sequence[float]) -> Picked:

@@ -153,7 +153,7 @@ def ready(setup: Setup, console: Console) -> tuple[TrainState, PlanChoice, Batch
     if setup.locked:
         batches, val = encode_once(config, setup, model, batches, console)
     last = batches.at(setup.total - 1)  # its images are the largest
-    choice = device_plan.settle(config, model, last, setup.total, setup.before, console)
+    choice = device_plan.choose_plan(config, model, last, setup.total, setup.before, console)
     devices.apply_plan(choice.plan)
     memory.retain_freed_memory()
     if setup.init and not setup.start:
@@ -226,7 +226,7 @@ def divide(state: TrainState, progress: Progress, last: Batch, logger: Logger) -
 
 def arrange(run: Run, choice: PlanChoice, state: TrainState, last: Batch, console: Console) -> PlanChoice:
     """Compile, if that is the plan and can be done; then write where the run is trained and why there."""
-    choice = device_plan.compiled(choice, state, last, console)
+    choice = device_plan.compile_blocks(choice, state, last, console)
     machine = {
         **sensors.machine(),
         "torch": torch.__version__,
@@ -234,7 +234,7 @@ def arrange(run: Run, choice: PlanChoice, state: TrainState, last: Batch, consol
         "cpu_threads": choice.plan.threads or devices.DEFAULT_THREADS,
         "m1clip": __version__,
     }
-    if choice.why == device_plan.AS_BEFORE:  # the reason is the first one's
+    if choice.reason == device_plan.SAME_AS_BEFORE:  # the reason is the first one's
         with suppress(OSError, ValueError, KeyError):
             machine["why"] = run.read("machine.json")["why"]
     run.write("machine.json", machine)
@@ -250,7 +250,7 @@ def encode_once(
     config: TrainConfig, setup: Setup, model: CLIP, batches: BatchStream, console: Console
 ) -> tuple[BatchStream, Scored]:
     """Both sides through the locked towers, which are then done with."""
-    device_plan.for_encoding(config, model, batches, console)
+    device_plan.encoding_plan(config, model, batches.at(0), console)
     bars, data = console.working, setup.data
     val = features.encoded(model, data.val, config, setup.locked, 1, bars)
     until = None  # a resumed run keeps its views
@@ -276,7 +276,7 @@ def facts(
     chunks = "" if state.chunk >= config.batch_size else f", {state.chunk:,} at once"
     return {
         "run": f"{run.path}, {at}{lasting}",
-        "device": f"{choice.plan}: {choice.why}; {choice.plan.threads or devices.DEFAULT_THREADS} CPU threads",
+        "device": f"{choice.plan}: {choice.reason}; {choice.plan.threads or devices.DEFAULT_THREADS} CPU threads",
         **({"checked": choice.parity} if choice.parity else {}),
         **(
             {"recipe": f"{config.recipe}: {setup.why}" if setup.why else config.recipe}
