@@ -165,7 +165,7 @@ def check_parity(
         return choice
     with console.working(f"comparing {plan.device} with the CPU", None):
         result = compare_with_cpu(model, batch, plan, config)
-    if result.ok:
+    if not result.mismatch:
         return replace(choice, parity=str(result))
     reason = f"{plan.device} is not used, because {result}"
     console.warn(f"{reason}. The CPU is used instead. {SKIP_PARITY}=1 skips this check")
@@ -179,7 +179,7 @@ def compare_with_cpu(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig 
 
     def run(plan: Plan) -> Recording:
         model.place(*plan.places)
-        recording = parity.record(model, lambda: contrastive_loss(model, *embed_pairs(model, few, plan)))
+        recording = parity.record(model, lambda: contrastive_loss(model, few, plan))
         if config:
             recording |= record_step(model, few, plan, config)
         with torch.no_grad():  # the shapes of training: some faults only show with many rows
@@ -200,8 +200,9 @@ def embed_pairs(model: CLIP, batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
         return image_BE, of_captions(model, on_device.tokens_BL).float()
 
 
-def contrastive_loss(model: CLIP, image_BE: Tensor, text_BE: Tensor) -> Tensor:
-    text_BE = text_BE[:, 0] if text_BE.ndim == 3 else text_BE  # the first of several captions
+def contrastive_loss(model: CLIP, batch: Batch, plan: Plan) -> Tensor:
+    image_BE, text = embed_pairs(model, batch, plan)
+    text_BE = text[:, 0] if text.ndim == 3 else text  # the first of several captions
     return losses.LOSSES[model.config.loss](model.logits(image_BE, text_BE.to(image_BE.device)))
 
 
