@@ -33,7 +33,7 @@ def test_a_run_leaves_the_folder_of_the_design(tiny_run, tmp_path):
         )
     }
     assert run.read("status.json")["state"] == "finished"
-    assert run.read("machine.json")["why"] == "asked for with --device cpu"
+    assert run.read("machine.json")["why"] == "requested with --device cpu"
     assert [record["step"] for record in run.records("step")] == list(range(1, 9))
     step = next(run.records("step"))
     assert {

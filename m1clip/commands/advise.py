@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from m1clip.commands import flags, tables
-from m1clip.config import check_train, get_preset
+from m1clip.config import check_train, get_preset, require
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def parse(prog: str, words: list[str]) -> Args:
     config = get_preset(args.preset)
     args = replace(args, batch_size=args.batch_size or config.batch_size, epochs=args.epochs or config.epochs)
     check_train(replace(config, batch_size=args.batch_size, epochs=args.epochs))
-    if args.batch_size > args.pairs:
-        raise ValueError(f"--batch-size {args.batch_size:,} is larger than --pairs {args.pairs:,}")
+    sizes = f"--batch-size {args.batch_size:,} is larger than --pairs {args.pairs:,}"
+    require(args.batch_size <= args.pairs, sizes)
     return args
 
 
@@ -62,22 +62,21 @@ def main(args: Args) -> int:
         rows = measure_missing(config, batch, cost, store, Console())
     advice = advise(cost, rows, devices.available(), {}, args.epochs * (args.pairs // args.batch_size))
     predictions = predict_run(cost, advice, rows, memory.free_gb(advice.plan.places[0]), args.pairs)
+    columns = ("setting", "value", "confidence", "reason")
     if args.json:
-        print(json.dumps({"cost": asdict(cost), **asdict(advice), "run": predictions}))
+        run = [dict(zip(columns, row, strict=True)) for row in predictions]
+        print(json.dumps({"cost": asdict(cost), **asdict(advice), "run": run}))
         return 0
-    table = tables.table("", "", "confidence", "reason")
-    for column in table.columns:
-        column.justify = "left"
-    for row in (("plan", str(advice.plan), advice.confidence, advice.reason), *predictions):
-        table.add_row(*row)
-    tables.show(f"{args.preset}, batch size {args.batch_size:,}", table)
+    plan = advice.plan
+    table = [("plan", str(plan), advice.confidence, advice.reason), *predictions]
+    tables.show_rows(f"{args.preset}, batch size {args.batch_size:,}", columns, table)
     if advice.rejected:
         print("\nother plans", *(f"{plan}: {reason}" for plan, reason in advice.rejected.items()), sep="\n  ")
-    plan, model = advice.plan, ("--preset", args.preset, "--batch-size", args.batch_size)
     if advice.step is None or advice.step.confidence == "low":
         bench = tables.command("bench", "--presets", args.preset, "--batch-sizes", args.batch_size)
         print(f"\nmeasure it:  {bench}")
-    chosen = ["--compile", "on"] * plan.compile + ["--threads", str(plan.threads)] * bool(plan.threads)
-    chosen = ["--device", plan.device, "--precision", plan.precision, *chosen]
+    chosen = ["--device", plan.device, "--precision", plan.precision] + ["--compile", "on"] * plan.compile
+    chosen += ["--threads", str(plan.threads)] if plan.threads else []
+    model = ("--preset", args.preset, "--batch-size", args.batch_size)
     print(f"\nnext:  {tables.command('train', *model, *chosen)}")
     return 0

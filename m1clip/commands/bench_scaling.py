@@ -8,10 +8,10 @@ import tyro
 
 from m1clip.commands import flags, tables
 from m1clip.commands.bench import SweepArgs, check_sweep
-from m1clip.config import PRESETS, get_preset
+from m1clip.config import PRESETS, get_preset, require
 from m1clip.files import json_safe
 
-SCALING_BATCH_SIZE = 4  # small, so that the activations of a large model fit beside its state
+BATCH_SIZE = 4  # small, so that the activations of a large model fit beside its state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,9 @@ class Args(SweepArgs):
 def parse(prog: str, words: list[str]) -> Args:
     args = flags.read(Args, prog, words)
     check_sweep(args)
-    if args.pairs < 1:
-        raise ValueError(f"--pairs must be at least 1, not {args.pairs}")
-    if any("=" in name for name in args.devices):
-        raise ValueError(f"--devices takes single devices here, not {', '.join(args.devices)}")
+    require(args.pairs >= 1, f"--pairs must be at least 1, not {args.pairs}")
+    for name in args.devices:
+        require("=" not in name, f"--devices takes single devices here, not {name!r}")
     return args
 
 
@@ -43,13 +42,11 @@ def main(args: Args) -> int:
         from m1clip.bench import report, scaling, sweep
 
     names, presets = args.devices or tuple(devices.available()), args.presets or tuple(PRESETS)
-    configs = [
-        replace(get_preset(name), batch_size=SCALING_BATCH_SIZE, optimizer="adamw") for name in presets
-    ]
+    configs = [replace(get_preset(name), batch_size=BATCH_SIZE, optimizer="adamw") for name in presets]
     plans = tuple(devices.Plan(name) for name in names)
     settings = {"presets": [*presets], "devices": [*names]}
     with sweep.open_session("scaling", settings, args.restart, args.out) as session:
-        session.run_operations((1024, 2048), {name: () for name in names}, 0.5)
+        session.run_operations((1024, 2048), dict.fromkeys(names, ()), 0.5)
         costs = session.run_comparisons([(config, plans) for config in configs], 3.0)
         result = report.Sweep.load(session)
         records = scaling.scaling_records(result, costs, names, args.pairs)
@@ -58,7 +55,6 @@ def main(args: Args) -> int:
         values = {"pairs": args.pairs, "models": records, "skipped": result.skipped, "page": str(page)}
         print(json.dumps(json_safe(values)))
         return 0
-    columns = scaling.SCALING_COLUMNS
-    tables.show_rows("scaling", list(columns), report.table_rows(columns, records))
+    tables.show_rows("scaling", *report.make_table(scaling.SCALING_COLUMNS, records))
     print("", *result.skipped, f"epoch: {args.pairs:,} pairs", f"page:  {page}", sep="\n")
     return 0

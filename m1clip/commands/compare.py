@@ -13,7 +13,7 @@ import tyro
 from m1clip import run as runs
 from m1clip import sensors
 from m1clip.commands import flags, tables, train
-from m1clip.config import TrainConfig, to_json
+from m1clip.config import TrainConfig, require, to_json
 from m1clip.format import number
 
 WARMUP_STEPS = 3
@@ -46,17 +46,15 @@ class Args:
 
 def parse(prog: str, words: list[str]) -> Args:
     args = flags.read(Args, prog, words, default=Args(train.defaults(words)))
-    if args.training.device != "auto":
-        raise ValueError("compare takes its devices from --on, not from --device")
-    if len(set(args.on)) != len(args.on):
-        raise ValueError("--on names a device twice")
+    require(args.training.device == "auto", "compare takes its devices from --on, not from --device")
+    require(len(set(args.on)) == len(args.on), "--on names a device twice")
     return args
 
 
 def main(args: Args) -> int:
     with tables.loading():
         from m1clip import devices
-        from m1clip.bench.report import load_warning, table_rows
+        from m1clip.bench.report import load_warning, make_table
         from m1clip.training.device_plan import split_plans
 
     available = devices.available()
@@ -86,7 +84,7 @@ def main(args: Args) -> int:
         print(json.dumps({"runs": records, "warnings": warnings, "page": page}))
         return 0
     title = f"{config.preset}, {config.steps} steps, batch size {config.batch_size:,}"
-    tables.show_rows(f"\n{title}", list(COMPARE_COLUMNS), table_rows(COMPARE_COLUMNS, records))
+    tables.show_rows(f"\n{title}", *make_table(COMPARE_COLUMNS, records))
     failures = [f"{record['text']}: {record['error']}" for record in records if "error" in record]
     print("", *failures, *warnings, f"page:  {page}", sep="\n")
     return 0
@@ -107,24 +105,19 @@ def train_on(folder: Path, requested: str) -> dict[str, Any]:
     if child.returncode:
         error = run.state().get("reason") if run.path.exists() else "see the message above"
         return {**record, "error": str(error or f"exit code {child.returncode}")}
-    steps = list(run.records("step"))
+    steps, device = list(run.records("step")), run.read("machine.json")["device"]
     q1_ms, step_ms, q3_ms = quartiles([row["step_ms"] for row in steps[WARMUP_STEPS:] or steps])
     diagnostics = [row for row in run.records() if "peak_rss_gb" in row]
     joules = diagnostics[-1]["joules"] if diagnostics else None
     seconds = sum(row["step_ms"] + row["between_ms"] for row in steps) / 1e3
     losses = {row["step"]: row["loss"] for row in steps if row["loss"] is not None}
     peaks = [max(row["peak_rss_gb"], row["device_gb"] or 0) for row in diagnostics]
-    device, batch_size = run.read("machine.json")["device"], run.read("config.json")["batch_size"]
     record |= {"text": requested if device == requested else f"{requested} → {device}", "device": device}
-    record |= {
-        "step_ms": step_ms,
-        "q1_ms": q1_ms,
-        "q3_ms": q3_ms,
-        "iqr_ms": f"{number(q1_ms)}–{number(q3_ms)}",
-    }
-    record |= {"pairs_per_s": 1e3 * batch_size / step_ms, "peak_gb": max(peaks, default=None)}
+    record |= {"step_ms": step_ms, "iqr_ms": f"{number(q1_ms)}–{number(q3_ms)}", "losses": losses}
+    pairs_per_s = 1e3 * run.read("config.json")["batch_size"] / step_ms
+    record |= {"pairs_per_s": pairs_per_s, "peak_gb": max(peaks, default=None)}
     record |= {"joules": joules, "watts": None if joules is None else joules / seconds}
-    record |= {"losses": losses, "final_loss": mean([*losses.values()][-10:]) if losses else None}
+    record |= {"final_loss": mean([*losses.values()][-10:]) if losses else None}
     return record | {"mean_r1": json.loads(child.stdout).get("mean_r1")}
 
 

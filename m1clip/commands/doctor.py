@@ -34,7 +34,7 @@ KNOWN_BUGS = {  # of PyTorch on macOS
     "2.8.0": ("fail", "attention on MPS gives wrong results (pytorch#163597)"),
     "2.13.0": ("warn", "torch.compile on MPS is 9 times slower (pytorch#192551)"),
 }
-STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 Check = tuple[str, str, str]
 """Name, status (ok, warn or fail) and result."""
 
@@ -62,26 +62,20 @@ def parse(prog: str, words: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
+    checks, rows = list[dict[str, str]](), []
     with tables.loading("checking the machine and its devices"):
-        checks = [*check_versions(), *check_machine(), *check_devices(args.preset)]
-    statuses = [status for _, status, _ in checks]
-    table = tables.table("", "", "")
-    table.show_header = False
-    for column in table.columns:
-        column.justify = "left"
-    records = []
-    for name, status, result in checks:
-        remedy = "" if status == "ok" else REMEDIES.get(name, REMEDIES["gpu"])
-        records.append({"name": name, "status": status, "result": result, "remedy": remedy})
-        table.add_row(f"[{STYLES[status]}]{status}[/]", name, result + (f"\n→ {remedy}" if remedy else ""))
+        for name, status, result in (*check_versions(), *check_machine(), *check_devices(args.preset)):
+            remedy = "" if status == "ok" else REMEDIES.get(name, REMEDIES["gpu"])
+            checks.append({"name": name, "status": status, "result": result, "remedy": remedy})
+            cell = f"{result}\n→ {remedy}" if remedy else result
+            rows.append((f"[{STATUS_STYLES[status]}]{status}[/]", name, cell))
+    statuses = [check["status"] for check in checks]
     if args.json:
-        machine = sensors.machine()
-        print(json.dumps({"ok": "fail" not in statuses, "machine": machine, "checks": records}))
+        print(json.dumps({"ok": "fail" not in statuses, "machine": sensors.machine(), "checks": checks}))
     else:
-        tables.show("this machine", table)
-        print(
-            "\n" + ", ".join(f"{statuses.count(status)} {status}" for status in STYLES if status in statuses)
-        )
+        tables.show_rows("this machine", ("status", "check", "result"), rows)
+        counts = [f"{statuses.count(status)} {status}" for status in STATUS_STYLES if status in statuses]
+        print("\n" + ", ".join(counts))
     return int("fail" in statuses)
 
 
@@ -105,11 +99,9 @@ def check_machine() -> Iterator[Check]:
     yield "memory", "fail" if free_gb < 2 else "warn" if free_gb < 4 or swap_gb > 2 else "ok", text
 
     disks = {folder: shutil.disk_usage(folder).free / 1e9 for folder in (Path.cwd(), cache_folder())}
-    least, text = (
-        min(disks.values()),
-        ", ".join(f"{gb:.0f} GB free in {folder}" for folder, gb in disks.items()),
-    )
-    yield "disk", "ok" if least >= 10 else "warn" if least >= 2 else "fail", text
+    text = " and ".join(f"{gb:.0f} GB free in {folder}" for folder, gb in disks.items())
+    least_gb = min(disks.values())
+    yield "disk", "ok" if least_gb >= 10 else "warn" if least_gb >= 2 else "fail", text
 
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     on_battery = battery is not None and battery.power_plugged is False
@@ -136,7 +128,7 @@ def check_devices(preset: str) -> Iterator[Check]:
     config, available, fast = get_preset(preset), devices.available(), sensors.fast_cores()
     text = f"{devices.DEFAULT_THREADS} threads, {sensors.machine()['cores']} cores"
     text += f" of which {fast} are performance cores" if fast else ""
-    yield "threads", "warn" if fast and devices.DEFAULT_THREADS > fast else "ok", text
+    yield "threads", "warn" if fast and fast < devices.DEFAULT_THREADS else "ok", text
     possible, reason = devices.can_compile(devices.torch_device("cpu"))
     yield "compile", "ok" if possible else "warn", f"torch.compile on the CPU: {reason}"
     if len(available) == 1:
