@@ -44,14 +44,16 @@ class Document:
         """Add a Jinja template of this package; values are escaped, and a dash where they are unknown."""
         import jinja2
 
-        def finalize(value: Any) -> Markdown:
-            unknown = value is None or isinstance(value, jinja2.Undefined)
-            return escape_markdown(UNKNOWN if unknown else value)
+        class Missing(jinja2.Undefined):
+            """A missing key is None, as every unknown value."""
+
+            def __new__(cls, *_: Any, **__: Any) -> None:  # type: ignore[misc]
+                return None
 
         environment = jinja2.Environment(
             loader=jinja2.FileSystemLoader(PACKAGE),
-            finalize=finalize,
-            undefined=jinja2.ChainableUndefined,
+            finalize=lambda value: escape_markdown(UNKNOWN if value is None else value),
+            undefined=Missing,
             trim_blocks=True,
             lstrip_blocks=True,
         )
@@ -61,10 +63,8 @@ class Document:
     def write(self, folder: Path, name: str) -> Path:
         """Write NAME.md and NAME.html; return the path of the HTML file."""
         markdown = "\n\n".join(self.blocks) + "\n"
-        page = (PACKAGE / "document.html").read_text()
-        page = page.replace("TITLE", html.escape(self.title), 1).replace(
-            "BODY", render_html(markdown, folder), 1
-        )
+        page = (PACKAGE / "document.html").read_text().replace("BODY", render_html(markdown, folder), 1)
+        page = page.replace("TITLE", html.escape(self.title), 1)
         atomic_write(folder / f"{name}.md", markdown, durable=False)
         atomic_write(folder / f"{name}.html", page, durable=False)
         return folder / f"{name}.html"
@@ -74,14 +74,14 @@ def escape_markdown(value: object) -> Markdown:
     """One line that renders as the same text: nothing in it is read as Markdown or HTML, except `code`."""
     if isinstance(value, Markdown):
         return value
-    text, code = " ".join(str(value).splitlines()), r"(?<!`)`([^`|]+)`(?!`)"
+    text = re.sub(r"^\s+", " ", " ".join(str(value).splitlines()))  # four spaces would be a code block
+    code = r"(?<!`)`([^`|]+)`(?!`)"
     parts = [f"`{part}`" if index % 2 else _escape(part) for index, part in enumerate(re.split(code, text))]
-    return Markdown("".join(parts))
+    return Markdown(re.sub(r"^(\s*\d*)([+=.)-])(?=[\s=-]|$)", r"\1\\\2", "".join(parts)))  # lists, rules
 
 
 def _escape(text: str) -> str:
-    text = re.sub(r"[\\`*\[\]~|]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
-    text = re.sub(r"^(\s*\d*)([#+=.)-])(?=[\s#=-]|$)", r"\1\\\2", text)  # headings, lists, rules
+    text = re.sub(r"[\\`*\[\]~|#]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
     return html.escape(text, quote=False)
 
 
