@@ -31,9 +31,7 @@ def test_a_image_and_a_string_meet_in_two_lines(model, tmp_path):
 def test_saved_and_loaded_encodes_the_same(model, tmp_path):
     model.save(tmp_path / "m")
     loaded = m1clip.load(tmp_path / "m")
-    images = [
-        Image.fromarray(np.random.default_rng(i).integers(0, 255, (40, 50, 3), np.uint8)) for i in range(3)
-    ]
+    images = [Image.fromarray(np.random.default_rng(i).integers(0, 255, (40, 50, 3), np.uint8)) for i in range(3)]
     assert torch.equal(model.encode_image(images), loaded.encode_image(images))
     assert torch.equal(model.encode_text(["a", "b c"]), loaded.encode_text(["a", "b c"]))
     assert sorted(path.name for path in (tmp_path / "m").iterdir()) == [
@@ -186,9 +184,7 @@ def test_seed_preset_is_the_documented_model():
     assert sum(w.numel() for w in model.text.parameters()) == 18_971_648
 
 
-@pytest.mark.parametrize(
-    ("preset", "count"), [("base", 151_277_313), ("large", 427_616_513), ("1b", 986_109_441)]
-)
+@pytest.mark.parametrize(("preset", "count"), [("base", 151_277_313), ("large", 427_616_513), ("1b", 986_109_441)])
 def test_known_shapes_have_the_known_counts(preset, count):
     with torch.device("meta"):
         assert sum(w.numel() for w in CLIP(PRESETS[preset].model).parameters()) == count
@@ -271,9 +267,7 @@ def test_a_tokenizer_too_large_for_the_table_is_refused(tiny):
 def test_a_failed_save_leaves_the_old_model(model, tmp_path, monkeypatch):
     model.save(tmp_path / "m")
     before = (tmp_path / "m" / "model.safetensors").read_bytes()
-    monkeypatch.setattr(
-        "m1clip.model.safe_load.save_file", lambda *a: (_ for _ in ()).throw(OSError(28, "No space"))
-    )
+    monkeypatch.setattr("m1clip.model.safe_load.save_file", lambda *a: (_ for _ in ()).throw(OSError(28, "No space")))
     with pytest.raises(OSError, match="No space"):
         model.save(tmp_path / "m")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]

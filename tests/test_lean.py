@@ -37,18 +37,14 @@ def plainly(cheap, linear, x):
 def test_results_and_gradients_are_those_of_plain_layers(always, kind, shape):
     torch.manual_seed(0)
     cheap, linear, x = CHEAP[kind](), nn.Linear(8, 5), torch.randn(shape, requires_grad=True)
-    for ours, theirs in zip(
-        *(found(way, cheap, linear, x) for way in (fast.linear_after, plainly)), strict=True
-    ):
+    for ours, theirs in zip(*(found(way, cheap, linear, x) for way in (fast.linear_after, plainly)), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
 def test_a_norm_that_does_not_move_is_left_out(always):
     norm, linear = nn.LayerNorm(8).requires_grad_(False), nn.Linear(8, 5)
     x = torch.randn(3, 8, requires_grad=True)
-    for ours, theirs in zip(
-        *(found(way, norm, linear, x) for way in (fast.linear_after, plainly)), strict=True
-    ):
+    for ours, theirs in zip(*(found(way, norm, linear, x) for way in (fast.linear_after, plainly)), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 

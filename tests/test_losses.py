@@ -46,9 +46,7 @@ def test_softmax_loss_of_equal_logits_is_chance():
 
 @pytest.mark.parametrize("kind", losses.LOSSES)
 def test_chance_is_the_best_that_a_constant_can_do(kind):
-    best = min(
-        losses.LOSSES[kind](torch.full((12, 12), c)).item() for c in torch.linspace(-6, 0, 601).tolist()
-    )
+    best = min(losses.LOSSES[kind](torch.full((12, 12), c)).item() for c in torch.linspace(-6, 0, 601).tolist())
     assert losses.chance(kind, 12) == pytest.approx(best, abs=1e-4)
 
 

@@ -16,9 +16,7 @@ TOLERANCE = 1e-5
 
 SHAPES = {
     "small": ModelConfig(VisionConfig(32, 8, 48, 3, 4), TextConfig(99, 20, 32, 2, 2), 24),
-    "quick": ModelConfig(
-        VisionConfig(48, 16, 64, 2, 1), TextConfig(300, 16, 64, 3, 4), 40, activation="quick_gelu"
-    ),
+    "quick": ModelConfig(VisionConfig(48, 16, 64, 2, 1), TextConfig(300, 16, 64, 3, 4), 40, activation="quick_gelu"),
 }
 
 
@@ -75,9 +73,7 @@ def transformers_twin(ours: CLIP) -> torch.nn.Module:
             projection_dim=ours.config.embed_dim,
         )
     )
-    missing, unexpected = theirs.load_state_dict(
-        dict(TRANSFORMERS.from_ours(ours.state_dict())), strict=False
-    )
+    missing, unexpected = theirs.load_state_dict(dict(TRANSFORMERS.from_ours(ours.state_dict())), strict=False)
     assert not unexpected
     assert all("position_ids" in key for key in missing)
     return theirs
@@ -130,8 +126,6 @@ def test_embeddings_loss_and_gradients_equal_the_peers(library, shape):
     # The peers' gradients, laid out as ours by the same mapping that carried the weights over.
     grads = CLIP(ours.config)
     grads.load_state_dict({name: weight.grad for name, weight in ours.named_parameters()})
-    expected = {
-        name: value for name, value in duplicate(grads).state_dict().items() if "position_ids" not in name
-    }
+    expected = {name: value for name, value in duplicate(grads).state_dict().items() if "position_ids" not in name}
     for name, weight in theirs.named_parameters():
         assert (weight.grad - expected[name]).abs().max() <= TOLERANCE, name
