@@ -13,7 +13,7 @@ from m1clip.config import TrainConfig, from_json
 
 if TYPE_CHECKING:
     from m1clip.data.batches import Batch
-    from m1clip.data.pairs import PairDataset
+    from m1clip.data.rows import PairDataset
     from m1clip.data.sources import Source
     from m1clip.data.splits import Split
     from m1clip.model.clip import CLIP
@@ -60,8 +60,8 @@ def main(args: Args) -> int:
         from m1clip import devices
         from m1clip.console import Console
         from m1clip.data.rows import BadRows
-        from m1clip.data.sources import open_sources, scored
-        from m1clip.data.splits import Split, open_part
+        from m1clip.data.sources import open_sources, validation_subset
+        from m1clip.data.splits import open_eval_split
         from m1clip.devices import Plan
         from m1clip.evals.edits import edit_scores, is_editable
         from m1clip.evals.embed import embed_pairs
@@ -76,10 +76,10 @@ def main(args: Args) -> int:
     sides: list[PairDataset] = []
     for source in open_sources(config, console.working):
         side = side_of(source, args.split)
-        sides.append(scored(side, config) if args.split == "val" else side)
-        faults += source.faults
-    pairs = Split([open_part(side, size, config, faults, console.working) for side in sides])
-    faults.require_few(config.max_bad_rows)
+        sides.append(validation_subset(side, config) if args.split == "val" else side)
+        faults += source.bad_rows
+    pairs = open_eval_split(sides, size, config, faults, console.working)
+    faults.require_at_most(config.max_bad_rows)
     choice = trusted(PlanChoice(Plan(str(device)), why), model, first_pairs(model, pairs), console)
     model.place(*choice.plan.places)
     image_NE, text_ME, owner_M = embed_pairs(model, pairs)
@@ -104,11 +104,12 @@ def first_pairs(model: "CLIP", pairs: "Split") -> "Batch":
     import numpy as np
     import torch
 
-    from m1clip.data.batches import Batch
+    from m1clip.data.batches import Batch, Images, Tokens
 
     rows, pixels = pairs.take(np.arange(min(8, len(pairs))))
     tokens_BL = model.tokenize([pairs.captions(int(row))[0] for row in rows])
-    return Batch(torch.from_numpy(pixels), tokens_BL, torch.from_numpy(rows), None, rows)
+    image, text = Images(torch.from_numpy(pixels)), Tokens(tokens_BL[:, None])
+    return Batch(image, text, torch.from_numpy(rows), None, rows)
 
 
 def reading(args: Args, trained: TrainConfig) -> TrainConfig:
@@ -123,7 +124,7 @@ def reading(args: Args, trained: TrainConfig) -> TrainConfig:
 def side_of(source: "Source", split: str) -> "PairDataset":
     if split == "test" and source.test is None:
         raise ValueError(f"{source.spec} has no test split; --split all takes every pair")
-    return {"val": source.val, "test": source.test or source.every, "all": source.every}[split]
+    return {"val": source.val, "test": source.test or source.all, "all": source.all}[split]
 
 
 def find(args: Args) -> tuple[Path, TrainConfig]:

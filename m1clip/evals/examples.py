@@ -105,7 +105,7 @@ def images(rows: list[int], pairs: Split) -> dict[str, dict[str, str]]:
     there, pixels = pairs.take(np.array(rows))
     shown = {}
     for row, real, image in zip(rows, there, pixels, strict=True):
-        shown[str(row)] = {"caption": pairs.captions(row)[0], "name": pairs.row(row)}
+        shown[str(row)] = {"caption": pairs.captions(row)[0], "name": pairs.location(row)}
         if row == real:  # else it could not be decoded, and another's came in its place
             made, small = io.BytesIO(), Image.fromarray(image)
             small.thumbnail((LARGEST, LARGEST))

@@ -16,8 +16,8 @@ from typing import Any
 from m1clip import devices
 from m1clip.config import PRESETS, ModelConfig, TextConfig, TrainConfig, VisionConfig
 from m1clip.console import Console
-from m1clip.data.augment import margin
-from m1clip.data.pixel_cache import Store
+from m1clip.data.augment import stored_size
+from m1clip.data.pixel_cache import PixelCache
 from m1clip.data.sources import Source, open_sources
 from m1clip.data.workers import decode_rows
 from m1clip.devices import Plan
@@ -205,8 +205,8 @@ def fitted(candidate: Candidate, told: TokenizedCaptions) -> Candidate:
 
 def decode_s(sources: Sequence[Source], config: TrainConfig) -> float:
     """Seconds to decode what the cache does not have, by a few of the images."""
-    side = margin(config.model.vision.image_size, config.crop_scale)
-    missing = [one for one in sources if Store(one.train, side).need]
+    side = stored_size(config.model.vision.image_size, config.crop_scale)
+    missing = [one for one in sources if PixelCache(one.train, side).missing_bytes]
     if not missing:
         return 0.0
     largest = max((one.train for one in missing), key=len)

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from m1clip import devices
 from m1clip.config import TrainConfig
-from m1clip.data.augment import margin
-from m1clip.data.batches import Augmentation, seen
-from m1clip.data.cache_space import explained_if_full, make_room
-from m1clip.data.features import Features, numbered
-from m1clip.data.index import Rows
-from m1clip.data.pairs import ProgressFactory
-from m1clip.data.row_store import Notes, Store
+from m1clip.data.augment import Augmentation, augment_images, stored_size
+from m1clip.data.batches import CaptionFeatureTable, FeatureTables, ImageFeatureTable, group_ids
+from m1clip.data.index import RowIndices
+from m1clip.data.pixel_cache import Notes, RowStore
+from m1clip.data.rows import ProgressFactory
 from m1clip.data.splits import Split
 from m1clip.files import cache_folder
 from m1clip.format import file_size
@@ -44,23 +42,20 @@ def encoded(
     views: int,
     bars: ProgressFactory,
     until: float | None = None,
-) -> Features:
+) -> FeatureTables:
     """Of one side, for each of its locked towers; after the first, views only as long as there is time."""
-    made: dict[str, Any] = {}
-    if "text" in locked:
-        made |= _captions(model, side, config, bars)
-    if "vision" in locked:
-        made |= _images(model, side, config, views, bars, until)
-    return Features(**made)
+    captions = _captions(model, side, config, bars) if "text" in locked else None
+    images = _images(model, side, config, views, bars, until) if "vision" in locked else None
+    return FeatureTables(images, captions)
 
 
 def _images(
     model: CLIP, side: Split, config: TrainConfig, views: int, bars: ProgressFactory, until: float | None
-) -> dict[str, Any]:
+) -> ImageFeatureTable:
     size, stores = model.config.vision.image_size, []
     device = model.places[0]
     tower = inference_form(model.vision).to(device)
-    weights, stored_side = digest(model.vision), margin(size, config.crop_scale)
+    weights, stored_side = digest(model.vision), stored_size(size, config.crop_scale)
     views = (
         views if Augmentation(config.crop_scale, config.hflip, config.color_jitter) != Augmentation() else 1
     )  # or all were alike
@@ -73,10 +68,10 @@ def _images(
         which = (config.seed, view, how) if view else ()
         name = named("images", weights, image_rows(side), shape_of(model, "vision"), which, stored_side)
 
-        def some(rows: Rows, how: Augmentation = how, view: int = view) -> tuple[Tensor, Notes]:
+        def some(rows: RowIndices, how: Augmentation = how, view: int = view) -> tuple[Tensor, Notes]:
             found, pixels = side.take(rows)
             moved = {str(row): int(other) for row, other in zip(rows, found, strict=True) if row != other}
-            return seen(pixels, how, size, config.seed, view, rows), moved
+            return augment_images(pixels, how, size, config.seed, view, rows), moved
 
         def encode(images_BHWC: Tensor) -> Tensor:
             made: Tensor = tower(model.normalize(devices.copy_to(images_BHWC, device)))
@@ -85,15 +80,15 @@ def _images(
         told = "encoding images" + (f", view {view + 1} of {views}" if views > 1 else "")
         stores.append(_filled(name, len(side), model.config.vision.width, some, encode, told, config, bars))
         took = max(took, time.monotonic() - began)  # one that was stored takes none
-    arrays = [store.mapped(np.float16, model.config.vision.width) for store in stores]
+    arrays = [store.memmap(np.float16, model.config.vision.width) for store in stores]
     instead = np.arange(len(side))
     for entry in stores[0].entries().values():
-        for row, other in entry["bad"].items():
+        for row, other in entry["notes"].items():
             instead[int(row)] = other
-    return {"views": arrays, "look_N": looks(arrays[0]), "instead_N": instead}
+    return ImageFeatureTable(arrays, looks(arrays[0]), instead)
 
 
-def _captions(model: CLIP, side: Split, config: TrainConfig, bars: ProgressFactory) -> dict[str, Any]:
+def _captions(model: CLIP, side: Split, config: TrainConfig, bars: ProgressFactory) -> CaptionFeatureTable:
     device = model.places[1]
     assert model.tokenizer is not None
     captions = [side.captions(row) for row in range(len(side))]
@@ -104,7 +99,7 @@ def _captions(model: CLIP, side: Split, config: TrainConfig, bars: ProgressFacto
     said = blake2b("\0".join(flat).encode(), digest_size=16).hexdigest()
     name = named("captions", digest(model.text), words, said, shape_of(model, "text"))
 
-    def some(rows: Rows) -> tuple[Tensor, Notes]:
+    def some(rows: RowIndices) -> tuple[Tensor, Notes]:
         return model.tokenize([flat[order_M[row]] for row in rows]), {}
 
     def encode(tokens_BL: Tensor) -> Tensor:
@@ -114,23 +109,22 @@ def _captions(model: CLIP, side: Split, config: TrainConfig, bars: ProgressFacto
     store = _filled(name, len(flat), model.config.text.width, some, encode, "encoding captions", config, bars)
     place_M = np.empty(len(flat), np.int64)
     place_M[order_M] = np.arange(len(flat))
-    texts = store.mapped(np.float16, model.config.text.width)
-    return {"texts": texts, "place_M": place_M, "start_N": start_N, "caption_M": numbered(flat)}
+    texts = store.memmap(np.float16, model.config.text.width)
+    return CaptionFeatureTable(texts, place_M, start_N, group_ids(flat))
 
 
 def _filled(
     name: str,
     rows: int,
     width: int,
-    some: Callable[[Rows], tuple[Tensor, Notes]],
+    some: Callable[[RowIndices], tuple[Tensor, Notes]],
     encode: Encode,
     told: str,
     config: TrainConfig,
     bars: ProgressFactory,
-) -> Store:
+) -> RowStore:
     """The store of that name, made whole."""
-    store = Store(cache_folder() / f"features-{name}", rows, 2 * width)
-    store.claim()
+    store = RowStore(cache_folder() / f"features-{name}", rows, 2 * width)
     fastest = Fastest(encode)
 
     def make(parts: list[range]) -> Iterator[tuple[bytes, Notes]]:
@@ -141,17 +135,12 @@ def _filled(
                 raise FloatingPointError("the features are not finite; this tower's weights are broken")
             yield made.clamp(-MOST, MOST).half().numpy().tobytes(), notes
 
-    try:
-        if store.need and not make_room(store.need, config.cache_gb * 1e9, store.folder, "features"):
+    with bars(told, rows) as advance, torch.inference_mode():
+        if not store.build(make, config.cache_gb * 1e9, advance, "features"):
             raise OSError(
-                f"the features need {file_size(store.need)} beside the decoded images; --cache-gb "
+                f"the features need {file_size(store.missing_bytes)} beside the decoded images; --cache-gb "
                 f"{config.cache_gb:g} is too little"
             )
-        with bars(told, rows) as advance, explained_if_full(store.folder), torch.inference_mode():
-            store.fill(make, advance)
-    except BaseException:
-        store.close()
-        raise
     return store
 
 
@@ -236,9 +225,9 @@ def named(*parts: object) -> str:
     return blake2b("|".join(map(str, parts)).encode(), digest_size=8).hexdigest()
 
 
-def looks(view: NDArray[Any]) -> Rows:
+def looks(view: NDArray[Any]) -> RowIndices:
     """Equal for images whose features are."""
-    return numbered([blake2b(row.tobytes(), digest_size=16).digest() for row in view])
+    return group_ids([blake2b(row.tobytes(), digest_size=16).digest() for row in view])
 
 
 def embed_features(model: CLIP, side: str, rows: NDArray[Any], most: int = 4096) -> Tensor:

@@ -48,7 +48,7 @@ class Logger:
         self.energy, self.beat_at = sensors.EnergyMeter(), 0.0
         # A total is known only if every session could be measured, an epoch's if it began in this one.
         self.joules_before = 0.0 if progress.step == 0 else progress.joules
-        self.epoch_from = 0.0 if batches.ended_epoch(progress.step) is not None else None
+        self.epoch_from = 0.0 if batches.epoch_end(progress.step) is not None else None
         self.power_from: tuple[float, float | None] = (time.monotonic(), self.energy.joules())
         sensors.readings(run.path)  # the cores' use is counted from here
 
@@ -81,7 +81,9 @@ class Logger:
             )  # how its height is found
             return
         self.progress.skipped += 1
-        names = [self.batches.pairs.row(number) for number in self._broken(row["step"] - 1) or row["rows"]]
+        names = [
+            self.batches.pairs.location(number) for number in self._broken(row["step"] - 1) or row["rows"]
+        ]
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         what = "loss" if row["loss"] is None else "gradient"
         self.run.log("event", row["step"], event="skipped", what=what, rows=row["rows"], names=names[:20])
@@ -96,7 +98,7 @@ class Logger:
     @torch.no_grad()
     def _broken(self, step: int) -> list[int]:
         """The rows of a batch whose own embedding is not finite."""
-        batch = self.state.take(self.batches.at(step))
+        batch = self.state.take(self.batches.batch(step))
         good_B = torch.ones(len(batch), dtype=torch.bool, device=self.state.device)
         for embed in (embed_images, embed_captions):
             made = [embed(self.state, part) for part in batch.split(self.state.chunk)]
@@ -143,7 +145,7 @@ class Logger:
                 self.console.warn(f"{name}: {sentence}")
 
     def scores(self, scores: Retrieval, figures: dict[str, Any]) -> None:
-        epoch = self.batches.ended_epoch(self.progress.step)
+        epoch = self.batches.epoch_end(self.progress.step)
         record = {"epoch": epoch, **scores.record(), **figures}
         self.run.log("eval", self.progress.step, **record)
         self.seen.evals.append(record)
@@ -171,7 +173,7 @@ class Logger:
 
     def bad_rows(self, faults: BadRows) -> None:
         """Tell of rows that could not be decoded while training, as far as that has not been told."""
-        if new := faults.named[self.told_bad :]:
+        if new := faults.examples[self.told_bad :]:
             self.told_bad += len(new)
             names = [str(fault) for fault in new[:20]]
             self.run.log("event", self.progress.step, event="bad rows", count=len(faults), names=names)

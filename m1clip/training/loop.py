@@ -14,9 +14,9 @@ import torch
 from m1clip import __version__, devices, sensors
 from m1clip.config import TrainConfig, to_json
 from m1clip.console import Console
-from m1clip.data.batches import Augmentation, Batch, BatchStream
+from m1clip.data.augment import Augmentation
+from m1clip.data.batches import Batch, BatchStream, tokenize_captions
 from m1clip.data.splits import Split
-from m1clip.data.token_cache import tell
 from m1clip.evals.retrieval import Retrieval
 from m1clip.files import atomic_write
 from m1clip.model.clip import CLIP
@@ -58,7 +58,14 @@ def train(setup: Setup, run: Run, console: Console) -> Result:
     config = setup.config
     state, choice, batches, val, last = ready(setup, console)
     progress = checkpoint.load(setup.start, state) if setup.start else Progress()
-    introduce(run, state, setup, progress, console, len(batches.features.views))
+    introduce(
+        run,
+        state,
+        setup,
+        progress,
+        console,
+        len(batches.features.images.views) if batches.features.images else 0,
+    )
     metrics, checkpoints = (
         StepMetrics(config, state.device),
         CheckpointManager(run, state, progress, console.warn),
@@ -82,7 +89,7 @@ def train(setup: Setup, run: Run, console: Console) -> Result:
             stats, *embeddings = memory.careful_step(state, here, metrics.mark, logger.divided)
             progress.step += 1
             metrics.add(progress.step, lr, stats, batch, state.chunk)
-            epoch, ending = batches.ended_epoch(progress.step), schedule.count(progress.step)
+            epoch, ending = batches.epoch_end(progress.step), schedule.count(progress.step)
             progress.ended_by = config.budget_s if ending else None
             looking, saving, stopping = (
                 progress.step % config.inspect_every == 0,
@@ -101,7 +108,7 @@ def train(setup: Setup, run: Run, console: Console) -> Result:
                     checkpoints.judge(scores)
             if epoch:
                 logger.epoch(epoch, metrics.epoch(), scores)
-                logger.bad_rows(batches.pairs.met())
+                logger.bad_rows(batches.pairs.bad_rows())
             if saving or checkpoints.has_new_best:
                 with metrics.paused(), schedule.aside("saving"):
                     checkpoints.save()
@@ -152,7 +159,7 @@ def ready(setup: Setup, console: Console) -> tuple[TrainState, PlanChoice, Batch
     batches, val = prepare(config, setup), Scored(setup.data.val)
     if setup.locked:
         batches, val = encode_once(config, setup, model, batches, console)
-    last = batches.at(setup.total - 1)  # its images are the largest
+    last = batches.batch(setup.total - 1)
     choice = device_plan.settle(config, model, last, setup.total, setup.before, console)
     devices.apply_plan(choice.plan)
     memory.retain_freed_memory()
@@ -204,10 +211,8 @@ def prepare(config: TrainConfig, setup: Setup) -> BatchStream:
         config.seed,
         vision.image_size,
         Augmentation(config.crop_scale, config.hflip, config.color_jitter),
-        mask_duplicates=True,
-        total=setup.total,
-        captions=min(config.captions_per_image, most_captions(setup.data.train)),
-        told=None if "text" in setup.locked else tell(setup.data.train, cut, padded),
+        captions_per_image=min(config.captions_per_image, most_captions(setup.data.train)),
+        tokenized=None if "text" in setup.locked else tokenize_captions(setup.data.train, cut, padded),
     )
 
 
@@ -258,8 +263,9 @@ def encode_once(
         until = setup.deadline - HEADS * (config.budget_s or 0.0)
     views = setup.views or recipes.VIEWS
     learned = features.encoded(model, data.train, config, setup.locked, views, bars, until)
-    if until is not None and 0 < len(learned.views) < recipes.VIEWS:
-        console.say(f"{len(learned.views)} of {recipes.VIEWS} views: there is no time for more")
+    views = len(learned.images.views) if learned.images else 0
+    if until is not None and 0 < views < recipes.VIEWS:
+        console.say(f"{views} of {recipes.VIEWS} views: there is no time for more")
     return replace(batches, features=learned), Scored(data.val, val)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from m1clip import devices, losses
 from m1clip.config import TrainConfig
-from m1clip.data.batches import Batch
+from m1clip.data.batches import Batch, Images
 from m1clip.training.step import STATS
 
 PHASES = ("wait", "copy", "forward", "backward", "optimizer")
@@ -73,8 +73,8 @@ class StepMetrics:
 
     def add(self, step: int, lr: float, stats: Tensor, batch: Batch, chunk: int) -> None:
         """Keep a step's figures where they are: reading a GPU's would make it wait."""
-        rows, images = batch.rows.tolist(), batch.images_BHWC
-        side = images.shape[1] if images.ndim == 4 else 0  # none is seen where the tower is locked
+        rows = batch.rows.tolist()
+        side = batch.image.images_BHWC.shape[1] if isinstance(batch.image, Images) else 0
         timing = (self.exact, self.stamps, self.between_s, time.time())
         self.unread.append(Unread(step, lr, stats, rows, side, chunk, *timing))
         self.ended_at = time.perf_counter()

@@ -10,7 +10,7 @@ import torch
 from m1clip import devices
 from m1clip.config import RECIPES, Recipe, TrainConfig
 from m1clip.console import Console
-from m1clip.data.batches import BatchStream
+from m1clip.data.batches import BatchStream, Images, Tokens
 from m1clip.data.sources import open_sources
 from m1clip.devices import Plan
 from m1clip.format import duration
@@ -148,21 +148,21 @@ def meet(model: CLIP, found: InitModel, batches: BatchStream) -> None:
     if found.known is not None:
         return
     known, batch = batches.features, None
+    image_views = known.images.views[0] if known.images else None
+    caption_features = known.captions.features_MD if known.captions else None
     for side, head in (("vision", model.vision_projection), ("text", model.text_projection)):
         if not isinstance(head, Head):
             continue
-        stored = {"vision": known.views[0] if known.views else None, "text": known.texts}[side]
+        stored = {"vision": image_views, "text": caption_features}[side]
         if stored is not None:
             some = stored[:: -(-len(stored) // MOST_LOOKED)]  # at equal distances
             head.standardize(torch.from_numpy(np.array(some)))
             continue
-        batch = batch or batches.at(0).split(LOOKED)[0].to(*model.places)
-        images = side == "vision"
-        head.standardize(
-            model.vision(model.normalize(batch.images_BHWC))
-            if images
-            else model.text(batch.tokens_BL.flatten(0, -2))
-        )
+        batch = batch or batches.batch(0).split(LOOKED)[0].to(*model.places)
+        if side == "vision" and isinstance(batch.image, Images):
+            head.standardize(model.vision(model.normalize(batch.image.images_BHWC)))
+        elif isinstance(batch.text, Tokens):
+            head.standardize(model.text(batch.text.tokens_BKL.flatten(0, 1)))
 
 
 def between(model: CLIP, start: CLIP, part: float) -> CLIP:

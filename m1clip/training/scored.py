@@ -5,11 +5,10 @@ Shapes: N images, M captions, E embedding.
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from m1clip.data.features import Features
+from m1clip.data.batches import FeatureTables
 from m1clip.data.splits import Split
 from m1clip.evals.embed import embed_captions, embed_images
 from m1clip.evals.examples import examples
@@ -28,7 +27,7 @@ class Scored:
     """The validation side: its pairs, and their features where towers are locked."""
 
     pairs: Split
-    features: Features = Features()
+    features: FeatureTables = FeatureTables()
 
     def evaluate(self, state: TrainState, logger: Logger | None = None) -> Retrieval:
         """validation retrieval of the weights that would be kept."""
@@ -50,12 +49,13 @@ class Scored:
         """Images, captions, and whose each caption is; from their features where there are any."""
         known, captions = self.features, [self.pairs.captions(row) for row in range(len(self.pairs))]
         owner_M = torch.tensor([row for row, some in enumerate(captions) for _ in some])
-        if known.views:
-            image_NE = features.embed_features(model, "vision", known.views[0])
+        if known.images:
+            image_NE = features.embed_features(model, "vision", known.images.views[0])
         else:
             image_NE = embed_images(model, self.pairs, most)
-        if known.texts is not None:
-            text_ME = features.embed_features(model, "text", known.of_captions(np.arange(len(owner_M))))
+        if known.captions:
+            stored = known.captions.features_MD[known.captions.position_M]
+            text_ME = features.embed_features(model, "text", stored)
         else:
             text_ME = embed_captions(model, [caption for some in captions for caption in some], most)
         return image_NE, text_ME, owner_M

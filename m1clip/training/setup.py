@@ -12,7 +12,8 @@ import torch
 
 from m1clip.config import TrainConfig
 from m1clip.console import Console
-from m1clip.data.augment import margin
+from m1clip.data.augment import stored_size
+from m1clip.data.sources import open_sources
 from m1clip.data.splits import Split, Splits, open_splits
 from m1clip.devices import Plan
 from m1clip.format import file_size
@@ -80,8 +81,9 @@ def check(
     require_room(config, runs, resumed)
     size = config.model.vision.image_size
     was = began_with(resumed) if resumed else {}
-    data = open_splits(config, size, margin(size, config.crop_scale), console.working, was.get("live", ()))
-    pairs = data.train.per_epoch
+    sources, stored = open_sources(config, console.working), stored_size(size, config.crop_scale)
+    data = open_splits(sources, config, size, stored, console.working, was.get("on_the_fly", ()))
+    pairs = data.train.pairs_per_epoch
     config = settled(config, found, pairs)
     if config.batch_size > pairs:
         raise ValueError(f"batch {config.batch_size} is larger than the {pairs} training pairs")

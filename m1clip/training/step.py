@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from m1clip import devices, losses
-from m1clip.data.batches import Batch
+from m1clip.data.batches import Batch, ImageFeatures, Images, TextFeatures, Tokens
 from m1clip.model.clip import CLIP
 from m1clip.training.state import TrainState
 
@@ -37,7 +37,7 @@ def train_step(
     towers = (embed_images, embed_captions)
     made = state.at_once(*(partial(embed_all, state, embed, chunks) for embed in towers))
     image_BE, text_BE = (one_BE.detach().to(state.device).requires_grad_() for one_BE in made)
-    told = text_BE.unbind(1) if text_BE.ndim == 3 else (text_BE,)  # each of an image's captions, in turn
+    told = text_BE.unbind(1)  # each of an image's captions, in turn
     logits = [model.logits(image_BE, one_BE) for one_BE in told]
     judge = partial(
         losses.LOSSES[model.config.loss], duplicate_BB=batch.duplicate_BB, smoothing=config.label_smoothing
@@ -80,28 +80,29 @@ def take_back(state: TrainState, embed: Embed, chunks: list[Batch], made_BE: Ten
 
 
 def embed_images(state: TrainState, batch: Batch) -> Tensor:
-    device = batch.images_BHWC.device
+    device = batch.image.tensor.device
     with devices.autocast(device, state.plan.precision):
-        return of_images(state.model, batch.images_BHWC, devices.copy_to(batch.key_B, device)).float()
+        return of_images(state.model, batch.image, devices.copy_to(batch.key_B, device)).float()
 
 
 def embed_captions(state: TrainState, batch: Batch) -> Tensor:
-    device = batch.tokens_BL.device
+    device = batch.text.tensor.device
     with devices.autocast(device, state.plan.precision):
-        return of_captions(state.model, batch.tokens_BL, devices.copy_to(batch.key_B, device)).float()
+        return of_captions(state.model, batch.text, devices.copy_to(batch.key_B, device)).float()
 
 
-def of_images(model: CLIP, x: Tensor, key_B: Tensor | None = None) -> Tensor:
-    """Unit vectors of bytes (B, S, S, C), or of the features (B, D) that a locked tower made of them."""
-    if x.ndim == 2:
-        return model.embed_features("vision", x, key_B)
-    return model.embed_images(model.normalize(x), key_B)
+def of_images(model: CLIP, image: Images | ImageFeatures, key_B: Tensor | None = None) -> Tensor:
+    """Embeddings (B, E) of images, or of the features that a frozen tower made of them."""
+    if isinstance(image, ImageFeatures):
+        return model.embed_features("vision", image.features_BD, key_B)
+    return model.embed_images(model.normalize(image.images_BHWC), key_B)
 
 
-def of_captions(model: CLIP, x: Tensor, key_B: Tensor | None = None) -> Tensor:
-    """Unit vectors of token ids (B, L), or of features (B, D); (B, K, E) where an image has K captions."""
-    if x.ndim == 3:
-        B, K = x.shape[:2]
-        each = None if key_B is None else (key_B[:, None] + KEYS * torch.arange(K, device=x.device)).flatten()
-        return of_captions(model, x.flatten(0, 1), each).view(B, K, -1)
-    return model.embed_features("text", x, key_B) if x.is_floating_point() else model.embed_tokens(x, key_B)
+def of_captions(model: CLIP, text: Tokens | TextFeatures, key_B: Tensor | None = None) -> Tensor:
+    """Embeddings (B, K, E) of K captions per image, or of the features that a frozen tower made of them."""
+    B, K = text.tensor.shape[:2]
+    if key_B is not None:
+        key_B = (key_B[:, None] + KEYS * torch.arange(K, device=key_B.device)).flatten()
+    if isinstance(text, TextFeatures):
+        return model.embed_features("text", text.features_BKD.flatten(0, 1), key_B).view(B, K, -1)
+    return model.embed_tokens(text.tokens_BKL.flatten(0, 1), key_B).view(B, K, -1)
