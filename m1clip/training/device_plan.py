@@ -12,7 +12,7 @@ from m1clip import advisor, devices, measurements, sensors
 from m1clip.advisor import RequestedPlan
 from m1clip.config import TrainConfig
 from m1clip.console import Console
-from m1clip.data.batches import Batch, BatchStream
+from m1clip.data.batches import Batch, BatchStream, ImageFeatures, TextFeatures
 from m1clip.devices import Plan
 from m1clip.estimates import Work, identity
 from m1clip.measurements import Measurements
@@ -43,7 +43,7 @@ def settle(
     config: TrainConfig, model: CLIP, batch: Batch, steps: int, before: Plan | None, console: Console
 ) -> PlanChoice:
     """The plan of a run. The model ends where it says."""
-    if batch.images_BHWC.ndim == 2 and batch.tokens_BL.is_floating_point() and before is None:
+    if isinstance(batch.image, ImageFeatures) and isinstance(batch.text, TextFeatures) and before is None:
         before = Plan(str(model.places[0]), threads=config.threads)
         return PlanChoice(before, "the heads learn where their features were encoded")
     choice = keep(before, config) if before else decide(config, batch, steps, console)
@@ -56,7 +56,7 @@ def for_encoding(config: TrainConfig, model: CLIP, batches: BatchStream, console
     asked = devices.default_device("auto")[0].type if config.device == "auto" else config.device
     choice = PlanChoice(Plan(asked), "")
     if not SKIP_PARITY:
-        choice = trusted(choice, model, batches.at(0).split(TRIED)[0], console, config)
+        choice = trusted(choice, model, batches.batch(0).split(TRIED)[0], console, config)
     model.place(*choice.plan.places)
 
 
@@ -138,7 +138,7 @@ def decide(config: TrainConfig, batch: Batch, steps: int, console: Console) -> P
     undecided = requested.device is None and len(here) > 1
     if not rows and not undecided:  # nothing to choose by, and nothing worth a wait
         return PlanChoice(plain(requested), advisor.advise(nothing(config), [], here, requested).why())
-    work = work_of(config, len(batch), batch.tokens_BL.shape[-1], known)
+    work = work_of(config, len(batch), batch.text.tensor.shape[-1], known)
     if undecided and not measured(rows, here, work):
         rows = try_now(config, batch, work, known, here, console)
     if known.unkept:  # a full disk is no reason not to train
@@ -190,7 +190,7 @@ def try_now(
         for one in timings:
             if one.failed:
                 console.warn(f"{one.plan}: {one.failed}; left out")
-        keep_contest(known, config, replace(work, batch=size), batch.tokens_BL.shape[-1], timings)
+        keep_contest(known, config, replace(work, batch=size), batch.text.tensor.shape[-1], timings)
     return known.rows("step")
 
 

@@ -12,7 +12,7 @@ import torch
 
 from m1clip import devices, sensors
 from m1clip.config import TrainConfig
-from m1clip.data.batches import Batch
+from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.training import memory
@@ -195,8 +195,7 @@ def some_batch(config: TrainConfig, size: int, tokens: int) -> Batch:
     rng, side = torch.Generator().manual_seed(0), config.model.vision.image_size
     tokens_BL = torch.randint(3, config.model.text.vocab_size, (size, tokens), generator=rng)
     tokens_BL[:, 0], tokens_BL[:, -1] = 1, 2
-    if config.captions_per_image > 1:
-        tokens_BL = tokens_BL[:, None].repeat(1, config.captions_per_image, 1)
+    tokens_BKL = tokens_BL[:, None].repeat(1, config.captions_per_image, 1)
     images_BHWC = torch.randint(0, 256, (size, side, side, 3), generator=rng, dtype=torch.uint8)
     key_B = torch.randint(0, 2**32, (size,), generator=rng)
-    return Batch(images_BHWC, tokens_BL, key_B, None, np.arange(size))
+    return Batch(Images(images_BHWC), Tokens(tokens_BKL), key_B, None, np.arange(size))
