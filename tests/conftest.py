@@ -18,7 +18,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def tiny_config() -> ModelConfig:
-    return ModelConfig(VisionConfig(32, 16, 32, 2, 2), TextConfig(512, 24, 32, 2, 2), embed=24)
+    return ModelConfig(VisionConfig(32, 16, 32, 2, 2), TextConfig(512, 24, 32, 2, 2), embed_dim=24)
 
 
 def tiny_run_config(tiny: ModelConfig) -> TrainConfig:
@@ -27,7 +27,7 @@ def tiny_run_config(tiny: ModelConfig) -> TrainConfig:
         model=tiny,
         data="synthetic:64",
         val_size=16,
-        batch=16,
+        batch_size=16,
         epochs=2,
         log_every=2,
         eval_every=1,

@@ -12,7 +12,7 @@ from m1clip import run as runs
 from m1clip.config import TrainConfig, from_json
 from m1clip.data.sources import open_sources
 from m1clip.model.clip import load
-from m1clip.model.towers import Vision
+from m1clip.model.towers import VisionTransformer
 from m1clip.training import autoconfig, loop, schedule, timing
 from m1clip.training.autoconfig import Candidate, Time, TokenizedCaptions, decide
 from m1clip.training.optim import rate
@@ -312,13 +312,13 @@ def test_what_does_not_go_together_is_refused(tiny_run, changes, told):
 
 def test_a_image_with_several_captions_that_is_not_finite_is_passed_over(tiny_run, tmp_path, monkeypatch):
     """A broken batch is named by its rows and left out; the run goes on."""
-    forward = Vision.forward
+    forward = VisionTransformer.forward
 
     def broken(self, pixels_BCHW, key_B=None):
         made = forward(self, pixels_BCHW, key_B)
         return made.where(torch.arange(len(made))[:, None] != 3, torch.nan) if key_B is not None else made
 
-    monkeypatch.setattr(Vision, "forward", broken)
+    monkeypatch.setattr(VisionTransformer, "forward", broken)
     result = trained(replace(tiny_run, captions=2, steps=2), tmp_path / "r")
     assert result.finished
     skipped = [row for row in runs.Run(tmp_path / "r").records("event") if row["event"] == "skipped"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from m1clip.model.cost import cost
+from m1clip.model.cost import model_cost
 from m1clip.training import memory
 from trained import some_batch, some_state
 
@@ -16,7 +16,7 @@ def state(tiny_run):
 
 
 def test_what_is_kept_of_a_pair_is_what_the_cost_model_counts(state, tiny):
-    counted = cost(replace(tiny, text=replace(tiny.text, length=8))).activation_mb  # captions of 8 tokens
+    counted = model_cost(replace(tiny, text=replace(tiny.text, length=8))).activation_mb  # captions of 8 tokens
     assert memory.kept_bytes(state, some_batch(64)) / 1e6 == pytest.approx(counted, rel=0.1)
 
 

@@ -7,7 +7,6 @@ import torch
 
 from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch
-from m1clip.model import rng
 from m1clip.model.clip import CLIP
 from m1clip.training.optim import Muon, make_optimizers
 from m1clip.training.state import TrainState
@@ -196,43 +195,3 @@ def test_rates_fall_layer_by_layer_towards_the_pixels(tiny):
     assert lr["vision.patch.weight"] == lr["text.token.weight"] == pytest.approx(0.1)
 
 
-def test_noise_is_even_and_differs_by_row_salt_and_place():
-    key_B = torch.tensor([7, 8, 7])
-    drawn = rng.uniform(key_B, 3, (100, 100))
-    assert drawn.mean().item() == pytest.approx(0.5, abs=0.01)
-    assert drawn.std().item() == pytest.approx(12**-0.5, abs=0.01)
-    assert torch.equal(drawn[0], drawn[2])
-    assert abs(torch.corrcoef(drawn[:2].flatten(1))[0, 1].item()) < 0.05
-    assert (
-        abs(torch.corrcoef(torch.stack([drawn[0], rng.uniform(key_B, 4, (100, 100))[0]]).flatten(1))[0, 1])
-        < 0.05
-    )
-    assert len(drawn[0].unique()) > 9_990
-
-
-def test_dropout_keeps_the_mean_and_nothing_is_dropped_without_keys():
-    x = torch.ones(8, 50, 50)
-    dropped = rng.dropout(x, 0.25, torch.arange(8), 0)
-    assert dropped.mean().item() == pytest.approx(1, abs=0.02)
-    assert (dropped == 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
-    assert rng.dropout(x, 0.25, None, 0) is x
-
-
-def test_each_image_keeps_its_own_tokens_in_their_order():
-    x_BLD = torch.arange(10.0).view(1, 10, 1).expand(4, 10, 1)
-    kept = rng.some_of(x_BLD, 0.6, torch.arange(4), 0)[..., 0]
-    assert kept.shape == (4, 4)
-    assert all(row.tolist() == sorted(set(row.tolist())) for row in kept)
-    assert len({tuple(row.tolist()) for row in kept}) > 1
-
-
-@pytest.mark.parametrize("pool", ["class", "mean"])
-def test_a_smaller_image_goes_through_the_same_tower(tiny, pool):
-    model = CLIP(replace(tiny, vision=replace(tiny.vision, image_size=64, pool=pool)))
-    full = model.embed_images(torch.zeros(2, 3, 64, 64))
-    small = model.embed_images(torch.zeros(2, 3, 32, 32))
-    assert small.shape == full.shape
-    first, places = model.vision.places(2)
-    assert len(first) == (pool == "class")
-    grid = model.vision.position[len(first) :].view(4, 4, -1)
-    assert torch.allclose(places.view(2, 2, -1)[0, 0], grid[:2, :2].mean((0, 1)), atol=1e-6)

@@ -81,7 +81,7 @@ def main(args: Args) -> int:
     pairs = Split([open_part(side, size, config, faults, console.working) for side in sides])
     faults.require_few(config.max_bad_rows)
     choice = trusted(PlanChoice(Plan(str(device)), why), model, first_pairs(model, pairs), console)
-    model.place(*choice.plan.places)
+    model.to_devices(*choice.plan.devices)
     image_NE, text_ME, owner_M = embed_pairs(model, pairs)
     scores = retrieval(image_NE, text_ME, owner_M)
     first = sides[0]

@@ -19,7 +19,7 @@ CHUNK = 256
 @torch.inference_mode()
 def embed_images(model: CLIP, pairs: Split, most: int = CHUNK) -> Tensor:
     """(N, E) on the CPU."""
-    device = model.places[0]
+    device = model.devices[0]
     parts = []
     for start in range(0, len(pairs), most):
         _, pixels = pairs.take(np.arange(start, min(start + most, len(pairs))))
@@ -35,7 +35,7 @@ def embed_captions(model: CLIP, captions: Sequence[str], most: int = CHUNK) -> T
     for start in range(0, len(captions), most):
         chunk = slice(start, start + most)
         tokens_BL = model.tokenize(captions[chunk])
-        parts.append(model.embed_tokens(devices.copy_to(tokens_BL, model.places[1])).cpu())
+        parts.append(model.embed_tokens(devices.copy_to(tokens_BL, model.devices[1])).cpu())
     return torch.cat(parts)
 
 

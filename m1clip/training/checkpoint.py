@@ -22,9 +22,8 @@ from safetensors.torch import load_file
 from m1clip import config as configs
 from m1clip.config import TrainConfig
 from m1clip.files import atomic_folder
-from m1clip.model.clip import read_weights
 from m1clip.model.lora import merged_state_dict
-from m1clip.model.safe_load import save_tensors
+from m1clip.model.safe_load import load_checked, save_tensors
 from m1clip.run import Run
 from m1clip.training.state import TrainState
 
@@ -139,7 +138,7 @@ def load(path: Path, state: TrainState) -> Progress:
     """Put a whole checkpoint's tensors in place; where the run stood."""
     progress = position(path)
     try:
-        weights = read_weights(path / "model.safetensors", merged_state_dict(state.model))
+        weights = load_checked(path / "model.safetensors", merged_state_dict(state.model))
         state.load(weights, load_file(path / "training.safetensors"))
     except (ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"cannot go on from {path}: {error}") from error

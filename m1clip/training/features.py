@@ -58,7 +58,7 @@ def _images(
     model: CLIP, side: Split, config: TrainConfig, views: int, bars: ProgressFactory, until: float | None
 ) -> dict[str, Any]:
     size, stores = model.config.vision.image_size, []
-    device = model.places[0]
+    device = model.devices[0]
     tower = inference_form(model.vision).to(device)
     weights, stored_side = digest(model.vision), margin(size, config.crop_scale)
     views = (
@@ -94,7 +94,7 @@ def _images(
 
 
 def _captions(model: CLIP, side: Split, config: TrainConfig, bars: ProgressFactory) -> dict[str, Any]:
-    device = model.places[1]
+    device = model.devices[1]
     assert model.tokenizer is not None
     captions = [side.captions(row) for row in range(len(side))]
     flat = [caption for some in captions for caption in some]
@@ -243,7 +243,7 @@ def looks(view: NDArray[Any]) -> Rows:
 
 def embed_features(model: CLIP, side: str, rows: NDArray[Any], most: int = 4096) -> Tensor:
     """Unit vectors (N, E) on the CPU of stored features."""
-    device = model.places[0] if side == "vision" else model.places[1]
+    device = model.devices[0] if side == "vision" else model.devices[1]
     made = []
     with torch.inference_mode():
         for start, end in pairwise([*range(0, len(rows), most), len(rows)]):

@@ -7,7 +7,7 @@ import torch
 
 from m1clip.config import TrainConfig
 from m1clip.model.clip import CLIP, load
-from m1clip.model.heads import Head
+from m1clip.model.heads import ProjectionHead
 from m1clip.model.import_clip import import_clip
 from m1clip.model.pretrained import HFText, TimmVision, load_hf_text, load_timm
 from m1clip.model.tokenizer import Tokenizer
@@ -56,8 +56,8 @@ def find(config: TrainConfig, resumed: Run | None) -> tuple[TrainConfig, InitMod
         if requested.head != "linear" and known.config.head == "linear":
             known = with_head(known, requested.head, requested.head_hidden)
         return replace(config, model=known.config), InitModel(known, tokenizer=known.tokenizer, told=told)
-    vision = load_timm(config.vision, True) if config.vision else None
-    text, words = load_hf_text(config.text, True) if config.text else (None, None)
+    vision = load_timm(config.vision) if config.vision else None
+    text, words = load_hf_text(config.text) if config.text else (None, None)
     shape: dict[str, Any] = {} if vision is None else {"vision": vision.config}
     shape |= {} if text is None else {"text": text.config}
     blank = config.vision.endswith("?weights=none")
@@ -84,7 +84,7 @@ def with_head(known: CLIP, kind: Literal["standardized", "mlp"], inside: int) ->
     state = known.state_dict()
     for name in ("vision_projection", "text_projection"):
         head = getattr(model, name)
-        assert isinstance(head, Head)
+        assert isinstance(head, ProjectionHead)
         head.linear.weight.data.copy_(state.pop(f"{name}.weight"))
         head.linear.bias.data.zero_()
     model.load_state_dict(state, strict=False)

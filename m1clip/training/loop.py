@@ -196,7 +196,7 @@ def introduce(
 
 def prepare(config: TrainConfig, setup: Setup) -> BatchStream:
     vision, words, length = config.model.vision, setup.tokenizer, config.model.text.context_length
-    cut, padded = partial(words.cut, length=length), partial(words.padded, length=length)
+    cut, padded = partial(words.encode, length=length), partial(words.pad, length=length)
     return BatchStream(
         setup.data.train,
         partial(words, length=length),

@@ -140,7 +140,7 @@ def kept_gb(state: TrainState) -> float:
 
 
 def release(state: TrainState) -> None:
-    for place in set(state.model.places):
+    for place in set(state.model.devices):
         devices.release(place)
 
 

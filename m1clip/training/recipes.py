@@ -15,10 +15,10 @@ from m1clip.data.sources import open_sources
 from m1clip.devices import Plan
 from m1clip.format import duration
 from m1clip.model.clip import CLIP
-from m1clip.model.heads import Head
-from m1clip.model.lora import adapt, merged_state_dict
+from m1clip.model.heads import ProjectionHead
+from m1clip.model.lora import add_lora, merged_state_dict
 from m1clip.model.tokenizer import Tokenizer
-from m1clip.model.tokenizer import make as make_tokenizer
+from m1clip.model.tokenizer import make_tokenizer
 from m1clip.training import init
 from m1clip.training.init import InitModel
 
@@ -108,10 +108,10 @@ def measured(config: TrainConfig, found: InitModel) -> Estimate:
             work().cpu()
         return (time.perf_counter() - began) / TRIED
 
-    model.place(
-        *(2 * [devices.default_device("auto")[0]]) if config.device == "auto" else Plan(config.device).places
+    model.to_devices(
+        *(2 * [devices.default_device("auto")[0]]) if config.device == "auto" else Plan(config.device).devices
     )
-    vision, text = model.places
+    vision, text = model.devices
     return Estimate(
         took(lambda: model.vision(model.normalize(images_BHWC.to(vision)))),
         took(lambda: model.text(tokens_BL.to(text))),
@@ -134,7 +134,7 @@ def prepare(model: CLIP, config: TrainConfig, locked: tuple[str, ...]) -> None:
         model.get_submodule(name).requires_grad_(False)
     if config.recipe == "lora":
         torch.manual_seed(config.seed)
-        adapt(model, free, config.lora_rank, "all")
+        add_lora(model, free, config.lora_rank)
     if config.recipe == "full" and config.unfreeze:
         for name in free:
             tower = model.get_submodule(name)
@@ -149,16 +149,16 @@ def meet(model: CLIP, found: InitModel, batches: BatchStream) -> None:
         return
     known, batch = batches.features, None
     for side, head in (("vision", model.vision_projection), ("text", model.text_projection)):
-        if not isinstance(head, Head):
+        if not isinstance(head, ProjectionHead):
             continue
         stored = {"vision": known.views[0] if known.views else None, "text": known.texts}[side]
         if stored is not None:
             some = stored[:: -(-len(stored) // MOST_LOOKED)]  # at equal distances
-            head.standardize(torch.from_numpy(np.array(some)))
+            head.calibrate(torch.from_numpy(np.array(some)))
             continue
-        batch = batch or batches.at(0).split(LOOKED)[0].to(*model.places)
+        batch = batch or batches.at(0).split(LOOKED)[0].to(*model.devices)
         images = side == "vision"
-        head.standardize(
+        head.calibrate(
             model.vision(model.normalize(batch.images_BHWC))
             if images
             else model.text(batch.tokens_BL.flatten(0, -2))

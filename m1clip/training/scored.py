@@ -62,7 +62,7 @@ class Scored:
 
     def halfway(self, run: Run, state: TrainState, step: int) -> Retrieval:
         """The scores of the model that was kept, between the start and what was learned."""
-        kept = load(run.model).place(*state.model.places)
+        kept = load(run.model).to_devices(*state.model.devices)
         scores = retrieval(*self.embedded(kept, 4 * state.chunk))
         run.log("event", step, event="wise-ft", part=state.config.wise_ft, **scores.record())
         return scores

@@ -16,10 +16,10 @@ from m1clip.data.augment import margin
 from m1clip.data.splits import Split, Splits, open_splits
 from m1clip.devices import Plan
 from m1clip.format import file_size
-from m1clip.model.clip import CLIP, read_tokenizer
+from m1clip.model.clip import CLIP, load_tokenizer
 from m1clip.model.tokenizer import Tokenizer
-from m1clip.model.tokenizer import make as make_tokenizer
-from m1clip.model.tokenizer import require as require_tokenizer
+from m1clip.model.tokenizer import make_tokenizer
+from m1clip.model.tokenizer import check_tokenizer
 from m1clip.run import Run
 from m1clip.training import checkpoint, device_plan, init, recipes, trackers
 from m1clip.training.init import InitModel
@@ -76,7 +76,7 @@ def check(
     config, found = init.find(config, resumed)
     recipes.require_sense(config, found)
     if not resumed:  # which has its own
-        require_tokenizer(config.tokenizer)
+        check_tokenizer(config.tokenizer)
     require_room(config, runs, resumed)
     size = config.model.vision.image_size
     was = began_with(resumed) if resumed else {}
@@ -97,7 +97,7 @@ def check(
         asked = f"--steps {config.steps} are" if config.steps else asked
         raise ValueError(f"{start.parent} is at step {done}; {asked} only {total}")
     before = planned(resumed) if start and resumed else None
-    words = read_tokenizer(config.model, start / "tokenizer.json") if start else found.tokenizer
+    words = load_tokenizer(config.model, start / "tokenizer.json") if start else found.tokenizer
     words = words or make_tokenizer(config.tokenizer, captions(data.train), config.model.text.vocab_size)
     deadline = None
     if config.budget_s:

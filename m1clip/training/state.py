@@ -28,7 +28,7 @@ class TrainState:
     def __init__(self, model: CLIP, config: TrainConfig, plan: Plan | None = None):
         """By `plan` if there is one, or else wherever the model is."""
         self.plan = plan or Plan(str(model.logit_scale.device))
-        self.model, self.config = model.place(*self.plan.places), config
+        self.model, self.config = model.to_devices(*self.plan.devices), config
         self.chunk = config.batch_size
         self.optimizers = make_optimizers(model, config)
         self.weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
@@ -41,11 +41,7 @@ class TrainState:
         self.second_threads = 0
         self.translated: dict[torch.nn.Module, Any] = {}
         model.set_regularization(
-            0.0,
-            config.patch_dropout,
-            config.word_dropout,
-            config.grad_checkpointing,
-            config.head_dropout,
+            config.patch_dropout, config.word_dropout, config.head_dropout, config.grad_checkpointing
         )
         self.use(self.plan)
 
@@ -78,7 +74,7 @@ class TrainState:
 
     def take(self, batch: Batch) -> Batch:
         """The batch where the towers are."""
-        return batch.to(*self.model.places)
+        return batch.to(*self.model.devices)
 
     def at_once(self, images: Callable[[], Any], captions: Callable[[], Any]) -> tuple[Any, Any]:
         """Both results; where each tower has a device of its own, both work at the same time."""
@@ -106,14 +102,14 @@ class TrainState:
         """Give the gradients their true length again."""
         if self.plan.precision != "fp16":
             return
-        scale = {place: self.loss_scale.to(place) for place in self.model.places}
+        scale = {place: self.loss_scale.to(place) for place in self.model.devices}
         for weight in self.weights.values():
             if weight.grad is not None:
                 weight.grad /= scale[weight.device]
 
     def update(self, bad: Tensor) -> None:
         """One step of the optimizers; none at all where `bad` says that something is not finite."""
-        vision, text = self.model.places
+        vision, text = self.model.devices
         # On two devices the flag would be copied in the background, and read before it is there.
         on_device = vision == text and devices.supports_found_inf(vision)
         if self.plan.precision == "fp16":
@@ -129,7 +125,7 @@ class TrainState:
         if self.mean is not None:
             # At first the mean is of few steps, or it would remember the random start for long.
             memory = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.config.ema)
-            part = {place: ((1 - memory) * ~bad).to(place) for place in self.model.places}
+            part = {place: ((1 - memory) * ~bad).to(place) for place in self.model.devices}
             for name, weight in self.weights.items():
                 self.mean[name].lerp_(weight, part[weight.device])
 
