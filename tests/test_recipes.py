@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_field import text_folder, vision_file
+from test_pretrained import text_folder, vision_file
 
 import m1clip
 from m1clip import cli

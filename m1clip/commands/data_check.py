@@ -123,12 +123,12 @@ def token_stats(source: "Source", args: Args) -> Report:
     """Caption lengths with the tokenizer that training would use; of large datasets, from a sample."""
     import numpy as np
 
-    from m1clip.model.tokenizer import make
+    from m1clip.model.tokenizer import make_tokenizer
 
     text = get_preset(args.preset).model.text
     rows = range(0, len(source.train), max(1, len(source.train) // MAX_TOKENIZED_IMAGES))
     captions = [caption for row in rows for caption in islice(source.train.captions(row), 20)]
-    tokenizer = make(args.tokenizer, captions, text.vocab_size)
+    tokenizer = make_tokenizer(args.tokenizer, captions, text.vocab_size)
     lengths = np.array(tokenizer.lengths(captions))
     return {
         "tokens_per_caption": {"median": int(np.median(lengths)), "max": int(lengths.max())},

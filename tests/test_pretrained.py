@@ -12,8 +12,8 @@ from tokenizers import models, pre_tokenizers, processors
 import m1clip
 from m1clip.config import ModelConfig, TextConfig
 from m1clip.model.clip import CLIP
-from m1clip.model.cost import cost
-from m1clip.model.fit import WeightMismatch
+from m1clip.model.cost import model_cost
+from m1clip.model.safe_load import WeightMismatch
 from m1clip.model.pretrained import image_features, load_hf_text, load_timm, require_extra
 from m1clip.model.tokenizer import HFTokenizer
 from m1clip.training.features import inference_form
