@@ -184,9 +184,9 @@ def clip_words(job: Job, captions: list[str]) -> dict[str, Tensor]:
     """CLIP's own vocabulary, which open_clip's package carries; no hub is needed."""
     import open_clip
 
-    ids = open_clip.SimpleTokenizer(
-        context_length=job.settings["shape"]["text_config"]["max_position_embeddings"]
-    )(captions)
+    ids = open_clip.SimpleTokenizer(context_length=job.settings["shape"]["text_config"]["max_position_embeddings"])(
+        captions
+    )
     return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) <= ids.argmax(1)[:, None]).long()}
 
 
