@@ -1,4 +1,4 @@
-"""What the machine is and how it fares. What cannot be read is None, never 0. No torch."""
+"""Hardware facts and sensors: memory, load, temperature, energy. An unreadable value is None, never 0. No torch."""
 
 import ctypes
 import os
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
-# What a core's sensor is called: Intel, AMD, ARM boards.
+# Names of CPU temperature sensors: Intel, AMD, ARM boards.
 CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "soc_thermal")
 
 
@@ -31,14 +32,23 @@ def machine() -> dict[str, Any]:
         "ram_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
+        "torch": torch_version(),
     }
 
 
+def torch_version() -> str | None:
+    """The installed version, without importing torch."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return None
+
+
 def chip() -> str | None:
-    """The processor's name as its maker writes it."""
+    """Name of the processor, such as Apple M1."""
     if sys.platform == "darwin":
-        asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
-        return asked.stdout.strip() or None
+        sysctl = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
+        return sysctl.stdout.strip() or None
     try:
         with open("/proc/cpuinfo") as file:
             names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
@@ -48,26 +58,21 @@ def chip() -> str | None:
 
 
 def fast_cores() -> int | None:
-    """Performance cores of Apple silicon; None where all cores are alike, or nothing tells them apart."""
+    """Performance cores of Apple silicon; None on other machines."""
     if sys.platform != "darwin":
         return None
-    asked = subprocess.run(["sysctl", "-n", "hw.perflevel0.physicalcpu"], capture_output=True, text=True)
-    return int(asked.stdout) if asked.stdout.strip().isdecimal() else None
-
-
-def readable(size: int) -> str:
-    """Bytes as people say them."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    sysctl = subprocess.run(["sysctl", "-n", "hw.perflevel0.physicalcpu"], capture_output=True, text=True)
+    return int(sysctl.stdout) if sysctl.stdout.strip().isdecimal() else None
 
 
 def memory_gb() -> float:
-    """What this process holds in RAM now."""
+    """Resident memory of this process."""
     return round(psutil.Process().memory_info().rss / 1e9, 3)
 
 
 class MemoryUse(NamedTuple):
     rss_gb: float
-    """RAM held by this process."""
+    """Resident memory of this process."""
     mapped_gb: float | None
     """The part of it that is memory-mapped files; only Linux reports it."""
 
@@ -79,75 +84,76 @@ def memory_use() -> MemoryUse:
 
 
 def peak_gb() -> float:
-    """The most this process has ever held in RAM."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(most * (1 if sys.platform == "darwin" else 1024) / 1e9, 3)
+    """Peak resident memory of this process since its start."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak * (1 if sys.platform == "darwin" else 1024) / 1e9, 3)
 
 
 def available_gb() -> float:
-    """What can still be had without swapping: the machine's, or less where a container or ulimit says so."""
+    """Memory available without swapping: of the machine, or of the container or ulimit if that is less."""
     free = psutil.virtual_memory().available
     try:
         limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
         free = min(free, int(limit) - int(used)) if limit != "max" else free
     except (OSError, ValueError):
         pass
-    most = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if most != resource.RLIM_INFINITY:
-        free = min(free, most - psutil.Process().memory_info().vms)
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if address_space != resource.RLIM_INFINITY:
+        free = min(free, address_space - psutil.Process().memory_info().vms)
     return max(0, free) / 1e9
 
 
 class BackgroundLoad:
-    """What part of all cores other programs have taken since it was made: a busy machine misleads."""
+    """Fraction of all cores used by other programs since construction: it makes timings unreliable."""
 
     def __init__(self) -> None:
-        self.began, self.busy, self.own = time.perf_counter(), self._busy(), time.process_time()
+        self.start, self.others = time.perf_counter(), self._cpu_seconds()
 
     def share(self) -> float:
-        seconds = max(1e-3, (time.perf_counter() - self.began) * (os.cpu_count() or 1))
-        taken = self._busy() - self.busy - (time.process_time() - self.own)
-        return round(min(1.0, max(0.0, taken / seconds)), 3)
+        seconds = max(1e-3, (time.perf_counter() - self.start) * (os.cpu_count() or 1))
+        return round(min(1.0, max(0.0, (self._cpu_seconds() - self.others) / seconds)), 3)
 
     @staticmethod
-    def _busy() -> float:
-        times = psutil.cpu_times()
-        return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+    def _cpu_seconds() -> float:
+        """CPU time of the machine without this process and the children it has waited for."""
+        times, own = psutil.cpu_times(), sum(os.times()[:4])
+        idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "guest", 0.0)
+        return float(sum(times) - idle - own)
 
 
 def trim_malloc() -> None:
-    """Have the C library return what it keeps of freed memory, so that growth from here on can be seen."""
-    for name, words in (("malloc_trim", (0,)), ("malloc_zone_pressure_relief", (None, 0))):
+    """Return freed memory to the system, so that later growth is visible."""
+    for name, arguments in (("malloc_trim", (0,)), ("malloc_zone_pressure_relief", (None, 0))):
         function = getattr(ctypes.CDLL(None), name, None)
         if function is not None:
-            function(*words)
+            function(*arguments)
 
 
 class PeakMemory:
-    """The most RAM that the process takes in a block beyond what it had before, looked at every 2 ms."""
+    """Peak growth of resident memory inside the block, sampled every 2 ms."""
 
     gb = 0.0
 
     def __enter__(self) -> "PeakMemory":
-        self.start, self.over = memory_gb(), threading.Event()
-        self.thread = threading.Thread(target=self._look, daemon=True)
+        self.start, self.stopped = memory_gb(), threading.Event()
+        self.thread = threading.Thread(target=self._sample, daemon=True)
         self.thread.start()
         return self
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         while True:
             self.gb = max(self.gb, memory_gb() - self.start)
-            if self.over.wait(0.002):
+            if self.stopped.wait(0.002):
                 return
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.over.set()
+        self.stopped.set()
         self.thread.join()
         self.gb = max(self.gb, memory_gb() - self.start)
 
 
 def readings(folder: Path) -> dict[str, Any]:
-    """How the machine fares now; the cores' use is since the last call."""
+    """Current memory, load, temperature and disk space; CPU use is since the last call."""
     swap = psutil.swap_memory()
     return {
         "rss_gb": memory_gb(),
@@ -162,26 +168,25 @@ def readings(folder: Path) -> dict[str, Any]:
 
 
 def temperature_c() -> float | None:
-    """The hottest of the processor's sensors; macOS shows none without root."""
+    """The hottest CPU sensor; macOS shows none without root."""
     read: Callable[[], dict[str, Any]] | None = getattr(psutil, "sensors_temperatures", None)
-    found = read() if read else {}
-    heats = [one.current for name in CPU_SENSORS for one in found.get(name, [])]
-    return max(heats) if heats else None
+    sensors = read() if read else {}
+    return max((entry.current for name in CPU_SENSORS for entry in sensors.get(name, [])), default=None)
 
 
 def speed_limit() -> int | None:
-    """Per cent of its speed that macOS leaves the processor, as it is warm; None where nothing tells."""
+    """CPU speed in percent that macOS allows at the current temperature; None on other systems."""
     if sys.platform != "darwin":
         return None
-    asked = subprocess.run(["pmset", "-g", "therm"], capture_output=True, text=True)
-    said = [line.partition("=")[2].strip() for line in asked.stdout.splitlines() if "CPU_Speed_Limit" in line]
-    return int(said[0]) if said and said[0].isdecimal() else 100
+    lines = subprocess.run(["pmset", "-g", "therm"], capture_output=True, text=True).stdout.splitlines()
+    limits = [line.partition("=")[2].strip() for line in lines if "CPU_Speed_Limit" in line]
+    return int(limits[0]) if limits and limits[0].isdecimal() else 100
 
 
 class EnergyMeter:
-    """Joules drawn since it was made, by every counter that zeus can read; None where there is none.
+    """Joules used since construction, of every counter that zeus can read; None without a counter.
 
-    Needs m1clip[energy]; on Linux also the right to read the processor's counters (root, mostly).
+    Needs m1clip[energy]; on Linux also permission to read the CPU's counters (mostly root).
     """
 
     def __init__(self) -> None:
@@ -196,7 +201,7 @@ class EnergyMeter:
 
 
 def _counters() -> Iterable[Callable[[], float]]:
-    """Functions that return millijoules, each tried once; what cannot be read is left out."""
+    """Functions that return millijoules; each is tried once, and unreadable ones are left out."""
     try:
         from zeus.device import get_cpus, get_gpus, get_soc
         from zeus.device.exception import ZeusBaseError
@@ -213,9 +218,9 @@ def _counters() -> Iterable[Callable[[], float]]:
             continue
 
 
-def _millijoules(read: Any) -> float:
-    """A plain number, or the sum of a chip's parts; single cores and clusters are in its total already."""
-    if isinstance(read, int | float):
-        return float(read)
-    parts = [getattr(read, field.name) for field in fields(read) if field.name.count("_") < 3]
+def _millijoules(reading: Any) -> float:
+    """A plain number, or the sum over a chip's parts; its total already includes cores and clusters."""
+    if isinstance(reading, int | float):
+        return float(reading)
+    parts = [getattr(reading, field.name) for field in fields(reading) if field.name.count("_") < 3]
     return float(sum(part for part in parts if isinstance(part, int | float)))

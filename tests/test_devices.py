@@ -129,7 +129,7 @@ def test_less_precision_trains_there(name, precision, tiny):
         pytest.skip(f"{name} has no {precision} here")
     config = TrainConfig(model=tiny, batch=8)
     state = TrainState(some_state(config).model, config, Plan(name, precision))
-    losses_seen = [train_step(state, state.take(some_batch(8)))[0][0].item() for _ in range(8)]
+    losses_seen = [train_step(state, state.to_device(some_batch(8)))[0][0].item() for _ in range(8)]
     assert losses_seen[-1] < losses_seen[0]
 
 

@@ -179,7 +179,7 @@ def too_large(group: Group, work: Work) -> str | None:
     placements = len({plan.device for plan in group.plans})  # each has a state of its own
     need = placements * work.state_gb + memory.PEAK * work.activation_gb * work.batch
     free = sensors.available_gb()
-    if need <= memory.SHARE * free:
+    if need <= memory.USABLE * free:
         return None
     return f"it needs about {need:.1f} GB, and {free:.1f} GB are free"
 

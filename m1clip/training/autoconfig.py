@@ -232,9 +232,9 @@ def training_speed(config: TrainConfig, tokens: int) -> float:
     plan = replace(plan, threads=config.threads)
     batch = random_batch(config, config.batch_size, max(3, min(tokens, config.model.text.context_length)))
     timing = time_plans(config, [plan], batch, TRIAL_S)[0]
-    if timing.failed:
-        raise ValueError(f"a batch of {config.batch_size} pairs does not run on {plan.device}: {timing.failed}")
-    return 1e3 * config.batch_size / min(timing.step_ms)
+    if timing.error:
+        raise ValueError(f"a batch of {config.batch_size} pairs does not run on {plan.device}: {timing.error}")
+    return 1e3 * config.batch_size / min(timing.samples_ms)
 
 
 def choose_candidate(

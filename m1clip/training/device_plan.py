@@ -1,251 +1,244 @@
-"""Where a run is trained and how: as asked, as before, or by what is measured; trusted once it is checked."""
+"""Choose the device plan of a run: requested, resumed or measured, with its reason; then check it against the CPU."""
 
 import os
-import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from typing import Any
 
-from m1clip import advisor, devices, measurements, sensors
-from m1clip.advisor import RequestedPlan
+import torch
+from torch import Tensor
+
+from m1clip import devices, losses, parity, sensors
 from m1clip.config import TrainConfig
 from m1clip.console import Console
-from m1clip.data.batches import Batch, BatchStream
+from m1clip.data.batches import Batch, ImageFeatures, TextFeatures
 from m1clip.devices import Plan
-from m1clip.estimates import Work, identity
-from m1clip.measurements import Measurements
 from m1clip.model.clip import CLIP
-from m1clip.model.cost import model_cost
-from m1clip.training import memory, parity, timing
+from m1clip.parity import Parity, Recording
+from m1clip.training import memory, timing
+from m1clip.training.advice import advise
+from m1clip.training.measurements import MeasurementStore, StepCost, StepRow, open_store
 from m1clip.training.state import TrainState
-from m1clip.training.step import embed_captions, embed_images
-from m1clip.training.timing import Timing
+from m1clip.training.step import embed_images, embed_texts, image_embeddings, text_embeddings, train_step
 
-SKIP_PARITY = os.environ.get("M1CLIP_SKIP_PARITY") == "1"
-TRIED = 8  # pairs by which a device is compared with the CPU before it encodes
-MOMENT_S = 1.0
-"""Given to each plan where nothing was measured before."""
+SKIP_PARITY = "M1CLIP_SKIP_PARITY"
+TRIAL_S = 1.0
+"""Seconds per plan, if nothing was measured before."""
+PARITY_PAIRS, PARITY_EMBEDDED = 4, 256
+"""Pairs compared module by module, and by their embeddings alone; fewer for models above LARGE_MODEL."""
+LARGE_MODEL = 50_000_000
+SAME_AS_BEFORE = "as in the resumed run"
 
 
 @dataclass(frozen=True)
 class PlanChoice:
     plan: Plan
-    why: str
+    reason: str
     parity: str | None = None
+    """The result of the comparison with the CPU."""
 
     def record(self) -> dict[str, Any]:
-        return {"device": self.plan.device, "why": self.why, "plan": asdict(self.plan), "parity": self.parity}
+        plan = asdict(self.plan)
+        return {"device": self.plan.device, "why": self.reason, "plan": plan, "parity": self.parity}
 
 
-def settle(
-    config: TrainConfig, model: CLIP, batch: Batch, steps: int, before: Plan | None, console: Console
+def choose_plan(
+    config: TrainConfig, model: CLIP, batch: Batch, steps: int, resumed_plan: Plan | None, console: Console
 ) -> PlanChoice:
-    """The plan of a run. The model ends where it says."""
-    if batch.images_BHWC.ndim == 2 and batch.tokens_BL.is_floating_point() and before is None:
-        before = Plan(str(model.devices[0]), threads=config.threads)
-        return PlanChoice(before, "the heads learn where their features were encoded")
-    choice = keep(before, config) if before else decide(config, batch, steps, console)
-    return choice if SKIP_PARITY else trusted(choice, model, batch, console, config)
+    is_features = isinstance(batch.image, ImageFeatures) and isinstance(batch.text, TextFeatures)
+    if is_features and not resumed_plan:
+        plan = Plan(str(model.devices[0]), threads=config.threads)
+        return PlanChoice(plan, "the device that encoded the features")
+    if resumed_plan:
+        choice = resume_plan(resumed_plan, config)
+    else:
+        choice = measured_plan(config, batch, steps, console)
+    return check_parity(choice, model, batch, console, config)
 
 
-def for_encoding(config: TrainConfig, model: CLIP, batches: BatchStream, console: Console) -> None:
-    """Put the model where its locked towers will encode."""
+def encoding_plan(config: TrainConfig, model: CLIP, batch: Batch, console: Console) -> PlanChoice:
+    """Move the model to the device on which its frozen towers encode features."""
     memory.retain_freed_memory()
-    asked = devices.default_device("auto")[0].type if config.device == "auto" else config.device
-    choice = PlanChoice(Plan(asked), "")
-    if not SKIP_PARITY:
-        choice = trusted(choice, model, batches.at(0).split(TRIED)[0], console, config)
+    choice = PlanChoice(Plan(config.device), f"requested with --device {config.device}")
+    if config.device == "auto":
+        device, reason = devices.default_device("auto")
+        choice = PlanChoice(Plan(device.type), reason)
+    choice = check_parity(choice, model, batch.split(2 * PARITY_PAIRS)[0], console, config)
     model.to_devices(*choice.plan.devices)
+    return choice
 
 
-def trusted(
-    choice: PlanChoice, model: CLIP, batch: Batch, console: Console, config: TrainConfig | None = None
-) -> PlanChoice:
-    """The same, if its devices compute what the CPU does; or else the CPU."""
-    plan = choice.plan
-    if set(devices.tower_devices(plan.device)) == {"cpu"}:
-        return choice
-    with console.progress(f"comparing {plan.device} with the CPU", None):
-        found = parity.check(model, batch, plan, config)
-    if found:
-        return replace(choice, parity=str(found))
-    told = f"{plan.device} is not trusted: {found}"
-    console.warn(f"{told}. The CPU is used instead")
-    return PlanChoice(Plan("cpu", threads=plan.threads), f"{told}; the CPU instead", str(found))
+def requested_plan(config: TrainConfig) -> dict[str, Any]:
+    """The fields of Plan that are set by flags; a device that this machine lacks is an error."""
+    requested: dict[str, Any] = {"device": config.device, "precision": config.precision}
+    requested |= {"compile": config.compile, "threads": config.threads}
+    requested = {name: value for name, value in requested.items() if value not in ("auto", 0)}
+    if "device" in requested:
+        devices.tower_devices(config.device)
+    return {**requested, "compile": config.compile == "on"} if "compile" in requested else requested
 
 
-def compiled(choice: PlanChoice, state: TrainState, batch: Batch, console: Console) -> PlanChoice:
-    """Have the blocks compiled and tried on one chunk, if that is the plan; go on without, if that fails."""
-    if not choice.plan.compile:
-        return choice
-    able, why = devices.can_compile(state.device)
-    try:
-        if able:
-            state.use(choice.plan)
-            with console.progress("compiling the blocks", None):
-                some = state.take(batch.split(state.chunk)[0])
-                for embed in (embed_images, embed_captions):
-                    embed(state, some).sum().backward()  # type: ignore[no-untyped-call]
-    except devices.DEVICE_ERRORS as error:
-        able, why = False, devices.short_error(error)
-    state.zero_grad()
-    if able:
-        return choice
-    console.warn(f"not compiled: {why}")
-    plan = replace(choice.plan, compile=False)
-    state.use(plan)
-    return replace(choice, plan=plan, why=f"{choice.why}; not compiled: {why}")
-
-
-def requested_plan(config: TrainConfig) -> RequestedPlan:
-    asked = None if config.device == "auto" else config.device
-    if asked is not None:
-        devices.tower_devices(asked)
-    return RequestedPlan(
-        asked,
-        None if config.precision == "auto" else config.precision,
-        None if config.compile == "auto" else config.compile == "on",
-        config.threads or None,
-    )
-
-
-AS_BEFORE = "as it was before"
-
-
-def keep(before: Plan, config: TrainConfig) -> PlanChoice:
-    """A resumed run goes on as it did, unless flags say otherwise or the machine has changed."""
-    asked = {key: value for key, value in vars(requested_plan(config)).items() if value is not None}
-    told = AS_BEFORE
-    if "device" not in asked:
+def resume_plan(plan: Plan, config: TrainConfig) -> PlanChoice:
+    """The plan of the interrupted run, unless flags or a missing device change it."""
+    requested, reason = requested_plan(config), SAME_AS_BEFORE
+    if "device" not in requested:
         try:
-            devices.tower_devices(before.device)
+            devices.tower_devices(plan.device)
         except ValueError as error:
-            told = f"it was on {before.device}, but {error}"
-            asked["device"] = devices.default_device("auto")[0].type
-    if asked.get("device", before.device) != before.device:  # what suited the old one need not suit this
-        before = Plan(before.device)
-    changed = {key: value for key, value in asked.items() if getattr(before, key) != value}
-    told += "".join(f", --{key} {value}" for key, value in changed.items())
-    return PlanChoice(replace(before, **changed), told)
+            reason = f"the resumed run was on {plan.device}, but {error}"
+            requested["device"] = devices.default_device("auto")[0].type
+    if requested.get("device", plan.device) != plan.device:  # the other settings were chosen for the old one
+        plan = Plan(plan.device)
+    changes = {key: value for key, value in requested.items() if getattr(plan, key) != value}
+    reason += "".join(f", --{key} {value}" for key, value in changes.items())
+    return PlanChoice(replace(plan, **changes), reason)
 
 
-def decide(config: TrainConfig, batch: Batch, steps: int, console: Console) -> PlanChoice:
-    here, requested = devices.available(), requested_plan(config)
-    known = measurements.here()
-    rows = known.rows("step")
-    undecided = requested.device is None and len(here) > 1
-    if not rows and not undecided:  # nothing to choose by, and nothing worth a wait
-        return PlanChoice(plain(requested), advisor.advise(nothing(config), [], here, requested).why())
-    work = work_of(config, len(batch), batch.tokens_BL.shape[-1], known)
-    if undecided and not measured(rows, here, work):
-        rows = try_now(config, batch, work, known, here, console)
-    if known.unkept:  # a full disk is no reason not to train
-        console.warn(f"what is measured cannot be kept ({known.unkept})")
-    advice = advisor.advise(work, rows, here, requested, steps)
-    return PlanChoice(advice.plan, advice.why())
+def measured_plan(config: TrainConfig, batch: Batch, steps: int, console: Console) -> PlanChoice:
+    """The fastest plan by the measurements of this machine; without any, every device is timed first."""
+    available, requested, store = devices.available(), requested_plan(config), open_store()
+    rows, tokens = store.steps(), batch.text.tensor.shape[-1]
+    is_open = "device" not in requested and len(available) > 1
+    cost = StepCost("", config.preset, tokens, 1, 1.0, 1.0, len(batch))
+    if rows or is_open:  # counting the cost takes a second
+        cost = timing.step_cost(config, len(batch), tokens, store)
+    if is_open:
+        rows = measure_missing(config, batch, cost, store, console)
+    if store.write_error:
+        console.warn(f"measurements cannot be stored: {store.write_error}")
+    advice = advise(cost, rows, available, requested, steps)
+    return PlanChoice(advice.plan, advice.reason)
 
 
-def plain(requested: RequestedPlan) -> Plan:
-    return Plan(
-        requested.device or "cpu",
-        requested.precision or "fp32",
-        bool(requested.compile),
-        requested.threads or 0,
-    )
+def measure_missing(
+    config: TrainConfig, batch: Batch, cost: StepCost, store: MeasurementStore, console: Console
+) -> list[StepRow]:
+    """All step rows; if a device has none of this model, time a few real steps on every device and placement."""
+    available, rows = devices.available(), store.steps()
+    if {row.device for row in rows if row.model_id == cost.model_id}.issuperset(available):
+        return rows
+    plans = [Plan(name) for name in available] + split_plans(available)
+    plans += [Plan(name, precision) for name in available for precision in faster_precisions(name)]
+    for size in trial_batch_sizes(cost, len(available) + len(split_plans(available))):
+        with console.progress(f"timing {size} pairs on {', '.join(available)}", None):
+            timings = timing.time_plans(config, plans, batch.split(size)[0], TRIAL_S)
+        for failed in (one for one in timings if one.error):
+            console.warn(f"{failed.plan}: {failed.error}; not used")
+        timing.add_comparison(store, replace(cost, batch_size=size), timings)
+    return store.steps()
 
 
-def nothing(config: TrainConfig) -> Work:
-    return Work(identity(config), config.preset, 0, 1.0, config.batch_size)
-
-
-def measured(rows: Sequence[dict[str, Any]], here: Sequence[str], work: Work) -> bool:
-    """Whether something is known of this very model on each device."""
-    known = {row["device"] for row in rows if row["model"] == work.model}
-    return known.issuperset(here)
-
-
-def work_of(config: TrainConfig, batch: int, tokens: int, known: Measurements) -> Work:
-    """What a step costs; counted once for each model, as that takes a second or more."""
-    model = identity(config)
-    for row in known.rows("cost", model=model, tokens=tokens):
-        return Work(model, config.preset, row["parameters"], row["gflop"], batch, row["activation_gb"])
-    made = model_cost(config.model, tokens=tokens, captions=config.captions_per_image)
-    kept_gb = made.activation_mb / 1e3
-    counted = {"parameters": made.total, "gflop": made.step_gflop, "activation_gb": kept_gb}
-    known.add("cost", model=model, tokens=tokens, **counted)
-    return Work(model, config.preset, made.total, made.step_gflop, batch, kept_gb)
-
-
-def try_now(
-    config: TrainConfig, batch: Batch, work: Work, known: Measurements, here: Sequence[str], console: Console
-) -> list[dict[str, Any]]:
-    """A few seconds of real steps on every device and placement; remembered for the next time."""
-    plans = [Plan(name) for name in here] + splits(here)
-    plans += [Plan(name, precision) for name in here for precision in paying(name)]
-    for size in affordable(work):
-        with console.progress(f"trying {size} pairs at a time on {', '.join(here)}", None):
-            timings = timing.time_plans(config, plans, batch.split(size)[0], MOMENT_S)
-        for one in timings:
-            if one.failed:
-                console.warn(f"{one.plan}: {one.failed}; left out")
-        keep_contest(known, config, replace(work, batch=size), batch.tokens_BL.shape[-1], timings)
-    return known.rows("step")
-
-
-def affordable(work: Work) -> list[int]:
-    """The batch, if the CPU takes no more than a moment for it; or two smaller ones to extrapolate from."""
-    here = devices.available()
-    second = devices.matmul_gflops(devices.torch_device("cpu"), "fp32") * 0.4 / work.gflop  # pairs, roughly
-    states = len(here) + len(splits(here))
-    free = sensors.available_gb() * memory.SHARE - states * work.state_gb
-    most = int(min(MOMENT_S * second, free / (memory.PEAK * work.activation_gb)))
-    if most >= work.batch:
-        return [work.batch]
+def trial_batch_sizes(cost: StepCost, states: int) -> list[int]:
+    """The batch size, if the CPU can do it in the time of a trial, or two smaller ones to extrapolate from."""
+    gflops = 0.4 * devices.matmul_gflops(devices.torch_device("cpu"), "fp32")  # a typical utilization
+    free_gb = sensors.available_gb() * memory.USABLE - states * cost.state_gb
+    most = int(min(TRIAL_S * gflops / cost.gflop, free_gb / (memory.PEAK * cost.activation_gb)))
+    if most >= cost.batch_size:
+        return [cost.batch_size]
     return sorted({size for size in (max(2, most // 4), most) if 2 <= size <= most})
 
 
-def splits(here: Sequence[str]) -> list[Plan]:
-    """The towers on two devices, each way; on one machine with a CPU alone, side by side on it."""
-    pairs = list(permutations(here, 2)) or [(here[0], here[0])]
-    return [Plan(f"vision={a},text={b}") for a, b in pairs]
+def split_plans(available: Sequence[str]) -> list[Plan]:
+    """One tower on each of two devices, both ways; with a CPU alone, both towers in parallel on it."""
+    pairs = list(permutations(available, 2)) or [(available[0], available[0])]
+    return [Plan(f"vision={vision},text={text}") for vision, text in pairs]
 
 
-def paying(name: str) -> list[str]:
-    """Precisions below fp32 whose products are faster there; the others would only cost time."""
-    device = devices.torch_device(name)
-    full, found = devices.matmul_gflops(device, "fp32"), []
-    for one in devices.precisions(device)[1:]:
+def faster_precisions(name: str) -> list[str]:
+    """Precisions in which a matrix product is faster than in fp32; others are not worth timing steps in."""
+    device, faster = devices.torch_device(name), []
+    baseline = devices.matmul_gflops(device, "fp32")
+    for precision in devices.precisions(device)[1:]:
         with suppress(*devices.DEVICE_ERRORS):
-            if devices.matmul_gflops(device, one) > 1.05 * full:
-                found.append(one)
-    return found
+            faster += [precision] if devices.matmul_gflops(device, precision) > 1.05 * baseline else []
+    return faster
 
 
-def keep_contest(
-    known: Measurements, config: TrainConfig, work: Work, tokens: int, timings: Sequence[Timing], **more: Any
-) -> None:
-    time_plans = uuid.uuid4().hex[:12]
-    shared = {
-        "time_plans": time_plans,
-        "model": work.model,
-        "preset": config.preset,
-        "batch": work.batch,
-        "tokens": tokens,
-    }
-    shared |= {
-        "parameters": work.parameters,
-        "gflop": work.gflop,
-        "activation_gb": work.activation_gb,
-        "optimizer": config.optimizer,
-        **more,
-    }
-    for one in timings:
-        if one.failed:
-            known.add("skipped", **shared, **asdict(one.plan), reason=one.failed)
-        else:
-            record = one.record()
-            speed = 1e3 * work.batch / record["step_ms"]
-            per_joule = None if record["watts"] is None else round(speed / record["watts"], 3)
-            known.add("step", **shared, **record, pairs_per_s=round(speed, 3), pairs_per_joule=per_joule)
+def check_parity(
+    choice: PlanChoice, model: CLIP, batch: Batch, console: Console, config: TrainConfig | None = None
+) -> PlanChoice:
+    """The same choice if its devices compute what the CPU does, else the CPU."""
+    plan = choice.plan
+    if os.environ.get(SKIP_PARITY) == "1" or set(devices.tower_devices(plan.device)) == {"cpu"}:
+        return choice
+    with console.progress(f"comparing {plan.device} with the CPU", None):
+        result = compare_with_cpu(model, batch, plan, config)
+    if result.ok:
+        return replace(choice, parity=str(result))
+    reason = f"{plan.device} is not used, because {result}"
+    console.warn(f"{reason}. The CPU is used instead. {SKIP_PARITY}=1 skips this check")
+    return PlanChoice(Plan("cpu", threads=plan.threads), reason, str(result))
+
+
+def compare_with_cpu(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig | None = None) -> Parity:
+    """Compare modules, gradients, embeddings and, with a config, a training step. The weights do not change."""
+    divisor = 1 if sum(weight.numel() for weight in model.parameters()) < LARGE_MODEL else 2
+    few, many = batch.split(PARITY_PAIRS // divisor)[0], batch.split(PARITY_EMBEDDED // divisor**3)[0]
+
+    def run(plan: Plan) -> Recording:
+        model.to_devices(*plan.devices)
+        recording = parity.record(model, lambda: contrastive_loss(model, *embed_pairs(model, few, plan)))
+        if config:
+            recording |= record_step(model, few, plan, config)
+        with torch.no_grad():  # the shapes of training: some faults only show with many rows
+            image_BE, text_BE = embed_pairs(model, many, plan)
+        recording[f"the embedding of {len(many)} images"] = image_BE.cpu()
+        recording[f"the embedding of {len(many)} captions"] = text_BE.cpu()
+        return recording
+
+    return parity.compare(run, replace(plan, compile=False))
+
+
+def embed_pairs(model: CLIP, batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
+    vision, text = plan.devices
+    on_device = batch.to(vision, text)
+    with devices.autocast(vision, plan.precision):
+        image_BE = image_embeddings(model, on_device.image).float()
+    with devices.autocast(text, plan.precision):
+        return image_BE, text_embeddings(model, on_device.text).float()
+
+
+def contrastive_loss(model: CLIP, image_BE: Tensor, text_BKE: Tensor) -> Tensor:
+    text_BE = text_BKE[:, 0].to(image_BE.device)
+    return losses.LOSSES[model.config.loss](model.logits(image_BE, text_BE))
+
+
+def record_step(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig) -> Recording:
+    """Loss and gradients of a real training step, with its dropout, threads and loss scaling."""
+    weights = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
+    state = TrainState(model, replace(config, ema=0.0), plan)
+    state.set_lr(0.0)
+    recording = {"the loss of a training step": train_step(state, state.to_device(batch))[0][0].detach().cpu()}
+    for name, weight in state.weights.items():
+        if weight.grad is not None:
+            recording[f"{parity.PARAMETER}{name} in a training step"] = weight.grad.cpu().clone()
+    state.zero_grad()
+    with torch.no_grad():
+        for name, weight in state.weights.items():
+            weight.copy_(weights[name])
+    return recording
+
+
+def compile_blocks(choice: PlanChoice, state: TrainState, batch: Batch, console: Console) -> PlanChoice:
+    """Compile the transformer blocks and try them on one chunk, if planned; train uncompiled if that fails."""
+    if not choice.plan.compile:
+        return choice
+    possible, reason = devices.can_compile(state.device)
+    try:
+        if possible:
+            state.use_plan(choice.plan)
+            with console.progress("compiling the transformer blocks", None):
+                chunk = state.to_device(batch.split(state.chunk)[0])
+                for embed in (embed_images, embed_texts):
+                    embed(state, chunk).sum().backward()  # type: ignore[no-untyped-call]
+    except devices.DEVICE_ERRORS as error:
+        possible, reason = False, devices.short_error(error)
+    state.zero_grad()
+    if possible:
+        return choice
+    console.warn(f"not compiled: {reason}")
+    plan = replace(choice.plan, compile=False)
+    state.use_plan(plan)
+    return replace(choice, plan=plan, reason=f"{choice.reason}; not compiled: {reason}")

@@ -220,7 +220,7 @@ def encode_frozen(
 ) -> tuple[BatchStream, FeatureTables]:
     """Features of both splits from the frozen towers: batches of training features, validation features."""
     config, splits = setup.config, setup.splits
-    device_plan.encoding_plan(config, model, batches, console)
+    device_plan.encoding_plan(config, model, batches.batch(0), console)
     encode = partial(encode_split, model, config=config, towers=setup.frozen, progress=console.progress)
     val_features = encode(splits.val, views=1)
     deadline = None
@@ -298,7 +298,7 @@ def compile_and_record(run: Run, choice: PlanChoice, state: TrainState, batch: B
         "cpu_threads": choice.plan.threads or devices.DEFAULT_THREADS,
         "m1clip": __version__,
     }
-    if choice.reason == device_plan.AS_BEFORE:  # keep the reason of the first session
+    if choice.reason == device_plan.SAME_AS_BEFORE:  # keep the reason of the first session
         with suppress(OSError, ValueError, KeyError):
             machine["why"] = run.read("machine.json")["why"]
     run.write("machine.json", machine)

@@ -1,10 +1,11 @@
-"""The time of real steps: several plans in turn, so that what disturbs one disturbs all."""
+"""Time real training steps of several plans in alternation, so that a disturbance affects all of them."""
 
+import itertools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
-from statistics import median, quantiles
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -15,185 +16,183 @@ from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
+from m1clip.model.cost import model_cost as model_cost
 from m1clip.training import memory
+from m1clip.training.measurements import MeasurementStore, StepCost, model_id, quartiles
 from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
 
-FEW, LEAST, MOST = 3, 5, 15
-"""Rounds of a time_plans: where little time is given, or a round takes long; else; at most."""
-SLOW_S = 20.0
-BURST_S = 0.1  # a queued device is timed over as many steps as this takes: in a run nothing waits for each
+MIN_ROUNDS, ROUNDS, MAX_ROUNDS = 3, 5, 15
+"""Samples per plan: at least (with little time, or slow rounds); at least otherwise; at most."""
+SLOW_ROUND_S = 20.0
+QUEUED_S = 0.1  # a GPU is timed over this many seconds of queued steps: training does not wait for each one
 
 
 @dataclass
-class Timing:
-    """What one plan took."""
-
+class PlanTiming:
     plan: Plan
-    step_ms: list[float] = field(default_factory=list)
-    phases: list[dict[str, float]] = field(default_factory=list)
-    first_s: float = 0.0
-    """Of the first step, with everything that is made only once: compiled code, kernels, moments."""
-    steady_s: float = 0.0
-    """Of the one after it."""
+    samples_ms: list[float] = field(default_factory=list)
+    phases_ms: list[dict[str, float]] = field(default_factory=list)
+    setup_s: float = 0.0
+    """What the first step took beyond a later one: compilation, allocation."""
+    step_s: float = 0.0
+    """Roughly; the samples are exact."""
+    steps_per_sample: int = 1
     peak_gb: float | None = None
-    joules: float | None = None
-    seconds: float = 0.0
-    burst: int = 1
-    busy: float = 0.0
-    """Part of all cores that other programs took meanwhile."""
-    failed: str | None = None
-
-    def record(self) -> dict[str, Any]:
-        """Flat, for a line of JSON; times are medians, and the middle half of them is beside it."""
-        low, middle, high = quartiles(self.step_ms)
-        names = self.phases[0] if self.phases else {}
-        return {
-            **vars(self.plan),
-            "step_ms": round(middle, 3),
-            "low_ms": round(low, 3),
-            "high_ms": round(high, 3),
-            "samples_ms": [round(ms, 3) for ms in self.step_ms],
-            "phases_ms": {name: round(median(one[name] for one in self.phases), 3) for name in names},
-            "setup_s": round(max(0.0, self.first_s - self.steady_s), 2),
-            "busy": self.busy,
-            "peak_gb": None if self.peak_gb is None else round(self.peak_gb, 3),
-            "watts": None if self.joules is None else round(self.joules / self.seconds, 2),
-        }
+    watts: float | None = None
+    background_load: float = 0.0
+    error: str | None = None
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return low, middle, high
+def time_plans(config: TrainConfig, plans: Sequence[Plan], batch: Batch, seconds: float) -> list[PlanTiming]:
+    """Time steps of one model and batch by each plan, about `seconds` per plan.
 
-
-def time_plans(config: TrainConfig, plans: list[Plan], batch: Batch, seconds: float) -> list[Timing]:
-    """Each plan's real steps of one model and batch, about `seconds` for each plan, in turns.
-
-    Plans on the same devices share a state: what it has learned does not change what a step costs.
+    Plans on the same devices share a TrainState: its weights do not change the cost of a step.
     """
     states: dict[str, TrainState] = {}
-    timings, others = [Timing(plan) for plan in plans], sensors.BackgroundLoad()
+    timings, load = [PlanTiming(plan) for plan in plans], sensors.BackgroundLoad()
     for timing in timings:
-        trying(timing, partial(warm_up, timing, states, config, batch))
-    running = [timing for timing in timings if not timing.failed]
-    turn_s = sum(timing.steady_s * timing.burst for timing in running) or 1.0
-    least = FEW if seconds < 2 or turn_s > SLOW_S else LEAST
-    rounds = max(least, min(MOST, int(seconds * len(running) / turn_s)))
-    for number in range(rounds):
+        catch_error(timing, lambda timing: warm_up(timing, states, config, batch))
+    running = [timing for timing in timings if not timing.error]
+    round_s = sum(timing.step_s * timing.steps_per_sample for timing in running) or 1.0
+    least = MIN_ROUNDS if seconds < 2 or round_s > SLOW_ROUND_S else ROUNDS
+    for number in range(max(least, min(MAX_ROUNDS, int(seconds * len(running) / round_s)))):
         for timing in running if number % 2 else running[::-1]:
-            trying(timing, partial(one_turn, timing, states, batch))
+            catch_error(timing, lambda timing: add_sample(timing, states[timing.plan.device], batch))
     for timing in timings:
-        timing.busy = others.share()
+        timing.background_load = load.share()
     states.clear()
-    for place in {place for plan in plans for place in plan.devices}:
-        devices.release(place)
+    for device in {device for plan in plans for device in plan.devices}:
+        devices.release(device)
     sensors.trim_malloc()
     devices.apply_plan(Plan())
     return timings
 
 
-def trying(timing: Timing, work: Callable[[], None]) -> None:
-    """What a device, a compiler or the memory refuses is a result, not the end of the others."""
-    if timing.failed:
-        return
+def catch_error(timing: PlanTiming, run: Callable[[PlanTiming], None]) -> None:
+    """A plan that fails on the device, in the compiler or for lack of memory does not end the comparison."""
     try:
-        work()
+        if not timing.error:
+            run(timing)
     except devices.DEVICE_ERRORS as error:
-        timing.failed = devices.short_error(error)
+        timing.error = devices.short_error(error)
 
 
-def warm_up(timing: Timing, states: dict[str, TrainState], config: TrainConfig, batch: Batch) -> None:
+def warm_up(timing: PlanTiming, states: dict[str, TrainState], config: TrainConfig, batch: Batch) -> None:
     plan = timing.plan
     if plan.device not in states:
-        with torch.random.fork_rng(devices=[]):  # a run that is about to begin has its own
+        with torch.random.fork_rng(devices=[]):  # a run about to start has its own random state
             torch.manual_seed(0)
             states[plan.device] = TrainState(CLIP(config.model), config, replace(plan, compile=False))
-    state = ready(states[plan.device], plan, batch)
-    timing.first_s = timed(state, batch)[0] / 1e3
-    timing.peak_gb, timing.steady_s = peak_of(state, batch)
-    if timing.steady_s < 2:
-        timing.steady_s = timed(state, batch)[0] / 1e3
-    queued = any(devices.is_async(place) for place in state.model.devices)
-    timing.burst = max(1, min(20, round(BURST_S / timing.steady_s))) if queued else 1
+    state = states[plan.device]
+    apply_plan(state, plan, batch)
+    first_s = time_step(state, batch)[0] / 1e3
+    timing.peak_gb, timing.step_s = peak_memory(state, batch)
+    if timing.step_s < 2:
+        timing.step_s = time_step(state, batch)[0] / 1e3
+    timing.setup_s = max(0.0, first_s - timing.step_s)
+    if any(devices.is_async(device) for device in state.model.devices):
+        timing.steps_per_sample = max(1, min(20, round(QUEUED_S / timing.step_s)))
 
 
-def peak_of(state: TrainState, batch: Batch) -> tuple[float, float]:
-    """GB that the state keeps and the most that a step takes beside it, on all its devices; its seconds.
-
-    Looking costs time, so this step is not among those counted.
-    """
+def peak_memory(state: TrainState, batch: Batch) -> tuple[float, float]:
+    """GB of the state and of a step's peak on all its devices, and the seconds of that slowed-down step."""
     state.zero_grad()
-    memory.release(state)
+    memory.release_memory(state)
     sensors.trim_malloc()
-    places = set(state.model.devices)
-    gpus = [place for place in places if devices.memory_gb(place) is not None]
-    for place in gpus:
-        devices.reset_peak(place)
-    before = sum(devices.memory_gb(place) or 0.0 for place in gpus)
+    used = set(state.model.devices)
+    gpus = [device for device in used if devices.memory_gb(device) is not None]
+    for device in gpus:
+        devices.reset_peak(device)
+    before_gb = sum(devices.memory_gb(device) or 0.0 for device in gpus)
     with sensors.PeakMemory() as peak:
-        seconds = timed(state, batch)[0] / 1e3
-    memory.retain_freed_memory()  # as in a run; what was freed had been given back, to be seen
-    grown = sum(devices.peak_gb(place) or 0.0 for place in gpus) - before
-    on_host = peak.gb if len(gpus) < len(places) else 0.0
-    return memory.kept_gb(state) + grown + on_host, seconds
+        seconds = time_step(state, batch)[0] / 1e3
+    memory.retain_freed_memory()  # as in training; it was off so that the peak could be seen
+    gpu_gb = sum(devices.peak_gb(device) or 0.0 for device in gpus) - before_gb
+    return memory.resident_gb(state) + gpu_gb + (peak.gb if len(gpus) < len(used) else 0.0), seconds
 
 
-def one_turn(timing: Timing, states: dict[str, TrainState], batch: Batch) -> None:
-    state = ready(states[timing.plan.device], timing.plan, batch)
-    if timing.steady_s < 0.3:
-        timed(state, batch)  # threads that slept, caches that others filled
-    energy, began = sensors.EnergyMeter(), time.perf_counter()
-    ms, phases = timed(state, batch, timing.burst)
-    timing.seconds += time.perf_counter() - began
-    drawn = energy.joules()
-    timing.joules = None if drawn is None else (timing.joules or 0.0) + drawn
-    timing.step_ms.append(ms)
-    if not devices.has_event_timer(state.device):  # its phases are exact only where each is waited for
-        phases = timed(state, batch, exact=True)[1]
-    timing.phases.append(phases)
+def add_sample(timing: PlanTiming, state: TrainState, batch: Batch) -> None:
+    apply_plan(state, timing.plan, batch)
+    if timing.step_s < 0.3:
+        time_step(state, batch)  # wakes sleeping threads and refills the caches
+    energy = sensors.EnergyMeter()
+    ms, phases_ms = time_step(state, batch, timing.steps_per_sample)
+    joules = energy.joules()
+    if joules is not None:
+        watts, count = joules / (timing.steps_per_sample * ms / 1e3), len(timing.samples_ms)
+        timing.watts = ((timing.watts or 0.0) * count + watts) / (count + 1)
+    if not devices.has_event_timer(state.device):  # phases need a synchronize after each: a step of its own
+        phases_ms = time_step(state, batch, with_phases=True)[1]
+    timing.samples_ms.append(ms)
+    timing.phases_ms.append(phases_ms)
 
 
-def ready(state: TrainState, plan: Plan, batch: Batch) -> TrainState:
+def apply_plan(state: TrainState, plan: Plan, batch: Batch) -> None:
     devices.apply_plan(plan)
-    state.use(plan)
+    state.use_plan(plan)
     state.chunk = len(batch)
-    return state
 
 
-def timed(state: TrainState, batch: Batch, burst: int = 1, exact: bool = False) -> tuple[float, dict[str, float]]:
-    """Milliseconds of a step, from an empty queue to an empty queue, and of the phases of the last one."""
-    exact = exact or devices.has_event_timer(state.device)
+def time_step(
+    state: TrainState, batch: Batch, steps: int = 1, with_phases: bool = False
+) -> tuple[float, dict[str, float]]:
+    """Milliseconds per step between two synchronizations, and of each phase of the last step."""
+    with_phases = with_phases or devices.has_event_timer(state.device)
     stamps: dict[str, Any] = {}
 
     def mark(phase: str) -> None:
-        if exact:
+        if with_phases:
             stamps[phase] = devices.timestamp(state.device)
 
-    for place in state.model.devices:
-        devices.synchronize(place)
-    began = time.perf_counter()
-    for _ in range(burst):
+    for device in state.model.devices:
+        devices.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(steps):
         mark("start")
-        here = state.take(batch)
+        on_device = state.to_device(batch)
         mark("copy")
-        train_step(state, here, mark)
-    for place in state.model.devices:
-        devices.synchronize(place)
-    ms = 1e3 * (time.perf_counter() - began) / burst
-    names = list(stamps)
-    spans = zip(names[1:], names, strict=False)
-    return ms, {name: devices.elapsed_ms(stamps[before], stamps[name]) for name, before in spans}
+        train_step(state, on_device, mark)
+    for device in state.model.devices:
+        devices.synchronize(device)
+    ms = 1e3 * (time.perf_counter() - start) / steps
+    return ms, {b: devices.elapsed_ms(stamps[a], stamps[b]) for a, b in itertools.pairwise(stamps)}
 
 
-def some_batch(config: TrainConfig, size: int, tokens: int) -> Batch:
-    """Random images and captions of a given length: a step takes no less time for learning nothing."""
-    rng, side = torch.Generator().manual_seed(0), config.model.vision.image_size
-    tokens_BL = torch.randint(3, config.model.text.vocab_size, (size, tokens), generator=rng)
+def random_batch(config: TrainConfig, batch_size: int, tokens: int) -> Batch:
+    """Random images and captions of `tokens` tokens."""
+    rng, size = torch.Generator().manual_seed(0), config.model.vision.image_size
+    tokens_BL = torch.randint(3, config.model.text.vocab_size, (batch_size, tokens), generator=rng)
     tokens_BL[:, 0], tokens_BL[:, -1] = 1, 2
     tokens_BKL = tokens_BL[:, None].repeat(1, config.captions_per_image, 1)
-    images_BHWC = torch.randint(0, 256, (size, side, side, 3), generator=rng, dtype=torch.uint8)
-    key_B = torch.randint(0, 2**32, (size,), generator=rng)
-    return Batch(Images(images_BHWC), Tokens(tokens_BKL), key_B, None, np.arange(size))
+    images_BHWC = torch.randint(0, 256, (batch_size, size, size, 3), generator=rng, dtype=torch.uint8)
+    key_B = torch.randint(0, 2**32, (batch_size,), generator=rng)
+    return Batch(Images(images_BHWC), Tokens(tokens_BKL), key_B, None, np.arange(batch_size))
+
+
+def step_cost(config: TrainConfig, batch_size: int, tokens: int, store: MeasurementStore) -> StepCost:
+    """The cost of a step; counted once per model and stored, because counting takes a second or more."""
+    key: dict[str, Any] = {"model_id": model_id(config), "tokens": tokens}
+    for row in store.rows("cost", **key):
+        counts = (row["parameters"], row["gflop"], row["activation_gb"])
+        return StepCost(key["model_id"], config.preset, tokens, *counts, batch_size)
+    cost = model_cost(config.model, tokens=tokens, captions=config.captions_per_image)
+    counts = (cost.total, cost.step_gflop, cost.activation_mb / 1e3)
+    store.add("cost", **key, **dict(zip(("parameters", "gflop", "activation_gb"), counts, strict=True)))
+    return StepCost(key["model_id"], config.preset, tokens, *counts, batch_size)
+
+
+def add_comparison(store: MeasurementStore, cost: StepCost, timings: Sequence[PlanTiming], session: str = "") -> None:
+    """Store a step row for each plan of one comparison, or a skipped row if it failed."""
+    shared = {**asdict(cost), "comparison": uuid.uuid4().hex[:12], "session": session}
+    for timing in timings:
+        if timing.error:
+            item = f"{cost.preset}, batch size {cost.batch_size:,}, {timing.plan}"
+            store.add("skipped", **shared, item=item, reason=timing.error)
+            continue
+        q1_ms, step_ms, q3_ms = quartiles(timing.samples_ms)
+        phases = {phase: median(ms[phase] for ms in timing.phases_ms) for phase in timing.phases_ms[0]}
+        times = {"samples_ms": timing.samples_ms, "step_ms": step_ms, "q1_ms": q1_ms, "q3_ms": q3_ms}
+        names = ("setup_s", "background_load", "peak_gb", "watts")
+        rest = {"phases_ms": phases, **{name: getattr(timing, name) for name in names}}
+        store.add("step", **shared, **asdict(timing.plan), **times, **rest)

@@ -1,0 +1,112 @@
+"""Compare what a device computes with the CPU: loss, gradients and every module in between, tensor by tensor.
+
+CLIP's embeddings have been silently wrong on MPS (pixeltable#1314), so no device is used before it is checked.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from m1clip import devices
+from m1clip.devices import Plan
+
+# Largest relative L2 error of outputs and of gradients. Rounding alone gives 1e-6 in fp32, TF32 convolutions 1e-3.
+# torch.testing.assert_close compares elements: in fp16 the smallest ones of a correct gradient fail it.
+TOLERANCE = {"fp32": (2e-3, 1e-2), "fp16": (1e-2, 5e-2), "bf16": (5e-2, 2e-1)}
+NEGLIGIBLE = 1e-6  # gradients below this fraction of the largest are rounding errors on both devices
+PARAMETER = "the gradient of "
+Recording = dict[str, Tensor]
+"""Tensors on the CPU by what they are, in the order of computation."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    precision: str
+    worst: float
+    """Largest error as a fraction of its tolerance."""
+    tensors: int
+    mismatch: str | None = None
+    """The first tensor that differs, and by how much."""
+
+    @property
+    def ok(self) -> bool:
+        return self.mismatch is None
+
+    def __str__(self) -> str:
+        forward, backward = TOLERANCE[self.precision]
+        limits = f"outputs within {forward:g}, gradients within {backward:g}"
+        worst = f"largest error {self.worst:.2g} of the tolerance"
+        return self.mismatch or f"{self.tensors} tensors match the CPU: {limits} ({worst})"
+
+
+def compare(run: Callable[[Plan], Recording], plan: Plan) -> Parity:
+    """Run on the CPU and by `plan`, and compare all recorded tensors."""
+    expected = run(Plan())
+    try:
+        actual = run(plan)
+    except devices.DEVICE_ERRORS as error:  # such as an operation that the device does not have
+        return Parity(plan.precision, float("inf"), 0, f"it failed: {devices.short_error(error)}")
+    return compare_recordings(expected, actual, plan.precision)
+
+
+def compare_recordings(expected: Recording, actual: Recording, precision: str) -> Parity:
+    """The first tensor beyond its tolerance is the mismatch: later ones inherit the error."""
+    worst, mismatch = 0.0, None
+    largest = max(float(tensor.norm()) for name, tensor in expected.items() if name.startswith(PARAMETER))
+    for name, tensor in expected.items():
+        backward = "gradient" in name
+        tolerance = TOLERANCE[precision][backward]
+        norm = max(float(tensor.norm()), largest * NEGLIGIBLE if backward else 1e-12)
+        error = float((actual[name] - tensor).norm()) / norm if name in actual else float("inf")
+        error = error if error == error else float("inf")  # NaN
+        worst = max(worst, error / tolerance)
+        if error > tolerance and mismatch is None:
+            mismatch = f"{name} differs from the CPU's by {error:.2g} of its norm (tolerance {tolerance:g})"
+    return Parity(precision, worst, len(expected), mismatch)
+
+
+def record(model: nn.Module, loss: Callable[[], Tensor]) -> Recording:
+    """The loss, inputs and outputs of every leaf module, forward and backward, and gradients of parameters."""
+    model.zero_grad()
+    with record_modules(model) as recording:
+        value = loss()
+        recording["the loss"] = value.detach().cpu()
+        value.backward()  # type: ignore[no-untyped-call]
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            recording[PARAMETER + name] = weight.grad.cpu()
+    model.zero_grad()
+    return recording
+
+
+@contextmanager
+def record_modules(model: nn.Module) -> Iterator[Recording]:
+    recording, hooks = dict[str, Tensor](), []
+
+    def save(name: str, value: Any) -> None:
+        tensor = value[0] if isinstance(value, tuple) else value
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            recording[name] = tensor.detach().float().cpu()
+
+    for name, leaf in model.named_modules():
+        if next(leaf.children(), None) is not None:
+            continue
+        # A wrong input is the fault of the parent: attention itself, for one, is not a module.
+        source = f"{name} (computed in {name.rpartition('.')[0] or 'the model'})"
+        hooks += [
+            leaf.register_forward_pre_hook(lambda m, x, key=f"the input of {source}": save(key, x)),
+            leaf.register_forward_hook(lambda m, x, y, key=f"the output of {name}": save(key, y)),
+            leaf.register_full_backward_pre_hook(lambda m, dy, key=f"the output gradient of {source}": save(key, dy)),
+            leaf.register_full_backward_hook(lambda m, dx, dy, key=f"the input gradient of {name}": save(key, dx)),
+        ]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the inputs of the first layers need no gradient
+            yield recording
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,244 @@
+"""Estimate step times from stored measurements and choose the fastest plan. Measures nothing itself."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from m1clip.devices import Plan
+from m1clip.format import duration, milliseconds
+from m1clip.training.measurements import StepCost, StepRow
+from m1clip.training.memory import PEAK, USABLE, power_of_two
+
+DAILY_VARIATION = 1.15  # ratio of the same step's times on different days; 2 shared cores, November 2026
+MIN_SAMPLES, MIN_SPEEDUP = 5, 1.05
+MAX_DISTANCE = 4.0  # another model's comparison counts if its step has 1/4 to 4 times the GFLOP
+CHUNKED = 4 / 3  # GradCache runs forward twice
+LEVELS = ("low", "medium", "high")
+StepRows = Sequence[StepRow]
+RowPair = tuple[StepRow, StepRow]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    ms: float
+    low_ms: float
+    high_ms: float
+    basis: str
+    confidence: str
+
+    def __str__(self) -> str:
+        return f"{milliseconds(self.ms)} ({milliseconds(self.low_ms)} to {milliseconds(self.high_ms)})"
+
+    def scaled(self, factor: float) -> "Estimate":
+        return Estimate(self.ms * factor, self.low_ms * factor, self.high_ms * factor, self.basis, self.confidence)
+
+
+def estimate_step(rows: StepRows, plan: Plan, cost: StepCost) -> Estimate | None:
+    """Step time by a plan: as measured, interpolated or extrapolated for this model, or from other models."""
+    rows = [row for row in rows if row.plan == plan]
+    rows = [row for row in rows if not row.is_loaded] or rows
+    same_model = [row for row in rows if row.model_id == cost.model_id]
+    exact = [row for row in same_model if row.batch_size == cost.batch_size]
+    exact = [row for row in exact if math.isclose(row.gflop, cost.gflop, rel_tol=0.01)]
+    if exact:
+        row = exact[-1]
+        low_ms, high_ms = (
+            min(row.q1_ms, row.step_ms / DAILY_VARIATION),
+            max(row.q3_ms, row.step_ms * DAILY_VARIATION),
+        )
+        confidence = "low" if row.is_loaded else "high" if len(row.samples_ms) >= MIN_SAMPLES else "medium"
+        basis = f"measured on {time.strftime('%d %B %Y', time.localtime(row.time))}"
+        basis += " under background load" if row.is_loaded else ""
+        return Estimate(row.step_ms, low_ms, high_ms, basis, confidence)
+    newest = {(row.model_id, row.batch_size, round(row.gflop, 4)): row for row in same_model or rows}
+    return _fitted(list(newest.values()), cost, bool(same_model)) if same_model or len(newest) >= 3 else None
+
+
+def _fitted(rows: StepRows, cost: StepCost, is_same_model: bool) -> Estimate:
+    gflop, (ms, factor) = [row.step_gflop for row in rows], fit_step_time(rows, cost, not is_same_model)
+    # Doublings or halvings from the measured range.
+    outside = max(0.0, math.log2(cost.step_gflop / max(gflop)), math.log2(min(gflop) / cost.step_gflop))
+    basis = "extrapolated" if outside > 0.01 else "interpolated"
+    if is_same_model:
+        sizes, factor = sorted(row.batch_size for row in rows), max(DAILY_VARIATION**1.5, factor)
+        basis = f"{basis} from batch size{f's {sizes[0]} to' if sizes[1:] else ''} {sizes[-1]}"
+    else:
+        names = ", ".join(dict.fromkeys(row.preset for row in rows))
+        basis = f"this model was not measured; {basis} from {names}"
+    factor += 0.1 * outside
+    is_reliable = is_same_model and outside < 1 and len(rows) > 1
+    return Estimate(ms, ms / factor, ms * factor, basis, "medium" if is_reliable else "low")
+
+
+def fit_step_time(rows: StepRows, cost: StepCost, per_parameter: bool = True) -> tuple[float, float]:
+    """Step time in ms: a part per GFLOP, a constant and a part per parameter, fitted to the rows.
+
+    Also the factor within which 90 % of such estimates lie, from leaving out one row at a time.
+    """
+    width = min(len(rows), 3 if per_parameter else 2)
+    features = np.array([(row.step_gflop, 1.0, row.parameters)[:width] for row in rows])
+    ms = np.array([row.step_ms for row in rows])
+
+    def predict(used: list[int], x: Any) -> float:
+        """Least relative squares; the most negative coefficient is dropped until there is none."""
+        columns = list(range(width))
+        while True:
+            relative = features[np.ix_(used, columns)] / ms[used, None]
+            solution = np.linalg.lstsq(relative, np.ones(len(used)), rcond=None)[0]
+            if (solution >= 0).all():
+                return float(solution @ np.array(x)[columns])
+            columns.pop(int(np.argmin(solution)))
+
+    indices = list(range(len(rows)))
+    value = predict(indices, (cost.step_gflop, 1.0, cost.parameters))
+    if len(rows) < 3:
+        return value, 1.6 if len(rows) == 1 else 1.2
+    errors = [math.log(predict(indices[:i] + indices[i + 1 :], features[i]) / ms[i]) for i in indices]
+    return value, math.exp(max(0.1, 1.64 * float(np.sqrt(np.mean(np.square(errors))))))
+
+
+def is_significant(a: StepRow, b: StepRow) -> bool:
+    """Whether one of two plans of a comparison is faster. The only such rule: bench and advise share it.
+
+    The interquartile ranges are disjoint, and the same plan wins at least 80 % of the rounds (with fewer than
+    five rounds, all of them).
+    """
+    wins = [x < y for x, y in zip(a.samples_ms, b.samples_ms, strict=False)]
+    share = max(sum(wins), len(wins) - sum(wins)) / len(wins)
+    return share >= (0.8 if len(wins) >= MIN_SAMPLES else 1.0) and (a.q3_ms < b.q1_ms or b.q3_ms < a.q1_ms)
+
+
+def find_comparison(rows: StepRows, base: Plan, other: Plan, cost: StepCost) -> RowPair | None:
+    """Rows of both plans from the comparison most like this step: idle, same model, similar GFLOP, newest."""
+    comparisons: dict[str, dict[Plan, StepRow]] = {}
+    for row in rows:
+        comparisons.setdefault(row.comparison, {})[row.plan] = row
+
+    def distance(pair: RowPair) -> tuple[bool, bool, float, float]:
+        row = pair[0]
+        gflop_ratio = abs(math.log(row.step_gflop / cost.step_gflop))
+        return row.is_loaded, row.model_id != cost.model_id, gflop_ratio, -row.time
+
+    pairs = [(plans[base], plans[other]) for plans in comparisons.values() if {base, other} <= plans.keys()]
+    return min(pairs, key=distance, default=None)
+
+
+def speedup(pair: RowPair) -> float:
+    return pair[0].step_ms / pair[1].step_ms
+
+
+def describe_speedup(pair: RowPair, cost: StepCost) -> str:
+    base, row = pair
+    times = f"{milliseconds(row.step_ms)} vs {milliseconds(base.step_ms)} at batch size {base.batch_size}"
+    model = "" if base.model_id == cost.model_id else f" of {base.preset}"
+    return f"{speedup(pair):.2f}x as fast as {base.plan} ({times}{model})"
+
+
+def objection(pair: RowPair, cost: StepCost, steps: int) -> str | None:
+    """Why the second plan does not replace the first; None if it does."""
+    base, row = pair
+    gflop_ratio = base.step_gflop / cost.step_gflop
+    if speedup(pair) < MIN_SPEEDUP:
+        return f"less than {MIN_SPEEDUP}x"
+    if base.model_id != cost.model_id and not 1 / MAX_DISTANCE <= gflop_ratio <= MAX_DISTANCE:
+        return "that model is too different from this one"
+    if base.is_loaded:
+        return "measured under background load"
+    if not is_significant(base, row):
+        return "not significant"
+    saved_s = steps * (base.step_ms - row.step_ms) / gflop_ratio / 1e3
+    if row.compile and saved_s <= row.setup_s:
+        return f"saves {duration(saved_s)} in {steps:,} steps, compiling takes {duration(row.setup_s)}"
+    return None
+
+
+@dataclass(frozen=True)
+class Advice:
+    plan: Plan
+    reason: str
+    confidence: str
+    step: Estimate | None
+    rejected: dict[str, str]
+    """Other measured plans, and why they were not chosen."""
+
+
+def advise(
+    cost: StepCost, rows: StepRows, available: Sequence[str], requested: Mapping[str, Any], steps: int
+) -> Advice:
+    """The fastest measured plan; `requested` holds the fields of Plan that are decided already.
+
+    The fastest plain plan of a device is the reference. Another plan has to beat it in the same comparison.
+    """
+    names = [requested["device"]] if "device" in requested else available
+    plain = [Plan(**{"device": name, **requested}) for name in names]
+    estimates = {plan: estimate for plan in plain if (estimate := estimate_step(rows, plan, cost))}
+    reference = min(estimates, key=lambda plan: estimates[plan].ms, default=plain[-1])
+    best, rejected = None, {}
+    for plan in dict.fromkeys(row.plan for row in rows if row.plan != reference):
+        devices = {part.rpartition("=")[2] for part in plan.device.split(",")}
+        is_allowed = replace(plan, **requested) == plan and devices <= {*available, reference.device}
+        if is_allowed and (pair := find_comparison(rows, reference, plan, cost)):
+            reason = objection(pair, cost, steps)
+            if reason is None and (best is None or speedup(pair) > speedup(best)):
+                best = pair
+            rejected[str(plan)] = f"{describe_speedup(pair, cost)}; {reason or 'the chosen plan is faster'}"
+    reason, confidence = explain_device(reference, plain, estimates, rows, cost)
+    if requested:
+        flags = "requested with " + " ".join(f"--{name} {value}" for name, value in requested.items())
+        reason = flags if "device" in requested else f"{reason}; {flags}"
+    step = estimates.get(reference)
+    if best is None:
+        return Advice(reference, reason, confidence, step, rejected)
+    rejected.pop(str(best[1].plan))
+    measured = estimate_step(rows, best[1].plan, cost)
+    if measured is None or measured.confidence == "low":
+        measured = step and step.scaled(1 / speedup(best))
+    is_exact = (best[0].model_id, best[0].batch_size) == (cost.model_id, cost.batch_size)
+    reason = describe_speedup(best, cost) + (f"; {reason}" if requested else "")
+    return Advice(best[1].plan, reason, "high" if is_exact else "medium", measured, rejected)
+
+
+def explain_device(
+    reference: Plan, plain: Sequence[Plan], estimates: Mapping[Plan, Estimate], rows: StepRows, cost: StepCost
+) -> tuple[str, str]:
+    """The step times of all devices, and how certain their order is."""
+    if len(plain) == 1:
+        return "PyTorch finds no GPU", "high"
+    if not estimates:
+        return "no device was measured yet; m1clip bench does that", "low"
+    times = ", ".join(f"{plan}: {estimates.get(plan, 'not measured')}" for plan in plain)
+    pairs = [find_comparison(rows, reference, plan, cost) for plan in plain if plan != reference]
+    confidence = min((estimate.confidence for estimate in estimates.values()), key=LEVELS.index)
+    if not all(pair and is_significant(*pair) for pair in pairs):
+        times, confidence = f"{times} (not significant)", "low"
+    return f"{times}; {estimates[reference].basis}", confidence
+
+
+def predict_run(
+    cost: StepCost, advice: Advice, rows: StepRows, free_gb: float, pairs: int
+) -> list[tuple[str, str, str, str]]:
+    """Chunk, memory, step and epoch of a run by the advised plan: name, value, confidence, reason."""
+    usable_gb, pair_gb, chunk = USABLE * free_gb - cost.state_gb, PEAK * cost.activation_gb, cost.batch_size
+    if pair_gb * chunk > usable_gb:
+        chunk = power_of_two(usable_gb / pair_gb) if usable_gb >= pair_gb else 0
+    key = (advice.plan, cost.model_id, chunk)
+    measured_gb = [row.peak_gb for row in rows if (row.plan, row.model_id, row.batch_size) == key and row.peak_gb]
+    need_gb = measured_gb[-1] if measured_gb else cost.state_gb + pair_gb * max(1, chunk)
+    sizes = f"{cost.state_gb:.2f} GB of weights, gradients and moments, "
+    sizes += f"{1e3 * cost.activation_gb:.3g} MB of activations per pair, {free_gb:.1f} GB free"
+    chunk_text = "whole batch" if chunk == cost.batch_size else f"{chunk:,}" if chunk else "does not fit"
+    basis = ("high", "measured") if measured_gb else ("medium", "computed from the model")
+    predictions = [("chunk", chunk_text, "high", sizes), ("memory", f"{need_gb:.2f} GB", *basis)]
+    if advice.step:
+        step = advice.step.scaled(CHUNKED if chunk < cost.batch_size else 1.0)
+        steps = max(1, pairs // cost.batch_size)
+        epoch, low, high = (duration(steps * ms / 1e3) for ms in (step.ms, step.low_ms, step.high_ms))
+        predictions.append(("step", milliseconds(step.ms), step.confidence, f"{step}, {step.basis}"))
+        predictions.append(
+            ("epoch", epoch, step.confidence, f"{low} to {high} for {steps:,} steps, without evaluation")
+        )
+    return predictions
