@@ -63,8 +63,8 @@ class Document:
     def write(self, folder: Path, name: str) -> Path:
         """Write NAME.md and NAME.html; return the path of the HTML file."""
         markdown = "\n\n".join(self.blocks) + "\n"
-        page = (PACKAGE / "document.html").read_text().replace("TITLE", html.escape(self.title), 1)
-        page = page.replace("BODY", render_html(markdown, folder), 1)
+        page = (PACKAGE / "document.html").read_text().replace("BODY", render_html(markdown, folder), 1)
+        page = page.replace("TITLE", html.escape(self.title), 1)
         atomic_write(folder / f"{name}.md", markdown, durable=False)
         atomic_write(folder / f"{name}.html", page, durable=False)
         return folder / f"{name}.html"
@@ -77,12 +77,11 @@ def escape_markdown(value: object) -> Markdown:
     text = re.sub(r"^\s+", " ", " ".join(str(value).splitlines()))  # four spaces would be a code block
     code = r"(?<!`)`([^`|]+)`(?!`)"
     parts = [f"`{part}`" if index % 2 else _escape(part) for index, part in enumerate(re.split(code, text))]
-    return Markdown("".join(parts))
+    return Markdown(re.sub(r"^(\s*\d*)([+=.)-])(?=[\s=-]|$)", r"\1\\\2", "".join(parts)))  # lists, rules
 
 
 def _escape(text: str) -> str:
-    text = re.sub(r"[\\`*\[\]~|]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
-    text = re.sub(r"^(\s*\d*)([#+=.)-])(?=[\s#=-]|$)", r"\1\\\2", text)  # headings, lists, rules
+    text = re.sub(r"[\\`*\[\]~|#]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
     return html.escape(text, quote=False)
 
 

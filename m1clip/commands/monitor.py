@@ -11,7 +11,8 @@ from typing import Annotated
 import tyro
 
 from m1clip import files
-from m1clip.commands import flags, tables
+from m1clip.commands.flags import parse_flags
+from m1clip.console import command
 from m1clip.monitor import LOOPBACK_HOSTS
 from m1clip.run import Run, open_run
 
@@ -49,8 +50,8 @@ class Args:
     """With --web: open the browser."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = parse_flags(Args, program, argv)
     if args.json and not args.once:
         raise ValueError("--json needs --once")
     if args.once and args.web:
@@ -115,5 +116,5 @@ def print_snapshot(run: Run, as_json: bool) -> int:
         text = text.translate(ASCII)
     print(text, end="")
     if view.summary["state"] in ("dead", "failed"):
-        print(f"\nresume: {tables.command('train', '--resume', '--name', run.path)}")
+        print(f"\nresume: {command('train', '--resume', '--name', run.path)}")
     return 0

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import tyro
 
-from m1clip.commands import flags, tables
+from m1clip.commands.flags import parse_flags
+from m1clip.console import loading
 from m1clip.run import open_run
 
 
@@ -32,8 +33,8 @@ class Args:
     """Print the paths as one line of JSON."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = parse_flags(Args, program, argv)
     if len(set(args.run)) != len(args.run):
         raise ValueError("a run is named twice")
     return args
@@ -43,7 +44,7 @@ def main(args: Args) -> int:
     runs = [open_run(args.runs, name) for name in args.run or (None,)]
     if len({run.path.resolve() for run in runs}) != len(runs):
         raise ValueError("a run is named twice: two of these are the same folder")
-    with tables.loading("writing the report"):
+    with loading("writing the report"):
         from m1clip.monitor.log import RunView
         from m1clip.monitor.report import write_comparison, write_report
 

@@ -4,9 +4,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from m1clip.commands import flags, tables
+from m1clip.commands.flags import parse_flags
+from m1clip.console import command, show, table
 from m1clip.format import ago, duration, percent
-from m1clip.run import summaries
+from m1clip.run import run_summaries
 
 STATE_MARKUP = {"running": "[green]{}[/]", "dead": "[red]{}[/]", "failed": "[red]{}[/]"}
 
@@ -25,22 +26,22 @@ class Args:
     """Print one JSON object per line."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    return flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    return parse_flags(Args, program, argv)
 
 
 def main(args: Args) -> int:
-    rows = summaries(args.runs)
+    rows = run_summaries(args.runs)
     if args.json:
         for row in rows:
             print(json.dumps(row))
         return 0
     if not rows:
-        print(f"no runs in {args.runs}/; {tables.command('train')} starts one")
+        print(f"no runs in {args.runs}/; {command('train')} starts one")
         return 0
-    table = tables.table("run", "state", "step", "done", "left", "best", "metric", "device", "updated")
+    listing = table("run", "state", "step", "done", "left", "best", "metric", "device", "updated")
     for row in rows:
-        table.add_row(
+        listing.add_row(
             row["run"],
             STATE_MARKUP.get(row["state"], "{}").format(row["state"]),
             f"{row['step']:,}",
@@ -51,11 +52,11 @@ def main(args: Args) -> int:
             row["device"] or "–",
             ago(row["time"]),
         )
-    tables.show(f"{args.runs}/", table)
+    show(f"{args.runs}/", listing)
     for row in rows:
-        if row["trouble"]:
-            print(f"{row['run']}: {row['trouble']}")
+        if row["problem"]:
+            print(f"{row['run']}: {row['problem']}")
         if row["state"] in ("dead", "failed"):
-            command = tables.command("train", "--resume", "--name", args.runs / row["run"])
-            print(f"{row['run']}: {row['reason']}; resume: {command}")
+            resume = command("train", "--resume", "--name", args.runs / row["run"])
+            print(f"{row['run']}: {row['reason']}; resume: {resume}")
     return 0

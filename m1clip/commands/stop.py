@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import psutil
 import tyro
 
-from m1clip.commands import flags, tables
+from m1clip.commands.flags import parse_flags
+from m1clip.console import command, loading
 from m1clip.run import Run, all_runs, open_run
 
 
@@ -31,35 +32,35 @@ class Args:
     """Seconds to wait; a long step or a large checkpoint takes time."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    return flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    return parse_flags(Args, program, argv)
 
 
 def main(args: Args) -> int:
     run = find_running(args)
-    status = run.state()
+    status = run.read_status()
     if status["state"] != "running":
         raise ValueError(f"{run.path} is not running: it is {status['state']} at step {status['step']}")
     os.kill(training_pid(run, status), signal.SIGTERM)
     deadline = time.monotonic() + args.wait
-    with tables.loading(f"waiting for {run.name} to finish its step and save"):
-        while run.alive:
+    with loading(f"waiting for {run.name} to finish its step and save"):
+        while run.is_alive:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"{run.path} was asked to end, but is still running after {args.wait:.0f} s"
                 )
             time.sleep(0.1)
-    status = run.state()
+    status = run.read_status()
     print(f"{run.path} is {status['state']} at step {status['step']}")
     if status["state"] == "stopped":
-        print(f"resume: {tables.command('train', '--resume', '--name', run.path)}")
+        print(f"resume: {command('train', '--resume', '--name', run.path)}")
     return 0 if status["state"] in ("stopped", "finished") else 1
 
 
 def find_running(args: Args) -> Run:
     if args.run is not None:
         return open_run(args.runs, args.run)
-    running = [run for run in all_runs(args.runs) if run.alive]
+    running = [run for run in all_runs(args.runs) if run.is_alive]
     if not running:
         raise ValueError(f"no run is running in {args.runs}/")
     if len(running) > 1:

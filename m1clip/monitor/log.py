@@ -228,7 +228,7 @@ def event_text(event: Record) -> str:
     if name in ("start", "resume"):
         skipped = event.get("skipped_rows")
         return printable(
-            f"{name}: {skipped} of {event.get('of_rows')} rows skipped" if skipped else f"{name}"
+            f"{name}: {skipped} of {event.get('rows')} rows skipped" if skipped else f"{name}"
         )
     fields = ", ".join(
         f"{key.replace('_', ' ')} {', '.join(map(str, value[:3])) if isinstance(value, list) else value}"

@@ -31,7 +31,6 @@ def write_report(run: RunView, folder: Path) -> Path:
         run=run,
         log=run.log,
         training_figure=figures.draw_training(run, folder / "training.png") if len(run.log) > 1 else None,
-        retrieval=retrieval_summary(run),
         phases=phase_times(run),
         step_time_figure=figures.draw_step_time(run, folder / "step_time.png") if len(run.log) else None,
         temperatures=temperature_extremes(run),
@@ -75,32 +74,6 @@ def elapsed_seconds(run: RunView) -> float | None:
         return None
     first_step_s = np.nan_to_num(run.log.column("step_ms")[:1]).sum() / 1e3  # a step is logged at its end
     return float(times.max() - times.min() + first_step_s)
-
-
-def retrieval_summary(run: RunView) -> Record | None:
-    """The last and the best evaluation, and chance in both directions: R@1, R@5, R@10, median rank."""
-    evals = run.log.known_records("eval", "mean_r1")
-    if not evals:
-        return None
-    last, chance = evals[-1], {}
-    images, captions = (int(last.get(key) or 0) for key in ("images", "captions"))
-    if images and captions:
-        # Correct images per caption: more than one where captions repeat.
-        correct = images * last["chance_r1"] if last.get("chance_r1") else 1.0
-        chance["chance i→t"] = random_order(captions, correct * captions / images)
-        chance["chance t→i"] = random_order(images, correct)
-    best = max(evals, key=lambda record: float(record["mean_r1"]))
-    return {"last": last, "best": best, "count": len(evals), "chance": chance}
-
-
-def random_order(candidates: int, correct: float) -> tuple[float, float, float, float]:
-    """R@1, R@5, R@10 and median rank of a random order in which `correct` of the candidates are correct."""
-    r1, r5, r10 = (
-        1 - math.prod(max(0.0, 1 - correct / (candidates - i)) for i in range(min(k, candidates)))
-        for k in (1, 5, 10)
-    )
-    single = abs(correct - 1) < 1e-6
-    return r1, r5, r10, (candidates + 1) / 2 if single else candidates * (1 - 0.5 ** (1 / correct)) + 0.5
 
 
 def with_interval(fraction: Any, count: Any) -> str:

@@ -16,7 +16,7 @@ from textual.widgets import ContentSwitcher, DataTable, Footer, Static
 from m1clip.format import ago, duration, percent, printable
 from m1clip.monitor import terminal_views
 from m1clip.monitor.log import RunView
-from m1clip.run import Run, summaries
+from m1clip.run import Run, run_summaries
 
 POLL_S = 1.0
 MAX_BYTES = 8e6  # of the logs read at a time, so that keys are answered in between
@@ -127,7 +127,7 @@ class Monitor(App[None]):
 
     def update_runs(self) -> None:
         """Update the table of runs; announce new runs; keep the cursor on its run."""
-        rows, table = summaries(self.folder)[::-1], self.query_one(DataTable)
+        rows, table = run_summaries(self.folder)[::-1], self.query_one(DataTable)
         names, old_names = [row["run"] for row in rows], [row["run"] for row in self.rows]
         if old_names and (new := set(names) - set(old_names)):
             self.notify(f"new run: {', '.join(sorted(new))}; press 5 for all runs", markup=False)

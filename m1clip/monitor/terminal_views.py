@@ -64,9 +64,9 @@ def header(run: RunView, width: int) -> Text:
 def problem_lines(run: RunView, width: int) -> list[Text]:
     """What is wrong with a run, and the command that resumes it if it is dead; never truncated."""
     summary = run.summary
-    if not (summary.get("trouble") or summary.get("reason")):
+    if not (summary.get("problem") or summary.get("reason")):
         return []
-    text = printable(summary.get("trouble") or summary["reason"]).replace("\n", " ")
+    text = printable(summary.get("problem") or summary["reason"]).replace("\n", " ")
     if summary.get("state") in ("dead", "failed"):
         text += f"; resume: m1clip train --resume --name {printable(shlex.quote(str(run.path)))}"
     style = "yellow" if summary.get("state") == "stopped" else "red"

@@ -37,7 +37,7 @@ from m1clip.monitor.curves import (
 )
 from m1clip.monitor.log import STEP_PHASES, Column, RunView, event_text, number_or_none
 from m1clip.monitor.terminal_views import RECENT_STEPS
-from m1clip.run import Run, is_run, summaries
+from m1clip.run import Run, is_run, run_summaries
 
 PAGE = Path(__file__).parent / "page"
 POLL_S = 1.0
@@ -60,7 +60,7 @@ class RunCache:
 
     def rows(self) -> list[dict[str, Any]]:
         """A summary of each run, the newest first."""
-        return [{**row, **self._data_and_preset(row["run"])} for row in summaries(self.folder)[::-1]]
+        return [{**row, **self._data_and_preset(row["run"])} for row in run_summaries(self.folder)[::-1]]
 
     def _data_and_preset(self, name: str) -> dict[str, str]:
         try:

@@ -113,7 +113,7 @@ function drawHeader(run) {
   const step = summary.state === "running" ? summary.step : Math.max(summary.step, run.last_step);
   $("step").textContent = `step ${integer(step)}` + (summary.total ? ` of ${integer(summary.total)}` : "") +
     (summary.eta_s != null ? `, ${duration(summary.eta_s)} left` : "") + (summary.device ? `, on ${summary.device}` : "");
-  $("problem").textContent = summary.trouble || summary.reason || "";
+  $("problem").textContent = summary.problem || summary.reason || "";
   if (["dead", "failed"].includes(summary.state)) $("problem").textContent += `; resume: m1clip train --resume --name ${run.path}`;
   document.body.classList.remove("empty");
   const facts = {
