@@ -1,6 +1,7 @@
 """Reading a log while it grows, its curves, and the terminal monitor."""
 
 import asyncio
+import io
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from long_log import MEMORY_GB, write_record, write_run, write_step
 from m1clip.cli import run_command
@@ -34,6 +36,13 @@ def read_view(path):
     view = RunView(Run(path))
     view.refresh()
     return view
+
+
+def render(view, width=100):
+    """A view as plain text."""
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(view)
+    return console.file.getvalue()
 
 
 def append(path, text):
@@ -235,6 +244,18 @@ def test_a_line_plot_has_ticks_and_a_dotted_chance_level():
     assert first == sorted(first, reverse=True)  # it rises to the right
 
 
+def test_a_line_without_points_is_drawn_beside_others():
+    full, empty = (
+        text_plot.Line(np.arange(9.0), np.arange(9.0), ""),
+        text_plot.Line(np.empty(0), np.empty(0), ""),
+    )
+    plots = [
+        text_plot.line_plot("", lines, 40, 8, lambda value, _: f"{value:.0f}").plain
+        for lines in ([full], [empty, full])
+    ]
+    assert plots[0] == plots[1]
+
+
 def test_a_line_plot_is_connected_between_points_and_broken_at_a_gap():
     x, y = np.array([0.0, 40.0, 60.0, 100.0]), np.array([0.0, 1.0, np.nan, 1.0])
     plot = text_plot.line_plot("", [text_plot.Line(x, y, "blue")], 60, 8, lambda value, _: f"{value:.0f}")
@@ -245,10 +266,11 @@ def test_a_line_plot_is_connected_between_points_and_broken_at_a_gap():
     assert drawn[56]
 
 
-def test_bars_have_eighths_of_a_character():
-    assert text_plot.bar(0.5, 4) == "██  "
-    assert text_plot.bar(1 / 32, 4) == "▏   "
-    assert text_plot.bar(7.0, 2) == "██"
+def test_a_bar_table_has_names_bars_and_labels():
+    rows = {"forward": (0.5, "150 ms"), "[red]": (1.0, "x")}
+    lines = render(terminal_views.bar_table(rows, "blue"), 26).split("\n")
+    assert lines[0].split() == ["forward", "█████▌", "150", "ms"]
+    assert lines[1].split() == ["[red]", 11 * "█", "x"]
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -257,14 +279,13 @@ def test_every_view_fits_its_width(night, tmp_path, width):
     empty.write("config.json", {"epochs": 1})
     for path in (night, empty.path):
         run = read_view(path)
-        for text in (
-            terminal_views.header(run, width),
-            terminal_views.curve_grid([run], width, 20),
-            terminal_views.speed(run, width, 20),
-        ):
-            assert all(len(row) <= width for row in text.plain.split("\n")), text.plain
-        rows = terminal_views.gradients(run, width).plain.split("\n")
-        assert all(len(row) <= width for row in rows if ".blocks." in row)
+        header = terminal_views.header(run, width).plain
+        assert all(len(row) <= width for row in header.split("\n")), header
+        grid = render(terminal_views.curve_grid([run], width, 20), width).rstrip("\n").split("\n")
+        assert len(grid) <= 20
+        assert "…" not in "".join(grid), grid  # nothing is cut off
+    assert render(terminal_views.gradients(run, width), width)
+    assert render(terminal_views.speed(run, width), width)
 
 
 @pytest.mark.parametrize("device", ["cpu", "vision=mps,text=cpu"])
@@ -288,7 +309,7 @@ def test_log_axes_are_labelled(night):
 
 
 def test_all_parts_of_the_memory_and_the_total_are_shown(night):
-    text = terminal_views.speed(read_view(night), 100, 0).plain
+    text = render(terminal_views.speed(read_view(night), 100))
     assert "memory 1.20 GB RSS, peak 1.50 GB" in text
     for part, gb in MEMORY_GB.items():
         assert (f"{part} " in text and f"{1000 * gb:.1f} MB" in text) == (gb > 0), part
@@ -296,10 +317,10 @@ def test_all_parts_of_the_memory_and_the_total_are_shown(night):
 
 def test_energy_is_shown_where_it_was_measured(tmp_path, night):
     run = write_run(tmp_path / "measured", 1000, (5, 9), (), None, watts=36.0)
-    text = terminal_views.speed(read_view(run), 100, 0).plain
+    text = render(terminal_views.speed(read_view(run), 100))
     assert "power 36 W, energy 4.80 Wh" in text  # 36 W for 1,000 steps of 0.48 s
     assert "last epoch 4.80 Wh, R@1 per Wh 0.208" in text
-    assert "last epoch" not in terminal_views.speed(read_view(night), 100, 0).plain
+    assert "last epoch" not in render(terminal_views.speed(read_view(night), 100))
 
 
 def test_unexpected_values_do_not_break_a_view(tmp_path):
@@ -310,7 +331,7 @@ def test_unexpected_values_do_not_break_a_view(tmp_path):
     run.log("event", 1, event="diagnosis", about="\x1b[2Jx", text=None)
     run.log("eval", 1, mean_r1=None)
     append(run.path / "metrics.jsonl", '{"kind": "event", "step": 1}\n')
-    text = terminal_views.snapshot(read_view(run.path), 80).plain
+    text = render(terminal_views.snapshot(read_view(run.path), 80), 80)
     assert "\x1b" not in text
     assert "core 0" in text
     assert "?[2Jx: None" in text

@@ -108,9 +108,10 @@ def print_snapshot(run: Run, as_json: bool) -> int:
         print(json.dumps(files.json_safe(state)))
         return 0
     console = Console(highlight=False)
-    width = console.width if console.is_terminal else 100
+    if not console.is_terminal:
+        console.width = 100
     with console.capture() as capture:
-        console.print(snapshot(view, width), soft_wrap=True)
+        console.print(snapshot(view, console.width), soft_wrap=True)
     text = capture.get()
     if not (sys.stdout.encoding or "").lower().startswith("utf"):
         text = text.translate(ASCII)

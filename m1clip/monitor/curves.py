@@ -75,9 +75,8 @@ def curve_points(log: Log, key: str, x_axis: str = "step", window: int = 1) -> t
 def gap_ends(steps: Column) -> NDArray[np.int64]:
     """Indices of the steps after a gap, which is three times the usual distance between logged steps."""
     distances = np.diff(steps)
-    if not len(distances):
-        return np.empty(0, np.int64)
-    return np.flatnonzero(distances > 3 * np.median(distances)) + 1
+    usual = np.median(distances) if len(distances) else 0.0
+    return np.flatnonzero(distances > 3 * usual) + 1
 
 
 def minutes_at(log: Log, steps: Column) -> Column:

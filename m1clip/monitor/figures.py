@@ -11,14 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 from PIL import Image
 
-from m1clip.monitor.curves import (
-    CURVES,
-    chance_level,
-    curve_points,
-    downsample,
-    gradient_norms,
-    wilson_interval,
-)
+from m1clip.monitor import curves
 from m1clip.monitor.log import Record, RunView
 from m1clip.plots import COLORS, PHASE_COLORS, axes, legend, log_axis, save_figure
 
@@ -27,19 +20,19 @@ MAX_POINTS = 1500
 
 def draw_curve(panel: Axes, runs: Sequence[RunView], key: str, x_axis: str = "step") -> None:
     """A curve of each run, with title, unit and chance; step values are faint behind their moving average."""
-    curve = CURVES[key]
+    curve = curves.CURVES[key]
     scale = 100 if curve.unit == "%" else 1
     for index, run in enumerate(runs):
         style: dict[str, Any] = {"color": COLORS[index % 6], "ls": "-" if index < 6 else ":"}
-        x, y = curve_points(run.log, key, x_axis, 0)
+        x, y = curves.curve_points(run.log, key, x_axis, 0)
         if curve.kind != "step":
             panel.plot(x, scale * y, marker="o", ms=3, lw=1.4, label=run.name, **style)
             continue
-        raw_x, raw_y = downsample(*curve_points(run.log, key, x_axis), MAX_POINTS)
+        raw_x, raw_y = curves.downsample(*curves.curve_points(run.log, key, x_axis), MAX_POINTS)
         panel.plot(raw_x, scale * raw_y, lw=0.7, alpha=0.25, **style)
-        x, y = downsample(x, y, MAX_POINTS)
+        x, y = curves.downsample(x, y, MAX_POINTS)
         panel.plot(x, scale * y, lw=1.5, label=run.name, **style)
-    for level in {chance_level(run.log, key) for run in runs} - {None}:
+    for level in {curves.chance_level(run.log, key) for run in runs} - {None}:
         panel.axhline(scale * (level or 0.0), color=COLORS[6], lw=1, ls="--", label="chance")
     panel.set_title(curve.title, fontsize=10)
     panel.set_xlabel("minutes of training" if x_axis == "minutes" else "step")
@@ -61,7 +54,9 @@ def draw_training(run: RunView, path: Path) -> Path:
         draw_curve(panel, [run], key)
     evals = [record for record in run.log.known_records("eval", "mean_r1") if record.get("images")]
     if evals:
-        bounds = np.array([wilson_interval(record["mean_r1"], int(record["images"])) for record in evals])
+        bounds = np.array(
+            [curves.wilson_interval(record["mean_r1"], int(record["images"])) for record in evals]
+        )
         steps = [record["step"] for record in evals]
         panels[2].fill_between(steps, *(100 * bounds.T), color=COLORS[0], alpha=0.15, lw=0)
     legend(figure, panels[:1])
@@ -99,7 +94,7 @@ def draw_temperature(run: RunView, path: Path) -> Path:
 
 def draw_gradient_flow(run: RunView, path: Path) -> Path:
     """Gradient norms by block over the steps."""
-    steps, blocks, norms = gradient_norms(run.log, 200)
+    steps, blocks, norms = curves.gradient_norms(run.log, 200)
     figure, (panel,) = axes(1, 8.0, 1.2 + 0.22 * len(blocks))
     log_norms = np.log10(np.where(norms > 0, norms, np.nan))
     heatmap = panel.imshow(log_norms, aspect="auto", cmap="cividis", interpolation="nearest")
@@ -155,9 +150,9 @@ def draw_image(panel: Axes, jpeg: str | None, is_true: bool) -> None:
 
 def draw_comparison(runs: Sequence[RunView], path: Path) -> Path:
     """Loss over steps, loss and validation recall over minutes, temperature: all runs in each."""
-    curves = (("loss", "step"), ("loss", "minutes"), ("mean_r1", "minutes"), ("temperature", "step"))
-    figure, panels = axes(len(curves), 5.6, 2.9, columns=2)
-    for panel, (key, x_axis) in zip(panels, curves, strict=True):
+    shown = (("loss", "step"), ("loss", "minutes"), ("mean_r1", "minutes"), ("temperature", "step"))
+    figure, panels = axes(len(shown), 5.6, 2.9, columns=2)
+    for panel, (key, x_axis) in zip(panels, shown, strict=True):
         draw_curve(panel, runs, key, x_axis)
     legend(figure, panels[:1])
     return save_figure(figure, path)

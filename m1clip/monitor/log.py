@@ -227,9 +227,7 @@ def event_text(event: Record) -> str:
         return printable(f"{event.get('chunk')} pairs in memory at once: {event.get('reason')}")
     if name in ("start", "resume"):
         skipped = event.get("skipped_rows")
-        return printable(
-            f"{name}: {skipped} of {event.get('rows')} rows skipped" if skipped else f"{name}"
-        )
+        return printable(f"{name}: {skipped} of {event.get('rows')} rows skipped" if skipped else f"{name}")
     fields = ", ".join(
         f"{key.replace('_', ' ')} {', '.join(map(str, value[:3])) if isinstance(value, list) else value}"
         for key, value in event.items()

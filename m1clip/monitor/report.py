@@ -102,14 +102,12 @@ def phase_times(run: RunView) -> Record | None:
     columns = {phase: run.log.known_column(f"{phase}_ms") for phase in STEP_PHASES}
     total = sum(float(values.sum()) for values in columns.values())
     fifth = len(ms) // 5
+    rows = {
+        phase: (*(median_range(values) or (None, None, None)), values.sum() / total if len(values) else None)
+        for phase, values in columns.items()
+    }
     return {
-        "rows": {
-            phase: (
-                *(median_range(values) or (None, None, None)),
-                values.sum() / total if len(values) else None,
-            )
-            for phase, values in columns.items()
-        },
+        "rows": rows,
         "step": median_range(ms),
         "records": max(map(len, columns.values())),
         "first": float(np.median(ms[len(ms) // 20 : fifth])) if len(ms) >= 100 else None,
@@ -168,25 +166,11 @@ def thin_out(records: list[Record]) -> list[Record]:
     return [records[index] for index in np.linspace(0, len(records) - 1, MAX_ROWS).astype(int)]
 
 
-def log_anomalies(run: RunView) -> list[str]:
-    """Gaps, skipped steps, restarts and unreadable lines of the log."""
-    log, notes = run.log, []
-    steps = log.column("step")
-    gaps = [f"{steps[i] + 1:,.0f} to {steps[i + 1] - 1:,.0f}" for i in np.flatnonzero(np.diff(steps) > 1)]
-    if gaps:
-        notes.append(
-            f"Steps that are not logged: {', '.join(gaps[:5])}{' and more' if len(gaps) > 5 else ''}."
-        )
-    if skipped := len(log.known_column("skipped")):
-        notes.append(f"Steps skipped because the loss or the gradient was not finite: {skipped}.")
-    if log.restarts:
-        notes.append(
-            f"Steps logged again after a restart, in {log.restarts} places; the later records count."
-        )
-    if log.bad_lines:
-        first = ", ".join(map(str, log.bad_lines[:5])) + (", …" if len(log.bad_lines) > 5 else "")
-        notes.append(f"Lines that cannot be parsed: {len(log.bad_lines)} ({first}).")
-    return notes
+def step_gaps(run: RunView) -> list[str]:
+    """Ranges of steps that are not logged."""
+    steps = run.log.column("step")
+    ends = np.flatnonzero(np.diff(steps) > 1)
+    return [f"{steps[end] + 1:,.0f} to {steps[end + 1] - 1:,.0f}" for end in ends]
 
 
 def is_comparable(runs: Sequence[RunView]) -> bool:
@@ -247,7 +231,7 @@ def repeat_command(run: RunView) -> str:
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(number, percent, duration, gigabytes, watt_hours, timestamp, thousands, event_text, with_interval),
-    *(chance_level, wilson_interval, median_range, largest, thin_out, flatten, log_anomalies),
+    *(chance_level, wilson_interval, median_range, largest, thin_out, flatten, step_gaps),
     *(step_seconds, elapsed_seconds, seconds_to_score, repeat_command),
 )
 TEMPLATE_FUNCTIONS = {function.__name__: function for function in FUNCTIONS}

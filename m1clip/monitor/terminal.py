@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rich.console import RenderableType
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -26,14 +27,14 @@ COLUMNS = (" ", "run", "state", "done", "left", "best", "device", "updated")
 VIEWS = ("curves", "speed", "gradients", "events", "runs")
 
 
-class TextView(Widget):
-    """Text that is rendered again for every size."""
+class SizedView(Widget):
+    """A view that is rendered again for every size."""
 
-    def __init__(self, draw: Callable[[int, int], Text], **options: Any):
+    def __init__(self, draw: Callable[[int, int], RenderableType], **options: Any):
         super().__init__(**options)
         self.draw = draw
 
-    def render(self) -> Text:
+    def render(self) -> RenderableType:
         return self.draw(max(20, self.size.width), max(3, self.size.height))
 
 
@@ -44,7 +45,7 @@ class Monitor(App[None]):
     #header { height: auto; padding: 0 1; }
     #tabs { height: 1; padding: 0 1; }
     ContentSwitcher { height: 1fr; padding: 0 1; }
-    #curves, #speed { height: 100%; }
+    #curves { height: 100%; }
     DataTable { height: 100%; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -72,15 +73,14 @@ class Monitor(App[None]):
         self.exit(return_code=1)
 
     def compose(self) -> ComposeResult:
-        yield TextView(lambda width, _: terminal_views.header(self.shown, width), id="header")
-        yield TextView(lambda width, _: self._tabs(width), id="tabs")
+        yield SizedView(lambda width, _: terminal_views.header(self.shown, width), id="header")
+        yield SizedView(lambda width, _: self._tabs(width), id="tabs")
         with ContentSwitcher(initial="curves"):
-            yield TextView(
+            yield SizedView(
                 lambda width, height: terminal_views.curve_grid(self.views, width, height, self.smooth),
                 id="curves",
             )
-            yield TextView(lambda width, height: terminal_views.speed(self.shown, width, height), id="speed")
-            for name in ("gradients", "events"):
+            for name in ("speed", "gradients", "events"):
                 with VerticalScroll(id=name):
                     yield Static(id=f"{name}-text")
             yield DataTable(id="runs", cursor_type="row", zebra_stripes=False)
@@ -119,9 +119,10 @@ class Monitor(App[None]):
         return [self.shown, *(run for name, run in self.compared.items() if name != self.shown.name)]
 
     def redraw(self) -> None:
-        for view in self.query(TextView):
+        for view in self.query(SizedView):
             view.refresh()
         width = max(20, self.size.width - 4)
+        self.query_one("#speed-text", Static).update(terminal_views.speed(self.shown, width))
         self.query_one("#gradients-text", Static).update(terminal_views.gradients(self.shown, width))
         self.query_one("#events-text", Static).update(terminal_views.events(self.shown))
 
@@ -172,7 +173,7 @@ class Monitor(App[None]):
         self.query_one(ContentSwitcher).current = name
         if name == "runs":
             self.query_one(DataTable).focus()
-        elif name in ("gradients", "events"):
+        elif name != "curves":
             self.query_one(f"#{name}").focus()
         self.redraw()
 

@@ -1,4 +1,4 @@
-"""The views of the terminal monitor: a run as text of a given size."""
+"""The views of the terminal monitor: a run as Rich text and tables."""
 
 import math
 import shlex
@@ -8,12 +8,15 @@ from datetime import datetime
 from functools import partial
 
 import numpy as np
+from rich.bar import Bar
+from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from m1clip.format import UNKNOWN, ago, duration, file_size, number, percent, printable
 from m1clip.monitor.curves import CURVES, chance_level, current_value, curve_points, format_tick, format_value
 from m1clip.monitor.log import STEP_PHASES, Record, RunView, event_text, float_or_nan
-from m1clip.monitor.text_plot import Line, bar, fixed_height, line_plot, side_by_side
+from m1clip.monitor.text_plot import Line, line_plot
 
 # The terminal's own colors are readable on its background, dark or light.
 COLORS = ("blue", "red", "green", "magenta", "yellow", "cyan")
@@ -33,32 +36,25 @@ RECENT_STEPS = 50
 def header(run: RunView, width: int) -> Text:
     """Name, state, progress and device; then problems, if any; then the scores."""
     summary = run.summary
-    state, total = summary.get("state", "unknown"), summary.get("total") or 0
+    state, total = summary.get("state", "unknown"), summary.get("total")
     step = summary.get("step") or 0
     if state != "running":
         step = max(step, run.log.last_step)  # the status may be older than the log
     parts = {"state": state, "step": f"step {step:,}" + (f" of {total:,}" if total else "")}
-    if total:
-        parts["percent"] = percent(step / total)
-    if summary.get("eta_s") is not None:
-        parts["eta"] = f"{duration(summary['eta_s'])} left"
+    parts["percent"] = percent(step / total) if total else ""
+    parts["left"] = f"{duration(summary['eta_s'])} left" if summary.get("eta_s") is not None else ""
     parts["device"] = printable(summary.get("device") or "")
-    name = printable(run.name)
-    for optional in ("percent", "eta"):  # the name and the device are always readable
-        if min(len(name), 20) + sum(len(part) + 2 for part in parts.values()) > width:
-            parts.pop(optional, None)
-    room = width - sum(len(part) + 2 for part in parts.values())
-    title = Text(name, "bold")
-    title.truncate(max(8, room), overflow="ellipsis")
-    line = Text.assemble(title, "  ", (parts.pop("state"), STATE_STYLES.get(state, "yellow")))
-    room -= len(title) + 1
-    if "percent" in parts and room >= 4:
-        parts["percent"] += f" {bar(step / total, min(30, room))}".rstrip()
-    line.append("".join(f"  {part}" for part in parts.values()))
-    line.truncate(width, overflow="ellipsis")
-    scores = score_line(run)
-    scores.truncate(width, overflow="ellipsis")
-    return Text("\n").join([line, *problem_lines(run, width), scores])
+    name = Text(printable(run.name), "bold")
+    for optional in ("percent", "left"):  # the name and the device are always readable
+        if min(len(name), 20) + sum(len(part) + 2 for part in parts.values() if part) > width:
+            parts[optional] = ""
+    rest = "".join(f"  {part}" for part in list(parts.values())[1:] if part)
+    name.truncate(max(8, width - len(state) - 2 - len(rest)), overflow="ellipsis")
+    line = Text.assemble(name, "  ", (state, STATE_STYLES.get(state, "yellow")), rest)
+    lines = [line, *problem_lines(run, width), score_line(run)]
+    for text in lines:
+        text.truncate(width, overflow="ellipsis")
+    return Text("\n").join(lines)
 
 
 def problem_lines(run: RunView, width: int) -> list[Text]:
@@ -87,24 +83,38 @@ def score_line(run: RunView) -> Text:
     return Text(", ".join(scores), "dim")
 
 
-def curve_grid(runs: Sequence[RunView], width: int, height: int, smooth: int = 0) -> Text:
+def in_columns(blocks: Sequence[RenderableType], columns: int) -> Table:
+    """Blocks in columns of equal width."""
+    grid = Table.grid(padding=(0, 1, 0, 0), expand=True)
+    for _ in range(columns):
+        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    for start in range(0, len(blocks), columns):
+        grid.add_row(*blocks[start : start + columns])
+    return grid
+
+
+def bar_table(rows: Mapping[str, tuple[float, str]], color: str) -> Table:
+    """A name, a bar of a fraction and a label per row."""
+    table = Table.grid(padding=(0, 1, 0, 0), expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1, min_width=4)
+    table.add_column(no_wrap=True, justify="right")
+    for name, (fraction, label) in rows.items():
+        table.add_row(Text(name), Bar(1.0, 0.0, fraction, color=color), Text(label))
+    return table
+
+
+def curve_grid(runs: Sequence[RunView], width: int, height: int, smooth: int = 0) -> Group:
     """Six curves of the first run, with those of the others behind them."""
     columns = 3 if width >= 120 else 2
-    legend = []
-    if len(runs) > 1:
-        names = [
-            Text.assemble(("━ ", style), f"{printable(run.name)}  ")
-            for run, style in zip(runs, LINE_STYLES, strict=False)
-        ]
-        legend = [Text().join(names)]
-        legend[0].truncate(width, overflow="ellipsis")
+    names = [
+        Text.assemble(("━ ", style), f"{printable(run.name)}  ")
+        for run, style in zip(runs, LINE_STYLES, strict=False)
+    ]
+    legend = [in_columns([Text().join(names)], 1)] if len(runs) > 1 else []
     plot_height = max(4, (height - len(legend)) // (len(CURVES_SHOWN) // columns))
     plots = [curve_plot(runs, key, width // columns - 1, plot_height, smooth) for key in CURVES_SHOWN]
-    rows = [
-        side_by_side(plots[start : start + columns], width // columns)
-        for start in range(0, len(plots), columns)
-    ]
-    return Text("\n").join([*legend, *rows])
+    return Group(*legend, in_columns(plots, columns))
 
 
 def curve_plot(runs: Sequence[RunView], key: str, width: int, height: int, smooth: int = 0) -> Text:
@@ -123,32 +133,14 @@ def curve_plot(runs: Sequence[RunView], key: str, width: int, height: int, smoot
     return line_plot(title, lines, width, height, partial(format_tick, key), list(levels))
 
 
-def speed(run: RunView, width: int, height: int) -> Text:
-    """Step time by phase, memory by part, and the machine; below, two curves if there is room."""
-    half = width // 2
-    left = [*phase_lines(run, half - 1), Text(), *memory_lines(run.log.last("diagnostics"), half - 1)]
-    right = machine_lines(run, half - 1)
-    tall = max(len(left), len(right))
-    top = side_by_side([fixed_height(left, tall), fixed_height(right, tall)], half)
-    room = height - tall - 1
-    if room < 4:
-        return top
-    plots = [curve_plot([run], key, half - 1, room) for key in ("step_ms", "rss_gb")]
-    return Text("\n").join([top, Text(), side_by_side(plots, half)])
+def speed(run: RunView, width: int) -> Group:
+    """Step time by phase, memory by part, and the machine; below, their curves."""
+    left = Group(*phase_lines(run), Text(), *memory_lines(run.log.last("diagnostics")))
+    plots = [curve_plot([run], key, width // 2 - 1, 8) for key in ("step_ms", "rss_gb")]
+    return Group(in_columns([left, Group(*machine_lines(run))], 2), Text(), in_columns(plots, 2))
 
 
-def bar_lines(rows: Mapping[str, tuple[float, str]], width: int, style: str) -> list[Text]:
-    """A name, a bar of a fraction and a label per line."""
-    name_width = max(map(len, rows), default=0)
-    label_width = max((len(label) for _, label in rows.values()), default=0)
-    bar_width = max(4, width - name_width - label_width - 2)
-    return [
-        Text.assemble(f"{name:{name_width}} ", (bar(fraction, bar_width), style), f" {label:>{label_width}}")
-        for name, (fraction, label) in rows.items()
-    ]
-
-
-def phase_lines(run: RunView, width: int) -> list[Text]:
+def phase_lines(run: RunView) -> list[RenderableType]:
     means = {phase: run.log.recent_mean(f"{phase}_ms", RECENT_STEPS) for phase in STEP_PHASES}
     known = {phase: ms for phase, ms in means.items() if ms is not None}
     total = sum(known.values()) or 1.0
@@ -159,10 +151,10 @@ def phase_lines(run: RunView, width: int) -> list[Text]:
         phase: (ms / total, f"{number(ms, unit='ms')} {100 * ms / total:3.0f} %")
         for phase, ms in known.items()
     }
-    return [head, *bar_lines(rows, width, "blue")]
+    return [head, bar_table(rows, "blue")]
 
 
-def memory_lines(record: Record, width: int) -> list[Text]:
+def memory_lines(record: Record) -> list[RenderableType]:
     """The parts of the memory and the RSS of the process."""
     parts = {name: gb for name, gb in (record.get("memory_gb") or {}).items() if float_or_nan(gb) > 0}
     largest = max(parts.values(), default=0.0)
@@ -172,18 +164,16 @@ def memory_lines(record: Record, width: int) -> list[Text]:
     )
     if record.get("device_gb") is not None:
         machine += f", device {gigabytes(record['device_gb'])}"
-    bars = bar_lines({name: (gb / largest, gigabytes(gb)) for name, gb in parts.items()}, width, "cyan")
-    return [Text(title, "bold"), *bars, Text(machine, "dim")]
+    bars = bar_table({name: (gb / largest, gigabytes(gb)) for name, gb in parts.items()}, "cyan")
+    return [Text(title, "bold"), bars, Text(machine, "dim")]
 
 
-def machine_lines(run: RunView, width: int) -> list[Text]:
+def machine_lines(run: RunView) -> list[RenderableType]:
     record, epoch = run.log.last("diagnostics"), run.log.last("epoch")
-    lines = [Text(printable(str(run.machine.get("chip") or "machine unknown"))[:width], "bold")]
-    percents = record.get("cpu_percent") or []
-    columns = 2 if len(percents) > 8 else 1
-    cores = {f"core {core}": (value / 100, f"{value:.0f}%") for core, value in enumerate(percents)}
-    bars = bar_lines(cores, (width + 1) // columns - 1, "green")
-    lines += [Text(" ").join(bars[start : start + columns]) for start in range(0, len(bars), columns)]
+    percents = enumerate(record.get("cpu_percent") or [])
+    cores = [bar_table({f"core {core}": (value / 100, f"{value:.0f}%")}, "green") for core, value in percents]
+    title = Text(printable(str(run.machine.get("chip") or "machine unknown")), "bold")
+    lines: list[RenderableType] = [title, in_columns(cores, 2 if len(cores) > 8 else 1)]
     sensors = (number(record.get("temperature_c"), 2, "°C"), number(record.get("power_w"), 2, "W"))
     lines.append(Text(f"CPU {sensors[0]}, power {sensors[1]}, energy {watt_hours(record.get('joules'))}"))
     if epoch.get("joules") is not None:
@@ -205,34 +195,24 @@ def watt_hours(joules: float | None) -> str:
     return number(None if joules is None else joules / 3600, unit="Wh")
 
 
-def gradients(run: RunView, width: int) -> Text:
+def gradients(run: RunView, width: int) -> RenderableType:
     """Gradient norms by block and embedding statistics of the last diagnostics record."""
     record = run.log.last("diagnostics")
     if not record:
         return Text(
             "gradient norms are logged with the diagnostics (every 5 x --log-every steps); none yet", "dim"
         )
-    columns = 2 if width >= 70 else 1
     rows = norm_rows(record.get("grad_norms") or {}, record.get("weight_norms") or {})
-    towers = [
-        bar_lines(
-            {name: row for name, row in rows.items() if name.startswith(tower)}, width // columns - 1, "blue"
-        )
-        for tower in ("vision", "text")
-    ]
-    others = {name: row for name, row in rows.items() if not name.startswith(("vision", "text"))}
-    tall = max(map(len, towers))
-    blocks = [fixed_height(lines, tall if columns == 2 else len(lines)) for lines in towers]
+    towers: dict[str, dict[str, tuple[float, str]]] = {"vision": {}, "text": {}, "": {}}
+    for name, row in rows.items():
+        towers[next(tower for tower in towers if name.startswith(tower))][name] = row
     title = f"gradient norms at step {record['step']:,}, before clipping; / weight norm (log bars)"
-    lines = [Text(title, "bold"), *([side_by_side(blocks, width // 2)] if columns == 2 else blocks)]
-    lines += [
-        *bar_lines(others, width // columns - 1, "blue"),
-        Text(),
-        Text("embeddings of that batch", "bold"),
+    statistics = [
+        Text(f"{label}: " + " / ".join(number(record.get(key)) for key in keys))
+        for label, keys in EMBEDDING_STATISTICS.items()
     ]
-    for label, keys in EMBEDDING_STATISTICS.items():
-        lines.append(Text(f"{label}: " + " / ".join(number(record.get(key)) for key in keys)))
-    return Text("\n").join(lines)
+    blocks = in_columns([bar_table(tower, "blue") for tower in towers.values()], 2 if width >= 70 else 1)
+    return Group(Text(title, "bold"), blocks, Text(), Text("embeddings of that batch", "bold"), *statistics)
 
 
 def norm_rows(norms: Record, weights: Record) -> dict[str, tuple[float, str]]:
@@ -265,9 +245,10 @@ def timestamp(seconds: object) -> str:
     return datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M:%S") if 0 < time < 1e11 else UNKNOWN
 
 
-def snapshot(run: RunView, width: int) -> Text:
+def snapshot(run: RunView, width: int) -> Group:
     """All views of a run, for a script or a mail."""
-    curves_height = 21 if width < 120 else 16
-    parts = [header(run, width), curve_grid([run], width, curves_height), speed(run, width, 0)]
-    parts += [gradients(run, width), Text("events", "bold").append("\n").append(events(run, 12))]
-    return Text("\n\n").join(parts)
+    views = (
+        *(header(run, width), curve_grid([run], width, 21 if width < 120 else 16), speed(run, width)),
+        *(gradients(run, width), Group(Text("events", "bold"), events(run, 12))),
+    )
+    return Group(*(part for view in views for part in (view, Text())))

@@ -1,4 +1,4 @@
-"""Line plots and bars as text for a terminal; a character has 2 x 4 Braille dots."""
+"""Line plots as text for a terminal; a character has 2 x 4 Braille dots."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -57,8 +57,7 @@ def line_plot(
     rows, x_range = height - 2, value_range([line.x for line in lines])
     y_range = value_range([*(without_outliers(line.y) for line in lines), np.array(levels, np.float64)])
     if x_range is None or y_range is None or rows < 1:
-        empty = [Text("  no data yet", "dim")] if height > 1 else []
-        return fixed_height([Text(title[:width], "bold"), *empty], height)
+        return Text.assemble((title[:width], "bold"), ("\n  no data yet", "dim"), "\n" * (height - 2))
     top, middle, bottom = tick_labels(y_range, tick)
     label_width = max(map(len, (top, middle, bottom))) + 1
     plot_width = max(4, width - label_width - 1)
@@ -77,7 +76,7 @@ def line_plot(
     ]
     first, last = f"{x_range[0]:,.0f}", f"{x_range[1]:,.0f}"
     x_labels = " " * label_width + first + last.rjust(max(1, plot_width - len(first)))
-    return fixed_height([Text(title[:width], "bold"), *body, Text(x_labels, "dim")], height)
+    return Text("\n").join([Text(title[:width], "bold"), *body, Text(x_labels, "dim")])
 
 
 def tick_labels(y_range: Range, tick: Callable[[float, int], str]) -> list[str]:
@@ -92,6 +91,8 @@ def tick_labels(y_range: Range, tick: Callable[[float, int], str]) -> list[str]:
 
 def draw_line(canvas: Canvas, line: Line, x_range: Range, y_range: Range) -> None:
     """Draw the values of each column of dots, connected to the column before unless there is a gap."""
+    if not len(line.x):
+        return
     height, width = canvas.dots.shape
     position = (line.x - x_range[0]) / (x_range[1] - x_range[0]) * (width - 1)
     rows = dot_rows(line.y, y_range, height)
@@ -129,28 +130,3 @@ def value_range(arrays: Sequence[Column]) -> Range | None:
     low, high = float(known.min()), float(known.max())
     margin = 0.0 if high > low else 0.5 * (abs(high) or 1.0)
     return low - margin, high + margin
-
-
-def bar(fraction: float, width: int) -> str:
-    """A bar with a resolution of an eighth of a character."""
-    full, eighths = divmod(round(min(max(fraction, 0.0), 1.0) * width * 8), 8)
-    return ("█" * full + (chr(0x2590 - eighths) if eighths else "")).ljust(width)
-
-
-def fixed_height(lines: Sequence[Text], height: int) -> Text:
-    return Text("\n").join([*lines[:height], *[Text()] * (height - len(lines))])
-
-
-def side_by_side(blocks: Sequence[Text], width: int) -> Text:
-    """Blocks of equal height in columns of that width."""
-    columns = [list(block.split("\n", allow_blank=True)) for block in blocks]
-    rows = []
-    for cells in zip(*columns, strict=True):
-        row = Text()
-        for index, cell in enumerate(cells):
-            is_last = index == len(cells) - 1
-            cell = cell.copy()
-            cell.truncate(width - 1, overflow="ellipsis", pad=not is_last)
-            row.append(cell).append("" if is_last else " ")
-        rows.append(row)
-    return Text("\n").join(rows)

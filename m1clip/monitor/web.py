@@ -9,7 +9,6 @@ import secrets
 import shlex
 import socket
 import threading
-import time
 import webbrowser
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -41,7 +40,6 @@ from m1clip.run import Run, is_run, run_summaries
 
 PAGE = Path(__file__).parent / "page"
 POLL_S = 1.0
-KEEP_ALIVE_S = 15.0
 # Nothing is loaded from or sent to other hosts; plotly sets inline styles.
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
@@ -263,18 +261,14 @@ def short_numbers(values: Column) -> list[float]:
 async def live_events(request: Request, runs: RunCache, names: list[str]) -> AsyncIterator[str]:
     """Server-sent events: the list of runs, and the versions of the given runs, whenever they change."""
     sent: dict[str, Any] = {}
-    sent_at = time.monotonic()
     while not (runs.is_closing() or await request.is_disconnected()):
         rows, versions = await asyncio.gather(
             asyncio.to_thread(runs.rows), asyncio.to_thread(runs.versions, names)
         )
         for kind, value in (("runs", rows), ("changed", versions)):
             if sent.get(kind) != value:
-                sent[kind], sent_at = value, time.monotonic()
+                sent[kind] = value
                 yield f"event: {kind}\ndata: {json.dumps(json_safe(value))}\n\n"
-        if time.monotonic() - sent_at > KEEP_ALIVE_S:
-            sent_at = time.monotonic()
-            yield ": keep-alive\n\n"
         await asyncio.sleep(POLL_S)
 
 
