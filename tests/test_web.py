@@ -348,8 +348,10 @@ def test_ticks_of_log_axes_do_not_overlap(folder, server, chromium, low, high):
         page.locator("#chart-grad_norm").locator("xpath=..").locator("h2").text_content()
         == "gradient norm (log)"
     )
-    boxes = [tick.bounding_box() for tick in page.locator("#chart-grad_norm .ytick text").all()]
-    edges = sorted((box["y"], box["y"] + box["height"]) for box in boxes)
+    page.wait_for_selector("#curves[aria-busy=false]")
+    code = """[...document.querySelectorAll("#chart-grad_norm .ytick text")]
+      .map((tick) => tick.getBoundingClientRect()).map((box) => [box.top, box.bottom])"""
+    edges = sorted(page.evaluate(code))
     assert 1 <= len(edges) <= 8
     assert all(end <= start for (_, end), (start, _) in pairwise(edges))
     page.close()

@@ -246,7 +246,6 @@ class RunView:
         self.config: Record = {}
         self.machine: Record = {}
         self.data: Record = {}
-        self._modified: dict[str, float] = {}
 
     def refresh(self, max_bytes: float = math.inf) -> bool:
         """Read what is new; return whether the log or the status changed."""
@@ -262,16 +261,11 @@ class RunView:
         self.data = self._read_json("data.json", self.data)
         return changed
 
-    def _read_json(self, name: str, before: Record) -> Record:
+    def _read_json(self, name: str, default: Record) -> Record:
         try:
-            modified = (self.path / name).stat().st_mtime
-            if self._modified.get(name) == modified:
-                return before
-            value = self.run.read(name)
-            self._modified[name] = modified
-            return value
-        except (OSError, ValueError):
-            return before
+            return self.run.read(name)
+        except (OSError, ValueError):  # not written yet, deleted, or not an object
+            return default
 
     @property
     def parameter_count(self) -> int | None:
@@ -289,7 +283,6 @@ class RunView:
 
     def retrievals(self) -> Record:
         """Example queries of the latest evaluation, without malformed ones; empty before the first."""
-        self._modified.pop("retrievals.json", None)
         content = self._read_json("retrievals.json", {})
         queries, images = content.get("queries"), content.get("shown")
         if not isinstance(queries, list) or not isinstance(images, dict):

@@ -40,16 +40,12 @@ def header(run: RunView, width: int) -> Text:
     step = summary.get("step") or 0
     if state != "running":
         step = max(step, run.log.last_step)  # the status may be older than the log
-    parts = {"state": state, "step": f"step {step:,}" + (f" of {total:,}" if total else "")}
-    parts["percent"] = percent(step / total) if total else ""
-    parts["left"] = f"{duration(summary['eta_s'])} left" if summary.get("eta_s") is not None else ""
-    parts["device"] = printable(summary.get("device") or "")
+    parts = [printable(summary.get("device") or ""), f"step {step:,}" + (f" of {total:,}" if total else "")]
+    parts += [percent(step / total)] if total else []
+    parts += [f"{duration(summary['eta_s'])} left"] if summary.get("eta_s") is not None else []
+    rest = "".join(f"  {part}" for part in parts if part)
     name = Text(printable(run.name), "bold")
-    for optional in ("percent", "left"):  # the name and the device are always readable
-        if min(len(name), 20) + sum(len(part) + 2 for part in parts.values() if part) > width:
-            parts[optional] = ""
-    rest = "".join(f"  {part}" for part in list(parts.values())[1:] if part)
-    name.truncate(max(8, width - len(state) - 2 - len(rest)), overflow="ellipsis")
+    name.truncate(max(20, width - len(state) - 2 - len(rest)), overflow="ellipsis")
     line = Text.assemble(name, "  ", (state, STATE_STYLES.get(state, "yellow")), rest)
     lines = [line, *problem_lines(run, width), score_line(run)]
     for text in lines:
