@@ -17,6 +17,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # longlog writes what the tests read
 from longlog import write_run
+
 from m1clip.monitor.log import Followed
 from m1clip.monitor.terminal_views import learning
 from m1clip.run import Run
@@ -25,9 +26,7 @@ REPEATS = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--runs", type=int, default=10)
     args = parser.parse_args()

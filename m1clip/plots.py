@@ -57,9 +57,7 @@ def log_axis(panel: Axes, which: str, ticks: Sequence[float] | None = None) -> N
         (panel.set_xlim if which == "x" else panel.set_ylim)(min(ticks) / 1.5, max(ticks) * 1.5)
 
 
-def annotate(
-    panel: Axes, text: str, at: tuple[float, float], shift: tuple[float, float], **style: Any
-) -> None:
+def annotate(panel: Axes, text: str, at: tuple[float, float], shift: tuple[float, float], **style: Any) -> None:
     panel.annotate(text, at, shift, textcoords="offset points", **{"fontsize": 8, **style})
 
 
@@ -67,6 +65,4 @@ def legend(figure: Figure, panels: Sequence[Axes]) -> None:
     """One legend for all panels, above them."""
     entries = [zip(*panel.get_legend_handles_labels(), strict=True) for panel in panels]
     handles = {label: handle for panel_entries in entries for handle, label in panel_entries}
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside upper center", ncols=4, frameon=False, fontsize=9
-    )
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4, frameon=False, fontsize=9)

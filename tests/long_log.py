@@ -50,9 +50,7 @@ def write_run(
             if count == len(order) // 3:
                 file.write("this is not JSON\n")
                 file.write(f'{{"kind": "step", "step": {step}, "loss": NaN, "step_ms": 1}}\n')
-        write_record(
-            file, "event", steps, event="diagnosis", about="throttling", text="steps take 1.5x as long"
-        )
+        write_record(file, "event", steps, event="diagnosis", about="throttling", text="steps take 1.5x as long")
         if partial_line:
             file.write('{"kind": "step", "step": 100001, "lo')
     return folder

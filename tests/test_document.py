@@ -62,9 +62,7 @@ def test_random_text_renders_as_itself_wherever_it_is_put(template, tmp_path):
         else:
             escaped = escape_markdown(value)
             markdown = template.replace("{}", escaped)
-            expected = (
-                template.removeprefix("- ").removeprefix("> ").removeprefix("## ").replace("{}", expected)
-            )
+            expected = template.removeprefix("- ").removeprefix("> ").removeprefix("## ").replace("{}", expected)
         page = Text(render_html(markdown, tmp_path))
         assert not page.tags - {
             "p",

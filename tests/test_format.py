@@ -61,9 +61,7 @@ def test_a_fraction_below_one_is_never_rounded_to_100_percent(fraction, text):
     assert percent(fraction) == text
 
 
-@pytest.mark.parametrize(
-    ("ms", "text"), [(0.123, "0.123 ms"), (480.4, "480 ms"), (12_345, "12.35 s"), (7.2e6, "2 h")]
-)
+@pytest.mark.parametrize(("ms", "text"), [(0.123, "0.123 ms"), (480.4, "480 ms"), (12_345, "12.35 s"), (7.2e6, "2 h")])
 def test_milliseconds_become_seconds_and_hours(ms, text):
     assert milliseconds(ms) == text
 

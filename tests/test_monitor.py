@@ -60,9 +60,7 @@ def test_a_log_with_gaps_restarts_and_bad_lines_is_read_to_its_last_complete_lin
     assert np.isnan(log.column("loss")[steps == 500])
     assert np.nansum(log.column("skipped")) == 2
     assert [record["step"] for record in log.records["eval"]] == [2000, 3000]
-    assert all(
-        json.loads(lines[record["line"] - 1])["step"] == record["step"] for record in log.records["eval"]
-    )
+    assert all(json.loads(lines[record["line"] - 1])["step"] == record["step"] for record in log.records["eval"])
 
 
 def test_appended_records_are_read_once_and_an_incomplete_line_when_it_is_complete(tmp_path):
@@ -148,9 +146,7 @@ def test_a_moving_average_is_the_mean_of_the_known_values_in_the_window():
     rng = np.random.default_rng(0)
     y = np.where(rng.random(200) < 0.1, np.nan, rng.normal(size=200))
     for window in (2, 7, 500):
-        expected = [
-            np.nan if np.isnan(y[i]) else np.nanmean(y[max(0, i - window + 1) : i + 1]) for i in range(200)
-        ]
+        expected = [np.nan if np.isnan(y[i]) else np.nanmean(y[max(0, i - window + 1) : i + 1]) for i in range(200)]
         assert np.allclose(curves.moving_average(y, window), expected, equal_nan=True)
 
 

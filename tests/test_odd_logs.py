@@ -128,9 +128,7 @@ def test_unexpected_files_are_shown_or_unknown(tmp_path, name, text):
     assert run_command(["runs", "--runs", str(tmp_path)]) == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["a b", "日本", "#1", "100%", 'it\'s "x"', "[b]", "$x_$", "-dash", "a&b=c", "a|b"]
-)
+@pytest.mark.parametrize("name", ["a b", "日本", "#1", "100%", 'it\'s "x"', "[b]", "$x_$", "-dash", "a&b=c", "a|b"])
 def test_unusual_run_names_work_everywhere(tmp_path, name):
     folder = write_run(tmp_path / name, 60, (10, 12), (), None)
     assert run_command(["monitor", str(folder), "--once"]) == 0

@@ -24,12 +24,8 @@ def runs(tmp_path_factory):
         write_run(folder / name, 2000, (1510, 1511), (), None, watts=watts, seed=0)
         config = json.loads((folder / name / "config.json").read_text())
         (folder / name / "config.json").write_text(json.dumps(config | {"lr": lr}))
-        (folder / name / "data.json").write_text(
-            json.dumps({"identity": "rows-1", "train": 12_000, "val": 240})
-        )
-        (folder / name / "machine.json").write_text(
-            json.dumps({"torch": "2.9", "python": "3.11", "os": "Linux"})
-        )
+        (folder / name / "data.json").write_text(json.dumps({"identity": "rows-1", "train": 12_000, "val": 240}))
+        (folder / name / "machine.json").write_text(json.dumps({"torch": "2.9", "python": "3.11", "os": "Linux"}))
     return folder
 
 
@@ -41,10 +37,7 @@ def report(runs):
 
 
 def read_records(folder):
-    return [
-        json.loads(line) if line[-1] == "}" else {}
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
+    return [json.loads(line) if line[-1] == "}" else {} for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def section(text, heading):
@@ -129,10 +122,7 @@ def test_recalls_have_intervals_and_chance(runs, report):
     rows = table_rows(report[0], "Validation retrieval")[1:]
     assert [row[0] for row in rows] == ["image→text", "chance", "text→image", "chance"]
     low, high = wilson_interval(last["i2t_r1"], 240)
-    assert (
-        rows[0][1] == f"{100 * last['i2t_r1']:.1f} % ({100 * low:.1f}–{100 * high:.1f})"
-        or last["i2t_r1"] > 0.9995
-    )
+    assert rows[0][1] == f"{100 * last['i2t_r1']:.1f} % ({100 * low:.1f}–{100 * high:.1f})" or last["i2t_r1"] > 0.9995
     assert rows[1][1:] == ["0.4 %", "2.1 %", "4.2 %", "120.5"]
 
 
@@ -147,9 +137,7 @@ def test_accuracy_by_difficulty_has_its_definition_and_chance(runs, report):
     ]
     by_tier = {row[0]: row for row in rows}
     for name in ("easy", "medium", "hard"):
-        assert as_fraction(by_tier[name][4]) == pytest.approx(
-            last["hard_negatives"][name]["pairwise"], abs=6e-4
-        )
+        assert as_fraction(by_tier[name][4]) == pytest.approx(last["hard_negatives"][name]["pairwise"], abs=6e-4)
     assert by_tier["chance"][3:] == ["50.0 %", "50.0 %", "9.1 %", "9.1 %"]
     assert "tf-idf" in section(report[0], "Accuracy by difficulty of the negatives")
 
@@ -197,15 +185,11 @@ def test_captions_and_reasons_cannot_add_html_or_markdown(tmp_path):
 
 
 def test_two_runs_are_compared_by_what_differs(runs, tmp_path, capsys):
-    assert (
-        run_command(["report", "a", "b", "--runs", str(runs), "--out", str(tmp_path / "doc"), "--json"]) == 0
-    )
+    assert run_command(["report", "a", "b", "--runs", str(runs), "--out", str(tmp_path / "doc"), "--json"]) == 0
     paths = json.loads(capsys.readouterr().out)
     text = Path(paths["markdown"]).read_text()
     assert table_rows(text, "What differs")[1:] == [["lr", "0.001", "0.003"]]
-    for row, name in zip(
-        table_rows(text, "Validation retrieval at the last evaluation")[1:], "ab", strict=True
-    ):
+    for row, name in zip(table_rows(text, "Validation retrieval at the last evaluation")[1:], "ab", strict=True):
         record = read_records(runs / name)[int(row[-1]) - 1]
         assert row[0] == name
         assert as_fraction(row[1]) == pytest.approx(record["i2t_r1"], abs=6e-4)
@@ -222,10 +206,7 @@ def test_a_clear_difference_is_significant(runs, tmp_path):
         folder = write_run(tmp_path / name, 40, (5, 9), (), None, partial_line=False)
         with open(folder / "metrics.jsonl", "a") as file:
             write_eval(file, 1000, steps)
-    assert (
-        run_command(["report", str(tmp_path / "low"), str(tmp_path / "high"), "--out", str(tmp_path / "doc")])
-        == 0
-    )
+    assert run_command(["report", str(tmp_path / "low"), str(tmp_path / "high"), "--out", str(tmp_path / "doc")]) == 0
     text = (tmp_path / "doc" / "comparison.md").read_text()
     assert "high has the highest mean R@1" in text
     assert "the difference is significant" in text
@@ -284,7 +265,6 @@ def test_intervals_contain_the_truth_as_often_as_they_claim():
 def test_the_report_of_a_real_run_has_every_section(tmp_path, own_cache):
     """The field names that training writes are those that the report reads."""
     from helpers import train_run
-
     from m1clip.model.clip import load
 
     config = replace(tiny_run_config(tiny_config()), log_every=1)

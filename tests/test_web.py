@@ -87,9 +87,7 @@ def test_settings_that_differ_from_the_preset_are_described_with_the_preset_valu
     assert client.get("/api/run/old").json()["preset_values"] == {}
 
 
-@pytest.mark.parametrize(
-    "name", ["..", ".", "%2e%2e", "..%2foutside", "new%2f..%2f..%2foutside", "%5coutside", "%00"]
-)
+@pytest.mark.parametrize("name", ["..", ".", "%2e%2e", "..%2foutside", "new%2f..%2f..%2foutside", "%5coutside", "%00"])
 def test_no_name_leads_out_of_the_folder(folder, name):
     """There is another run beside the folder that is served."""
     inner = folder / "inner"
@@ -344,10 +342,7 @@ def test_ticks_of_log_axes_do_not_overlap(folder, server, chromium, low, high):
     visit = Visit(chromium, server + "#smooth=1")
     page = visit.page
     page.wait_for_selector("#chart-grad_norm .ytick text")
-    assert (
-        page.locator("#chart-grad_norm").locator("xpath=..").locator("h2").text_content()
-        == "gradient norm (log)"
-    )
+    assert page.locator("#chart-grad_norm").locator("xpath=..").locator("h2").text_content() == "gradient norm (log)"
     page.wait_for_selector("#curves[aria-busy=false]")
     code = """[...document.querySelectorAll("#chart-grad_norm .ytick text")]
       .map((tick) => tick.getBoundingClientRect()).map((box) => [box.top, box.bottom])"""

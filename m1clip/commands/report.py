@@ -56,9 +56,7 @@ def main(args: Args) -> int:
         if len(runs) == 1:
             page = write_report(views[0], args.out or runs[0].path / "report")
         else:
-            page = write_comparison(
-                views, args.out or Path("reports") / "-".join(run.name for run in runs)[:100]
-            )
+            page = write_comparison(views, args.out or Path("reports") / "-".join(run.name for run in runs)[:100])
     markdown = page.with_suffix(".md")
     if args.json:
         print(json.dumps({"html": str(page), "markdown": str(markdown)}))

@@ -46,9 +46,7 @@ def main(args: Args) -> int:
     with loading(f"waiting for {run.name} to finish its step and save"):
         while run.is_alive:
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{run.path} was asked to end, but is still running after {args.wait:.0f} s"
-                )
+                raise TimeoutError(f"{run.path} was asked to end, but is still running after {args.wait:.0f} s")
             time.sleep(0.1)
     status = run.read_status()
     print(f"{run.path} is {status['state']} at step {status['step']}")

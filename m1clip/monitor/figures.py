@@ -41,9 +41,7 @@ def draw_curve(panel: Axes, runs: Sequence[RunView], key: str, x_axis: str = "st
         panel.set_ylabel("log scale")
     elif curve.unit:
         panel.set_ylabel(curve.unit)
-    panel.xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}")
-    )
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"))
 
 
 def draw_training(run: RunView, path: Path) -> Path:
@@ -54,9 +52,7 @@ def draw_training(run: RunView, path: Path) -> Path:
         draw_curve(panel, [run], key)
     evals = [record for record in run.log.known_records("eval", "mean_r1") if record.get("images")]
     if evals:
-        bounds = np.array(
-            [curves.wilson_interval(record["mean_r1"], int(record["images"])) for record in evals]
-        )
+        bounds = np.array([curves.wilson_interval(record["mean_r1"], int(record["images"])) for record in evals])
         steps = [record["step"] for record in evals]
         panels[2].fill_between(steps, *(100 * bounds.T), color=COLORS[0], alpha=0.15, lw=0)
     legend(figure, panels[:1])
@@ -121,9 +117,7 @@ def draw_retrievals(queries: Sequence[Record], images: Record, path: Path) -> Pa
         caption = query["text"] if len(query["text"]) < 100 else query["text"][:97] + "…"
         row_panels = panels[row * columns : (row + 1) * columns]
         # The caption is wider than its panel, which must not move the others.
-        row_panels[0].text(0, 1.17, caption, transform=row_panels[0].transAxes, fontsize=8).set_in_layout(
-            False
-        )
+        row_panels[0].text(0, 1.17, caption, transform=row_panels[0].transAxes, fontsize=8).set_in_layout(False)
         for index, (panel, hit) in enumerate(zip(row_panels, hits, strict=False)):
             is_true = hit["row"] == query["truth"]
             note = "true" if is_true else "same caption" if hit.get("same_caption") else ""
@@ -143,9 +137,7 @@ def draw_image(panel: Axes, jpeg: str | None, is_true: bool) -> None:
     panel.set_axis_on()
     panel.tick_params(bottom=False, left=False, labelbottom=False, labelleft=False)
     panel.grid(visible=False)
-    panel.spines[:].set(
-        visible=True, color=COLORS[2] if is_true else "#cccccc", linewidth=3 if is_true else 1
-    )
+    panel.spines[:].set(visible=True, color=COLORS[2] if is_true else "#cccccc", linewidth=3 if is_true else 1)
 
 
 def draw_comparison(runs: Sequence[RunView], path: Path) -> Path:

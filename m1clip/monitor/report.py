@@ -34,9 +34,7 @@ def write_report(run: RunView, folder: Path) -> Path:
         phases=phase_times(run),
         step_time_figure=figures.draw_step_time(run, folder / "step_time.png") if len(run.log) else None,
         temperatures=temperature_extremes(run),
-        temperature_figure=figures.draw_temperature(run, folder / "temperature.png")
-        if len(run.log)
-        else None,
+        temperature_figure=figures.draw_temperature(run, folder / "temperature.png") if len(run.log) else None,
         gradients=gradient_flow(run),
         gradients_figure=figures.draw_gradient_flow(run, folder / "gradients.png"),
         examples=example_queries(run, folder),

@@ -104,8 +104,7 @@ def curve_grid(runs: Sequence[RunView], width: int, height: int, smooth: int = 0
     """Six curves of the first run, with those of the others behind them."""
     columns = 3 if width >= 120 else 2
     names = [
-        Text.assemble(("━ ", style), f"{printable(run.name)}  ")
-        for run, style in zip(runs, LINE_STYLES, strict=False)
+        Text.assemble(("━ ", style), f"{printable(run.name)}  ") for run, style in zip(runs, LINE_STYLES, strict=False)
     ]
     legend = [in_columns([Text().join(names)], 1)] if len(runs) > 1 else []
     plot_height = max(4, (height - len(legend)) // (len(CURVES_SHOWN) // columns))
@@ -143,10 +142,7 @@ def phase_lines(run: RunView) -> list[RenderableType]:
     title = f"step {number(run.log.recent_mean('step_ms', RECENT_STEPS), unit='ms')}, "
     title += f"{number(run.log.recent_rate(RECENT_STEPS))} pairs/s"
     head = Text.assemble((title, "bold"), (f" (last {min(RECENT_STEPS, len(run.log))})", "dim"))
-    rows = {
-        phase: (ms / total, f"{number(ms, unit='ms')} {100 * ms / total:3.0f} %")
-        for phase, ms in known.items()
-    }
+    rows = {phase: (ms / total, f"{number(ms, unit='ms')} {100 * ms / total:3.0f} %") for phase, ms in known.items()}
     return [head, bar_table(rows, "blue")]
 
 
@@ -155,9 +151,7 @@ def memory_lines(record: Record) -> list[RenderableType]:
     parts = {name: gb for name, gb in (record.get("memory_gb") or {}).items() if float_or_nan(gb) > 0}
     largest = max(parts.values(), default=0.0)
     title = f"memory {gigabytes(record.get('rss_gb'))} RSS, peak {gigabytes(record.get('peak_rss_gb'))}"
-    machine = (
-        f"available {gigabytes(record.get('available_gb'))}, swap {gigabytes(record.get('swap_used_gb'))}"
-    )
+    machine = f"available {gigabytes(record.get('available_gb'))}, swap {gigabytes(record.get('swap_used_gb'))}"
     if record.get("device_gb") is not None:
         machine += f", device {gigabytes(record['device_gb'])}"
     bars = bar_table({name: (gb / largest, gigabytes(gb)) for name, gb in parts.items()}, "cyan")
@@ -195,9 +189,7 @@ def gradients(run: RunView, width: int) -> RenderableType:
     """Gradient norms by block and embedding statistics of the last diagnostics record."""
     record = run.log.last("diagnostics")
     if not record:
-        return Text(
-            "gradient norms are logged with the diagnostics (every 5 x --log-every steps); none yet", "dim"
-        )
+        return Text("gradient norms are logged with the diagnostics (every 5 x --log-every steps); none yet", "dim")
     rows = norm_rows(record.get("grad_norms") or {}, record.get("weight_norms") or {})
     towers: dict[str, dict[str, tuple[float, str]]] = {"vision": {}, "text": {}, "": {}}
     for name, row in rows.items():

@@ -35,9 +35,7 @@ class Canvas:
         height, width = self.styles.shape
         bits = np.einsum("hrwc,rc->hw", self.dots.reshape(height, 4, width, 2), BRAILLE_BITS)
         return [
-            Text.assemble(
-                *((chr(0x2800 + bit) if bit else " ", style) for bit, style in zip(*row, strict=True))
-            )
+            Text.assemble(*((chr(0x2800 + bit) if bit else " ", style) for bit, style in zip(*row, strict=True)))
             for row in zip(bits.tolist(), self.styles.tolist(), strict=True)
         ]
 

@@ -153,9 +153,7 @@ def add_api(app: FastAPI, runs: RunCache) -> None:
 
         with runs.open(name) as run:
             columns = {name: run.log.column(name) for name in run.log.columns if name != "line"}
-        table = pyarrow.table(
-            {name: pyarrow.array(column, from_pandas=True) for name, column in columns.items()}
-        )
+        table = pyarrow.table({name: pyarrow.array(column, from_pandas=True) for name, column in columns.items()})
         text = pyarrow.BufferOutputStream()  # unknown values are empty
         pyarrow.csv.write_csv(table, text, pyarrow.csv.WriteOptions(quoting_style="none"))
         file_name = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
@@ -175,9 +173,7 @@ def add_api(app: FastAPI, runs: RunCache) -> None:
         keys, curves = [each for each in key if each in CURVES], {}
         for name in run:
             with runs.open(name) as view:
-                curves[name] = {
-                    key: curve_json(view, key, x_axis, smooth, max_points, start, end) for key in keys
-                }
+                curves[name] = {key: curve_json(view, key, x_axis, smooth, max_points, start, end) for key in keys}
         return json_response(curves)
 
     @app.get("/api/live")
@@ -262,9 +258,7 @@ async def live_events(request: Request, runs: RunCache, names: list[str]) -> Asy
     """Server-sent events: the list of runs, and the versions of the given runs, whenever they change."""
     sent: dict[str, Any] = {}
     while not (runs.is_closing() or await request.is_disconnected()):
-        rows, versions = await asyncio.gather(
-            asyncio.to_thread(runs.rows), asyncio.to_thread(runs.versions, names)
-        )
+        rows, versions = await asyncio.gather(asyncio.to_thread(runs.rows), asyncio.to_thread(runs.versions, names))
         for kind, value in (("runs", rows), ("changed", versions)):
             if sent.get(kind) != value:
                 sent[kind] = value
