@@ -96,10 +96,10 @@ def test_a_fresh_run_in_the_background_has_its_own_log(capfd, tmp_path, monkeypa
 
 def test_no_run_is_a_sentence_and_so_is_more_than_one(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "no run in runs/" in said(capfd, "runs")[1]
+    assert "no runs in runs/" in said(capfd, "runs")[1]
     code, _, err = said(capfd, "stop")
     assert code == 2
-    assert "none is running" in err
+    assert "no run is running" in err
     assert said(capfd, "stop", "gone")[0] == 2
 
 
@@ -108,11 +108,11 @@ def test_no_stranger_is_stopped(tmp_path):
     run = runs.create_run(tmp_path, "r", "x", overwrite=False)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        with pytest.raises(RuntimeError, match="only just starting"):
-            stopping.owner(run, {"pid": process.pid, "time": time.time() - 3600})
+        with pytest.raises(RuntimeError, match="still starting"):
+            stopping.training_pid(run, {"pid": process.pid, "time": time.time() - 3600})
         with pytest.raises(ValueError, match="on elsewhere: stop it there"):
-            stopping.owner(run, {"pid": process.pid, "time": time.time(), "host": "elsewhere"})
-        assert stopping.owner(run, {"pid": process.pid, "time": time.time() + 1}) == process.pid
+            stopping.training_pid(run, {"pid": process.pid, "time": time.time(), "host": "elsewhere"})
+        assert stopping.training_pid(run, {"pid": process.pid, "time": time.time() + 1}) == process.pid
     finally:
         process.kill()
 

@@ -63,7 +63,7 @@ def said(capsys, *words: str) -> tuple[int, str, str]:
         ("train --patience -1", "0 or more"),
         ("train --track tensorbord", "tensorbord"),
         ("train --best-metric r1", "r1"),
-        ("stop", "none is running"),
+        ("stop", "no run is running"),
         ("stop gone", "no run 'gone'"),
         ("eval gone", "no run 'gone'"),
         ("info --preset sead", "did you mean seed"),

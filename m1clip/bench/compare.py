@@ -8,7 +8,7 @@ from typing import Any
 
 from m1clip import plots
 from m1clip.bench.report import short
-from m1clip.pages import Page
+from m1clip.document import Document
 from m1clip.run import Run
 from m1clip.training.timing import quartiles
 
@@ -137,12 +137,12 @@ def image(contestants: Sequence[Contestant], path: Path) -> Path:
         panel.set_xlabel(words)
         panel.set_ylabel("loss")
     panels[0].legend(frameon=False, fontsize=9)
-    return plots.save(figure, path)
+    return plots.save_figure(figure, path)
 
 
 def page(contestants: Sequence[Contestant], folder: Path) -> Path:
     config = next(one for one in contestants if not one.failed).run.read("config.json")
-    document = Page(f"The same training of {config['preset']}, device by device")
+    document = Document(f"The same training of {config['preset']}, device by device")
     document.text(
         f"{config['steps']} steps of {config['batch']} pairs of {config['data']}, seed {config['seed']}, one "
         f"device after the other. The first {FIRST} steps are not counted in the times."

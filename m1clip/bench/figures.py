@@ -12,7 +12,7 @@ from m1clip.bench.crossover import Crossing
 from m1clip.bench.sweep import peaks
 from m1clip.devices import Plan
 from m1clip.estimates import plan_of
-from m1clip.plots import COLORS, PHASES, axes, legend, log_axis, note, save
+from m1clip.plots import COLORS, PHASE_COLORS, annotate, axes, legend, log_axis, save_figure
 
 Row = dict[str, Any]
 TICKS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2, 3, 5, 10, 20)  # times as fast
@@ -55,7 +55,7 @@ def throughput(rows: Sequence[Row], path: Path) -> Path:
     for panel in panels[::3]:
         panel.set_ylabel("pairs a second")
     legend(figure, panels)
-    return save(figure, path)
+    return save_figure(figure, path)
 
 
 def ratios(rows: Sequence[Row], found: Sequence[Crossing], path: Path) -> Path:
@@ -87,7 +87,7 @@ def ratios(rows: Sequence[Row], found: Sequence[Crossing], path: Path) -> Path:
     for panel in panels[::3]:
         panel.set_ylabel("speed")
     legend(figure, panels)
-    return save(figure, path)
+    return save_figure(figure, path)
 
 
 def phases(rows: Sequence[Row], path: Path) -> Path:
@@ -99,7 +99,7 @@ def phases(rows: Sequence[Row], path: Path) -> Path:
     names = [f"{row['preset']}, batch {row['batch']}" + (f", {row['device']}" if many else "") for row in shown]
     left = np.zeros(len(shown))
     whole = np.array([sum(row["phases_ms"].values()) for row in shown])
-    for phase, color in PHASES.items():
+    for phase, color in PHASE_COLORS.items():
         if not any(phase in row["phases_ms"] for row in shown):
             continue
         part = np.array([row["phases_ms"].get(phase, 0.0) for row in shown]) / whole * 100
@@ -114,7 +114,7 @@ def phases(rows: Sequence[Row], path: Path) -> Path:
     panel.grid(visible=False)
     panel.set_xlabel("part of the step, %: the plain plan of each device")
     figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
-    return save(figure, path)
+    return save_figure(figure, path)
 
 
 def roofline(operations: Sequence[Row], steps: Sequence[Row], path: Path) -> Path:
@@ -131,20 +131,20 @@ def roofline(operations: Sequence[Row], steps: Sequence[Row], path: Path) -> Pat
             panel.plot(*zip(*some, strict=True), marker, color=color, label=kind) if some else None
         for row in mine:
             if row["operation"] == "product":
-                note(panel, row["size"], (row["flop_per_byte"], row["gflops"]), (4, -9), fontsize=7)
+                annotate(panel, row["size"], (row["flop_per_byte"], row["gflops"]), (4, -9), fontsize=7)
         plain_steps = lines_of(steps).get(Plan(name), [])
         points = [(intensity(row), rate(row)) for row in plain_steps]
         panel.plot(*zip(*points, strict=True), "o", color=COLORS[1], ms=5, label="step") if points else None
         for preset in by_size(plain_steps):  # the largest batch of each
             row = [row for row in plain_steps if row["preset"] == preset][-1]
-            note(panel, f"{preset} {row['batch']}", (intensity(row), rate(row)), (5, -3), color=COLORS[1])
+            annotate(panel, f"{preset} {row['batch']}", (intensity(row), rate(row)), (5, -3), color=COLORS[1])
         log_axis(panel, "x")
         log_axis(panel, "y")
         panel.set_title(name, fontsize=10)
         panel.set_xlabel("FLOP for each byte moved")
         panel.set_ylabel("GFLOP/s")
         panel.legend(frameon=False, fontsize=8, loc="lower right")
-    return save(figure, path)
+    return save_figure(figure, path)
 
 
 def draw_roofs(panel: Axes, peak: float, band: float) -> None:

@@ -13,7 +13,7 @@ from m1clip.bench.sweep import of, peaks, utilization
 from m1clip.estimates import BUSY, plan_of
 from m1clip.format import milliseconds
 from m1clip.measurements import Measurements
-from m1clip.pages import Page
+from m1clip.document import Document
 
 Row = dict[str, Any]
 OPERATION_COLUMNS = (
@@ -145,7 +145,7 @@ def write(sweep: Sweep, folder: Path) -> Path:
     """Images and page; the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     machine = sweep.machine
-    page = Page("What this machine does with a CLIP training step")
+    page = Document("What this machine does with a CLIP training step")
     day = time.strftime("%d %B %Y", time.strptime(sweep.session[:8], "%Y%m%d"))
     page.text(
         f"{machine['chip']}, {machine['cores']} cores, {machine['ram_gb']:.0f} GB, {machine['os']}, "
@@ -162,7 +162,7 @@ def write(sweep: Sweep, folder: Path) -> Path:
     return page.write(folder, "bench")
 
 
-def about_steps(page: Page, sweep: Sweep, folder: Path) -> None:
+def about_steps(page: Document, sweep: Sweep, folder: Path) -> None:
     found = sweep.crossings
     page.heading("Steps")
     page.text(
@@ -185,7 +185,7 @@ def about_steps(page: Page, sweep: Sweep, folder: Path) -> None:
     page.image(figures.phases(sweep.steps, folder / "phases.png"), "phases of a step")
 
 
-def about_operations(page: Page, sweep: Sweep, folder: Path) -> None:
+def about_operations(page: Document, sweep: Sweep, folder: Path) -> None:
     page.heading("Operations")
     page.text(
         "alone: one call and a wait for its end. issued: the same without the wait. compute: one of many in "

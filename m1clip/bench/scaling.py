@@ -17,7 +17,7 @@ from m1clip.devices import Plan
 from m1clip.estimates import extrapolate, plan_of
 from m1clip.format import duration
 from m1clip.measurements import Measurements
-from m1clip.pages import Page
+from m1clip.document import Document
 from m1clip.training import device_plan, memory, timing
 
 Row = dict[str, Any]
@@ -153,7 +153,7 @@ def image(made: Sequence[Size], devices: Sequence[str], path: Path) -> Path:
         panel.set_xlabel("million parameters")
         panel.set_ylabel(what)
         panel.legend(frameon=False, fontsize=8, loc="upper left" if panel is times else "lower right")
-    return plots.save(figure, path)
+    return plots.save_figure(figure, path)
 
 
 def draw_times(panel: Axes, made: Sequence[Size], devices: Sequence[str]) -> None:
@@ -169,7 +169,7 @@ def draw_times(panel: Axes, made: Sequence[Size], devices: Sequence[str]) -> Non
         panel.errorbar(at, told, [told - low, high - told], label="extrapolated by the others", **style)
     for one in made:
         if value := one.ms(devices[0]) or one.fitted_ms:
-            plots.note(panel, one.name, (one.parameters / 1e6, value), (8, -9))
+            plots.annotate(panel, one.name, (one.parameters / 1e6, value), (8, -9))
 
 
 def draw_memory(panel: Axes, made: Sequence[Size]) -> None:
@@ -194,7 +194,7 @@ def page(
     pairs: int,
     folder: Path,
 ) -> Path:
-    document = Page("How training a CLIP grows with its size on this machine")
+    document = Document("How training a CLIP grows with its size on this machine")
     machine = sensors.machine()
     document.text(f"{machine['chip']}, {machine['cores']} cores, {machine['ram_gb']:.0f} GB, {machine['os']}.")
     document.image(image(made, devices, folder / "scaling.png"), "time and memory over parameters")
