@@ -24,7 +24,7 @@ from m1clip.model.tokenizer import Tokenizer
 VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 OPENAI_VOCAB_SIZE = 49408
 HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104}
-"""Width of an attention head by the width of the tower, where it is not 64 (OpenCLIP's ViT-H, g and bigG)."""
+"""Width of an attention head by the width of the vision tower, where it is not 64 (ViT-H, g and bigG)."""
 QUICK_GELU_NAMES = ("openai", "quickgelu", "metaclip", "dfn")
 """In the names of checkpoints that were trained with quick_gelu."""
 # Keys and values of an OpenCLIP configuration that leave CLIP's equations as they are; others are refused.
@@ -265,7 +265,7 @@ def infer_config(source: Path, layout: Layout, weights: Weights) -> ModelConfig:
     patch_size, image_size = patch[-1], math.isqrt(position[0] - 1) * patch[-1]
     widths = [width for _, width in mlps]
     layers = [count_layers(layout, weights, tower) for tower in towers]
-    heads = [width // HEAD_WIDTHS.get(width, 64) or 1 for width in widths]
+    heads = [widths[0] // HEAD_WIDTHS.get(widths[0], 64) or 1, widths[1] // 64 or 1]
     mlp_widths = [0 if hidden == 4 * width else hidden for hidden, width in mlps]
     vision = VisionConfig(image_size, patch_size, widths[0], layers[0], heads[0], mlp_width=mlp_widths[0])
     text = TextConfig(token[0], text_position[0], widths[1], layers[1], heads[1], mlp_widths[1])
