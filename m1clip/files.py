@@ -115,8 +115,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     aside.mkdir()
     try:
         yield aside
-        for file in aside.iterdir():
-            file.chmod(0o666 & ~UMASK)  # safetensors writes files that only their owner may read
+        for file in aside.rglob("*"):
+            if file.is_file():
+                file.chmod(0o666 & ~UMASK)  # safetensors writes files that only their owner may read
             fsync(file)
         fsync(aside)
         if path.exists():

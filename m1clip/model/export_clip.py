@@ -21,24 +21,19 @@ def export_clip(model: CLIP, library: str, folder: Path) -> None:
     order = list(range(text.vocab_size))
     order[end_id], order[tokenizer.end_id] = tokenizer.end_id, end_id
     weights["text.token.weight"] = weights["text.token.weight"][order]
+    files = tokenizer_files(tokenizer, text.context_length)
     if library == "transformers":
         layout, weights_file = TRANSFORMERS, "model.safetensors"
-        files = {
-            "config.json": transformers_config(model.config, vision, text, tokenizer),
-            "preprocessor_config.json": preprocessor_config(vision),
-        }
+        files["config.json"] = transformers_config(model.config, vision, text, tokenizer)
+        files["preprocessor_config.json"] = preprocessor_config(vision)
     else:
         layout, weights_file = OPEN_CLIP, "open_clip_model.safetensors"
-        files = {"open_clip_config.json": open_clip_config(model, vision, text, tokenizer)}
-    files["tokenizer.json"] = tokenizer.to_clip_json()
-    files["tokenizer_config.json"] = tokenizer_config(tokenizer, text.context_length)
+        files["open_clip_config.json"] = open_clip_config(model, vision, text, tokenizer)
     tensors = {name: tensor.clone().contiguous() for name, tensor in layout.from_ours(weights).items()}
     with atomic_folder(folder) as partial:
         save_tensors(partial / weights_file, tensors, {"format": "pt"})
-        for name, values in files.items():
-            (partial / name).write_text(
-                json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+        for name, content in files.items():
+            (partial / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def exportable_towers(config: ModelConfig, library: str) -> tuple[VisionConfig, TextConfig]:
@@ -46,24 +41,17 @@ def exportable_towers(config: ModelConfig, library: str) -> tuple[VisionConfig, 
     vision, text = config.vision, config.text
     if not isinstance(vision, VisionConfig) or not isinstance(text, TextConfig):
         raise ValueError(f"a CLIP of {library} cannot have the timm or transformers tower of this model")
-    train = "to convert a model, train it with"
-    for unsupported, reason in (
-        (config.head != "linear", f"a {config.head} head; {train} --model.head linear"),
-        (
-            (vision.stem, vision.pool) != ("patch", "class"),
-            f"a {vision.stem} stem and {vision.pool} pooling; {train} --preset small or --preset base",
-        ),
-        (
-            text.encoder != "transformer",
-            f"a {text.encoder} text encoder; {train} --model.text.encoder transformer",
-        ),
-        (
-            library == "transformers" and config.loss == "sigmoid",
-            f"a logit bias; convert it with --to open_clip, or {train} --model.loss softmax",
-        ),
-    ):
-        if unsupported:
-            raise ValueError(f"a CLIP of {library} cannot have {reason}")
+    train, reason = "to convert a model, train it with", ""
+    if config.head != "linear":
+        reason = f"a {config.head} head; {train} --model.head linear"
+    elif (vision.stem, vision.pool) != ("patch", "class"):
+        reason = f"a {vision.stem} stem and {vision.pool} pooling; {train} --preset small or --preset base"
+    elif text.encoder != "transformer":
+        reason = f"a {text.encoder} text encoder; {train} --model.text.encoder transformer"
+    elif library == "transformers" and config.loss == "sigmoid":
+        reason = f"a logit bias; convert it with --to open_clip, or {train} --model.loss softmax"
+    if reason:
+        raise ValueError(f"a CLIP of {library} cannot have {reason}")
     return vision, text
 
 
@@ -161,11 +149,9 @@ def open_clip_config(
     }
 
 
-def tokenizer_config(tokenizer: Tokenizer, context_length: int) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context_length,
-        "bos_token": START,
-        "eos_token": END,
-        "pad_token": END if is_openai(tokenizer) else PAD,
+def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, dict[str, Any]]:
+    config = {
+        **{"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context_length},
+        **{"bos_token": START, "eos_token": END, "pad_token": END if is_openai(tokenizer) else PAD},
     }
+    return {"tokenizer.json": tokenizer.to_clip_json(), "tokenizer_config.json": config}

@@ -29,14 +29,16 @@ QUICK_GELU_NAMES = ("openai", "quickgelu", "metaclip", "dfn")
 """In the names of checkpoints that were trained with quick_gelu."""
 # Keys and values of an OpenCLIP configuration that leave CLIP's equations as they are; others are refused.
 OPEN_CLIP_KEYS = {
-    "vision_cfg": {"image_size", "layers", "width", "head_width", "patch_size", "mlp_ratio", "patch_dropout"},
-    "text_cfg": {"context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio"}
-    | {"hf_tokenizer_name", "tokenizer_kwargs"},
-    "preprocess_cfg": {"size", "mean", "std", "interpolation", "mode", "fill_color"},
+    *("image_size", "patch_size", "width", "layers", "heads", "head_width", "mlp_ratio", "patch_dropout"),
+    *("context_length", "vocab_size", "hf_tokenizer_name", "tokenizer_kwargs"),
+    *("size", "mean", "std", "interpolation", "mode", "fill_color"),
 }
 OPEN_CLIP_VALUES: dict[str, tuple[Any, ...]] = {
     **{"pool_type": ("tok", "argmax"), "resize_mode": ("shortest",), "eos_id": (2,), "pad_id": (0, 1)}
 }
+OPEN_CLIP_FILES = [
+    f"{prefix}{name}" for prefix in ("open_clip_", "") for name in ("model.safetensors", "pytorch_model.bin")
+]
 Weights = Mapping[str, Tensor]
 Hints = dict[str, Any]
 """Settings of a ModelConfig by path (vision.heads, activation, …), and end_id."""
@@ -130,7 +132,7 @@ def import_clip(spec: str, tokenizer: str = "", quick_gelu: bool = False) -> tup
         path = safe_load.download_from_hub(spec)
     if path.is_dir() and not is_foreign(path):
         return load(path), ""
-    weights, hints = read_folder(path) if path.is_dir() else read_file(path)
+    weights, hints = read_checkpoint(path)
     note = ""
     if "activation" not in hints:
         quick_gelu = quick_gelu or any(name in path.name.lower() for name in QUICK_GELU_NAMES)
@@ -148,28 +150,22 @@ def is_foreign(folder: Path) -> bool:
     return "model_type" in config or "architectures" in config
 
 
-def read_file(path: Path) -> tuple[Weights, Hints]:
+def read_checkpoint(path: Path) -> tuple[Weights, Hints]:
+    """The weights of a file or folder, and the settings of the configuration beside them."""
+    folder = path if path.is_dir() else path.parent
+    open_clip = folder / "open_clip_config.json"
+    if path.is_dir() and not open_clip.is_file():
+        hints = transformers_hints(folder)
+        return safe_load.load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"]), hints
+    hints = open_clip_hints(read_json(open_clip)) if open_clip.is_file() else {}
+    if path.is_dir():
+        return safe_load.load_folder_tensors(folder, OPEN_CLIP_FILES), hints
     if path.suffix not in WEIGHT_SUFFIXES:
         raise ValueError(f"{path} is not a checkpoint; expected a {', '.join(WEIGHT_SUFFIXES)} file")
     weights = safe_load.load_tensors(path)
-    config = path.parent / "open_clip_config.json"
-    hints = open_clip_hints(read_json(config)) if config.is_file() else {}
     if "input_resolution" in weights:  # only OpenAI's own archives have it
         hints["activation"] = "quick_gelu"
     return weights, hints
-
-
-def read_folder(folder: Path) -> tuple[Weights, Hints]:
-    if (folder / "open_clip_config.json").is_file():
-        stems = ("open_clip_model", "open_clip_pytorch_model", "model", "pytorch_model")
-        files = [stem + suffix for stem in stems for suffix in WEIGHT_SUFFIXES]
-        hints = open_clip_hints(read_json(folder / "open_clip_config.json"))
-        return safe_load.load_folder_tensors(folder, files), hints
-    config = read_json(folder / "config.json")
-    if config.get("model_type") != "clip":
-        raise ValueError(f"{folder} is a {config.get('model_type')} model; --init takes a CLIP")
-    weights = safe_load.load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"])
-    return weights, transformers_hints(folder, config)
 
 
 def open_clip_hints(config: dict[str, Any]) -> Hints:
@@ -182,7 +178,7 @@ def open_clip_hints(config: dict[str, Any]) -> Hints:
     for section, values in (("vision_cfg", vision), ("text_cfg", text), ("preprocess_cfg", preprocess)):
         for key, value in values.items():
             unset = value in (None, False, 0, "", {})
-            if not (unset or key in OPEN_CLIP_KEYS[section] or value in OPEN_CLIP_VALUES.get(key, ())):
+            if not (unset or key in OPEN_CLIP_KEYS or value in OPEN_CLIP_VALUES.get(key, ())):
                 raise ValueError(
                     f"--init does not support {section} {key} = {value!r} of this OpenCLIP model"
                 )
@@ -195,7 +191,10 @@ def open_clip_hints(config: dict[str, Any]) -> Hints:
     }
 
 
-def transformers_hints(folder: Path, config: dict[str, Any]) -> Hints:
+def transformers_hints(folder: Path) -> Hints:
+    config = read_json(folder / "config.json")
+    if config.get("model_type") != "clip":
+        raise ValueError(f"{folder} is a {config.get('model_type')} model; --init takes a CLIP")
     vision, text = config.get("vision_config") or {}, config.get("text_config") or {}
     path = folder / "preprocessor_config.json"
     preprocess = read_json(path) if path.is_file() else {}

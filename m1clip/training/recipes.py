@@ -17,8 +17,7 @@ from m1clip.format import duration
 from m1clip.model.clip import CLIP
 from m1clip.model.heads import ProjectionHead
 from m1clip.model.lora import add_lora, merged_state_dict
-from m1clip.model.tokenizer import Tokenizer
-from m1clip.model.tokenizer import make_tokenizer
+from m1clip.model.tokenizer import Tokenizer, make_tokenizer
 from m1clip.training import init
 from m1clip.training.init import InitModel
 

@@ -17,9 +17,7 @@ from m1clip.data.splits import Split, Splits, open_splits
 from m1clip.devices import Plan
 from m1clip.format import file_size
 from m1clip.model.clip import CLIP, load_tokenizer
-from m1clip.model.tokenizer import Tokenizer
-from m1clip.model.tokenizer import make_tokenizer
-from m1clip.model.tokenizer import check_tokenizer
+from m1clip.model.tokenizer import Tokenizer, check_tokenizer, make_tokenizer
 from m1clip.run import Run
 from m1clip.training import checkpoint, device_plan, init, recipes, trackers
 from m1clip.training.init import InitModel
