@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,11 +22,18 @@ from safetensors.torch import load_file, save_file
 import m1clip
 from m1clip.config import PRESETS, ModelConfig, TextConfig, VisionConfig
 from m1clip.model.clip import CLIP
-from m1clip.model.export_clip import export_clip, exportable_towers
-from m1clip.model.import_clip import OPEN_CLIP, VOCABULARY, import_clip, infer_config
+from m1clip.model.interop import (
+    OPEN_CLIP,
+    VOCABULARY,
+    export_clip,
+    exportable_towers,
+    import_clip,
+    infer_config,
+)
 from m1clip.model.safe_load import WeightMismatch, load_tensors
 from m1clip.model.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::torch.jit.TracerWarning")
 TOLERANCE = 1e-5
 CAPTIONS = [
     "a photo of a cat",
@@ -419,9 +427,11 @@ def test_convert_on_the_command_line(tmp_path):
 
 
 def test_the_advice_about_the_activation_works_on_the_command_line(theirs, tmp_path):
-    path = save_checkpoint(theirs, "safetensors", tmp_path)
+    folder = tmp_path / "my models"
+    folder.mkdir()
+    path = save_checkpoint(theirs, "safetensors", folder)
     _, note = import_clip(str(path))
-    command = note[note.index("m1clip convert") :].split()
+    command = shlex.split(note[note.index("m1clip convert") :])
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert m1clip.load(tmp_path / "weights-m1clip").config.activation == "quick_gelu"
+    assert m1clip.load(folder / "weights-m1clip").config.activation == "quick_gelu"

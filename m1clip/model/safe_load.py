@@ -9,7 +9,7 @@ import pickle
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,15 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {  # FloatStorage: torch.float, …
     f"{dtype}Storage": getattr(torch, dtype.lower())
     for dtype in ("Float", "Half", "BFloat16", "Double", "Long", "Int", "Short", "Bool")
 }
+Names = Iterable[str]
+Misshapen = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 class WeightMismatch(ValueError):  # noqa: N818
     """Weights that are missing, unexpected or misshapen (name, shape in the file, shape in the model)."""
 
     def __init__(
-        self,
-        source: object,
-        missing: Sequence[str] = (),
-        unexpected: Sequence[str] = (),
-        misshapen: Sequence[tuple[str, Sequence[int], Sequence[int]]] = (),
+        self, source: object, missing: Names, unexpected: Names = (), misshapen: Iterable[Misshapen] = ()
     ):
         self.missing, self.unexpected, self.misshapen = sorted(missing), sorted(unexpected), sorted(misshapen)
         shapes = [
@@ -71,7 +69,7 @@ def check_weights(source: object, found: Mapping[str, Tensor], expected: Mapping
     ]
     missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
     if missing or unexpected or misshapen:
-        raise WeightMismatch(source, list(missing), list(unexpected), misshapen)
+        raise WeightMismatch(source, missing, unexpected, misshapen)
 
 
 def load_checked(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
