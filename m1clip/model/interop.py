@@ -41,7 +41,9 @@ OPEN_CLIP_VALUES: dict[str, tuple[Any, ...]] = {
     **{"eos_id": (2,), "pad_id": (0, 1)},
 }
 OPEN_CLIP_FILES = [
-    f"{prefix}{name}" for prefix in ("open_clip_", "") for name in ("model.safetensors", "pytorch_model.bin")
+    f"{stem}{suffix}"
+    for stem in ("open_clip_model", "open_clip_pytorch_model", "model", "pytorch_model")
+    for suffix in WEIGHT_SUFFIXES
 ]
 Weights = Mapping[str, Tensor]
 Hints = dict[str, Any]
