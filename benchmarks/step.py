@@ -34,7 +34,7 @@ from m1clip.data.batches import Batch, BatchStream
 from m1clip.data.splits import open_splits
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP, load
-from m1clip.model.export_clip import export_clip
+from m1clip.model.interop import export_clip
 from m1clip.model.tokenizer import make_tokenizer
 from m1clip.training.memory import retain_freed_memory
 from m1clip.training.setup import captions

@@ -113,8 +113,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for file in temporary.iterdir():
-            file.chmod(0o666 & ~UMASK)  # safetensors writes files that only their owner may read
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                file.chmod(0o666 & ~UMASK)  # safetensors writes files that only their owner may read
             fsync(file)
         fsync(temporary)
         if path.exists():

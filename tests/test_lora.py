@@ -6,11 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import m1clip
 from m1clip.config import ModelConfig
+from m1clip.files import atomic_folder
 from m1clip.model.clip import CLIP
 from m1clip.model.lora import add_lora, has_lora, load_adapter, merged_state_dict, save_adapter
 from m1clip.model.pretrained import load_timm
 from m1clip.model.safe_load import WeightMismatch
+from m1clip.model.tokenizer import Tokenizer
 
 peft = pytest.importorskip("peft", reason="needs m1clip[lora]")
 PIXELS, TOKENS = torch.randn(3, 3, 32, 32), torch.tensor([[1, 5, 2], [1, 6, 2], [1, 7, 2]])
@@ -23,6 +26,8 @@ def initial(config: ModelConfig) -> CLIP:
 
 def fine_tuned(config: ModelConfig, towers: tuple[str, ...] = ("vision", "text")) -> CLIP:
     model = initial(config)
+    for tower in (model.vision, model.text):
+        tower.requires_grad_(False)
     add_lora(model, towers, 4)
     for weight in model.parameters():
         if weight.requires_grad:
@@ -52,13 +57,14 @@ def test_only_adapters_and_heads_are_trained(config):
     assert len(trainable - heads) == 2 * 2 * 4 * 2  # A and B, 2 layers, 4 matrices, 2 towers
 
 
-def test_one_tower_alone_can_have_adapters(tiny):
+@pytest.mark.parametrize("text_is_trained", [False, True])
+def test_adapters_of_one_tower_leave_the_other_as_it_is(tiny, text_is_trained):
     model = initial(tiny)
-    model.text.requires_grad_(False)
+    model.text.requires_grad_(text_is_trained)
     add_lora(model, ("vision",), 4)
     adapted = {name.split(".")[0] for name, _ in model.named_parameters() if ".lora_" in name}
     assert adapted == {"vision"}
-    assert not any(weight.requires_grad for weight in model.text.parameters())
+    assert {weight.requires_grad for weight in model.text.parameters()} == {text_is_trained}
 
 
 def test_the_merged_state_dict_computes_the_same_without_adapters(config):
@@ -96,6 +102,17 @@ def test_a_saved_adapter_is_loaded_again(config, tmp_path):
     torch.testing.assert_close(embeddings(loaded), embeddings(model))
 
 
+def test_a_model_folder_may_contain_its_adapter(tiny, tmp_path):
+    model, loaded = fine_tuned(tiny), initial(tiny)
+    model.tokenizer = Tokenizer.characters()
+    with atomic_folder(tmp_path / "model") as partial:
+        model.write(partial)
+        save_adapter(model, partial / "adapter")
+    load_adapter(loaded, tmp_path / "model" / "adapter")
+    for same in (loaded, m1clip.load(tmp_path / "model")):
+        torch.testing.assert_close(embeddings(same), embeddings(model), rtol=1e-4, atol=1e-5)
+
+
 def test_an_adapter_of_another_model_is_refused(tiny, tmp_path):
     save_adapter(fine_tuned(tiny), tmp_path)
     path = tmp_path / "adapter_model.safetensors"
@@ -113,9 +130,11 @@ def test_pointwise_convolutions_have_adapters_too(tiny):
     vision = load_timm("timm:test_efficientnet?weights=none").config
     model = initial(replace(tiny, vision=vision))
     add_lora(model, ("vision",), 4)
-    adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
-    assert "vision.net.blocks.1.0.conv_pw" in adapted or len(adapted) > 5
-    assert not any(name.endswith("conv_dw") for name in adapted)
+    adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    convolutions = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Conv2d)}
+    assert adapted
+    assert all(name.startswith("vision.") for name in adapted)
+    assert not adapted & {name for name, m in convolutions.items() if m.kernel_size != (1, 1)}
     plain = CLIP(model.config).eval()
     plain.load_state_dict(merged_state_dict(model))
     size = vision.image_size

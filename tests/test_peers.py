@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from m1clip import losses
 from m1clip.config import ModelConfig, TextConfig, VisionConfig
 from m1clip.model.clip import CLIP
-from m1clip.model.import_clip import OPEN_CLIP, TRANSFORMERS
+from m1clip.model.interop import OPEN_CLIP, TRANSFORMERS
 
 TOLERANCE = 1e-5
 

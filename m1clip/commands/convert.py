@@ -53,8 +53,7 @@ def main(args: Args) -> int:
     if out.exists() and not args.overwrite:
         raise FileExistsError(f"{out} exists; --overwrite replaces it, --out DIR writes elsewhere")
     with tables.loading():
-        from m1clip.model.export_clip import export_clip
-        from m1clip.model.import_clip import import_clip
+        from m1clip.model.interop import export_clip, import_clip
     model, note = import_clip(spec, args.tokenizer, args.quick_gelu)
     if note:
         print(f"{spec}: {note}", file=sys.stderr)

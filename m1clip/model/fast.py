@@ -15,7 +15,7 @@ from m1clip import devices
 from m1clip.model import towers
 from m1clip.model.towers import select_tokens
 
-T = TypeVar("T", bound=towers.Tower)
+AnyTower = TypeVar("AnyTower", bound=towers.Tower)
 TEXT_GROUPS, MIN_GROUP = 4, 12
 """Groups of captions by length, and the captions that a group has at least."""
 # The wider the matrices, the smaller the share of norms and activations in a step. Computing them twice costs
@@ -23,7 +23,7 @@ TEXT_GROUPS, MIN_GROUP = 4, 12
 MIN_RECOMPUTE_WIDTH = 512
 
 
-def make_fast(tower: T) -> T:
+def make_fast(tower: AnyTower) -> AnyTower:
     """Replace the forward methods of a tower and its blocks; parameters and their names stay."""
     for module in tower.modules():
         module.__class__ = FAST.get(type(module), type(module))

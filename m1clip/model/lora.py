@@ -12,7 +12,7 @@ from m1clip.model.pretrained import require_extra
 from m1clip.model.safe_load import check_weights, load_tensors, read_json, save_tensors
 
 ADAPTER = "default"  # peft's name for the first adapter
-HEADS = ("vision_projection", "text_projection")
+HEAD_MODULES = ("vision_projection", "text_projection")
 PREFIX = "base_model.model."  # of the names in an adapter file: the path through peft's wrappers
 # Settings that change what adapters compute. Others are not read: one can name a module to be imported.
 SETTINGS = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora")
@@ -21,8 +21,9 @@ SETTINGS = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern"
 def add_lora(model: nn.Module, towers: Iterable[str], rank: int) -> None:
     """Freeze these towers and add adapters to their linear layers and 1 × 1 convolutions."""
     require_extra("peft", "lora", "--recipe lora")
+    towers = tuple(towers)
     layers = [f"{tower}.{name}" for tower in towers for name in linear_layers(model.get_submodule(tower))]
-    _inject(model, {"r": rank, "lora_alpha": 2 * rank, "target_modules": layers})
+    _inject(model, towers, {"r": rank, "lora_alpha": 2 * rank, "target_modules": layers})
 
 
 def linear_layers(tower: nn.Module) -> list[str]:
@@ -34,13 +35,13 @@ def linear_layers(tower: nn.Module) -> list[str]:
     ]
 
 
-def _inject(model: nn.Module, settings: dict[str, Any]) -> None:
+def _inject(model: nn.Module, towers: tuple[str, ...], settings: dict[str, Any]) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     trainable = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     inject_adapter_in_model(LoraConfig(**settings), model)  # freezes all other parameters
     for name, weight in trainable.items():
-        weight.requires_grad_(not name.startswith(("vision.", "text.")))
+        weight.requires_grad_(name.split(".")[0] not in towers)
 
 
 def has_lora(model: nn.Module) -> bool:
@@ -53,7 +54,8 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict()
     if not has_lora(model):
         return state
-    merged = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name}
+    base = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
+    merged = {name.replace(".base_layer.", "."): tensor for name, tensor in base.items()}
     for name, layer in model.named_modules():
         if hasattr(layer, "lora_A"):
             delta: Any = layer.get_delta_weight(ADAPTER)
@@ -68,7 +70,7 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     config: Any = copy.copy(model.peft_config[ADAPTER])  # type: ignore[index]
-    config.modules_to_save, config.inference_mode = [*HEADS], True
+    config.modules_to_save, config.inference_mode = [*HEAD_MODULES], True
     config.save_pretrained(folder)
     tensors = {PREFIX + name: tensor.cpu().contiguous() for name, tensor in adapter_state_dict(model).items()}
     save_tensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
@@ -77,7 +79,7 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
-    heads = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(HEADS)}
+    heads = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(HEAD_MODULES)}
     return {**get_peft_model_state_dict(model), **heads}
 
 
@@ -90,8 +92,8 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{folder} is a {config.get('peft_type')} adapter; only LORA can be loaded")
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_tensors(path).items()}
-    _inject(model, {key: config[key] for key in SETTINGS if key in config})
+    _inject(model, ("vision", "text"), {key: config[key] for key in SETTINGS if key in config})
     check_weights(path, tensors, adapter_state_dict(model))
-    heads = {name: tensors.pop(name) for name in [*tensors] if name.startswith(HEADS)}
+    heads = {name: tensors.pop(name) for name in [*tensors] if name.startswith(HEAD_MODULES)}
     model.load_state_dict(heads, strict=False)
     set_peft_model_state_dict(model, tensors)

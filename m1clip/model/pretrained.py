@@ -251,7 +251,9 @@ def load_hf_text(spec: str) -> tuple[HFText, HFTokenizer]:
     tower = HFText(hf_text_config(folder))
     expected = tower.net.state_dict()
     weights = safe_load.load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"])
-    weights = {_rename_layer_norm(name): tensor for name, tensor in weights.items()}
+    # Old BERT checkpoints call the weight and bias of a norm gamma and beta.
+    names = {name: re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)) for name in weights}
+    weights = {names[name]: tensor for name, tensor in weights.items()}
     prefix = f"{tower.net.base_model_prefix}."
     if any(name.startswith(prefix) for name in weights):  # a model with a task head beside the encoder
         weights = {name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)}
@@ -259,11 +261,6 @@ def load_hf_text(spec: str) -> tuple[HFText, HFTokenizer]:
     check_weights(folder, weights, expected)
     tower.net.load_state_dict(weights)
     return tower, HFTokenizer.from_file(folder / "tokenizer.json", tower.config.pad_id)
-
-
-def _rename_layer_norm(name: str) -> str:
-    """Old BERT checkpoints have gamma and beta."""
-    return re.sub(r"(LayerNorm|layer_norm)\.gamma$", r"\1.weight", re.sub(r"\.beta$", ".bias", name))
 
 
 def hf_text_config(folder: Path) -> HFConfig:

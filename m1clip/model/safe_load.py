@@ -9,7 +9,7 @@ import pickle
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,15 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {  # FloatStorage: torch.float, …
     f"{dtype}Storage": getattr(torch, dtype.lower())
     for dtype in ("Float", "Half", "BFloat16", "Double", "Long", "Int", "Short", "Bool")
 }
+Names = Iterable[str]
+Misshapen = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 class WeightMismatch(ValueError):  # noqa: N818
     """Weights that are missing, unexpected or misshapen (name, shape in the file, shape in the model)."""
 
     def __init__(
-        self,
-        source: object,
-        missing: Sequence[str] = (),
-        unexpected: Sequence[str] = (),
-        misshapen: Sequence[tuple[str, Sequence[int], Sequence[int]]] = (),
+        self, source: object, missing: Names, unexpected: Names = (), misshapen: Iterable[Misshapen] = ()
     ):
         self.missing, self.unexpected, self.misshapen = sorted(missing), sorted(unexpected), sorted(misshapen)
         shapes = [
@@ -50,11 +48,8 @@ class WeightMismatch(ValueError):  # noqa: N818
             for name, found, expected in self.misshapen
         ]
         lines = [f"the weights in {source} do not fit the model, and none were loaded:"]
-        for kind, names in (
-            ("missing", self.missing),
-            ("unexpected", self.unexpected),
-            ("misshapen", shapes),
-        ):
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "misshapen": shapes}
+        for kind, names in kinds.items():
             lines += [f"  {kind:<11} {name}" for name in names[:MAX_LISTED]]
             if len(names) > MAX_LISTED:
                 lines.append(f"  {kind:<11} … and {len(names) - MAX_LISTED} more")
@@ -74,7 +69,7 @@ def check_weights(source: object, found: Mapping[str, Tensor], expected: Mapping
     ]
     missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
     if missing or unexpected or misshapen:
-        raise WeightMismatch(source, list(missing), list(unexpected), misshapen)
+        raise WeightMismatch(source, missing, unexpected, misshapen)
 
 
 def load_checked(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -99,7 +94,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     for prefix in ("module.", "_orig_mod."):  # DistributedDataParallel, torch.compile
         if tensors and all(name.startswith(prefix) for name in tensors):
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
 
 
 def load_folder_tensors(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
@@ -109,8 +104,11 @@ def load_folder_tensors(folder: Path, names: Sequence[str]) -> dict[str, Tensor]
         if (folder / name).is_file():
             return load_tensors(folder / name)
         if index.is_file():
-            shards = sorted({Path(str(file)).name for file in read_json(index).get("weight_map", {}).values()})
-            return {key: tensor for shard in shards for key, tensor in load_tensors(folder / shard).items()}
+            files = read_json(index).get("weight_map", {}).values()
+            shards = [
+                load_tensors(folder / name) for name in sorted({Path(str(file)).name for file in files})
+            ]
+            return {name: tensor for shard in shards for name, tensor in shard.items()}
     raise FileNotFoundError(f"{folder} has no weights; expected {' or '.join(names[:2])}, or its index.json")
 
 
@@ -129,10 +127,10 @@ def download_from_hub(name: str, owner_optional: bool = False) -> Path:
     repo = name.removeprefix("hf-hub:").removeprefix("hf:")
     slashes = (0, 1) if owner_optional else (1,)
     if repo.count("/") not in slashes or repo[:1] in "./~" or repo.endswith(WEIGHT_SUFFIXES):
-        raise FileNotFoundError(
-            f"there is no model {name!r}; expected a checkpoint ({', '.join(WEIGHT_SUFFIXES)}), a folder, or "
-            "a hub name such as openai/clip-vit-base-patch32"
+        expected = (
+            f"a {', '.join(WEIGHT_SUFFIXES)} file, a folder or a hub name (openai/clip-vit-base-patch32)"
         )
+        raise FileNotFoundError(f"there is no model {name!r}; expected {expected}")
     from huggingface_hub import snapshot_download
 
     try:
@@ -143,9 +141,8 @@ def download_from_hub(name: str, owner_optional: bool = False) -> Path:
                 break
         return folder
     except Exception as error:  # offline, through several libraries
-        raise FileNotFoundError(
-            f"there is no file or folder {name!r}, and the Hugging Face hub failed ({short_error(error)})"
-        ) from None
+        reason = f"and it cannot be downloaded ({short_error(error)})"
+        raise FileNotFoundError(f"there is no file or folder {name!r}, {reason}") from None
 
 
 def _load_safetensors(path: Path) -> dict[str, Tensor]:

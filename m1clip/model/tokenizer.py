@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-PAD, START, END, UNKNOWN = "<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|unknown|>"
+PAD, START, END, UNK = "<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|unknown|>"
 # Padded lengths. Only a few, because MPS compiles a graph for each new shape; beyond is the context length.
 BUCKETS = (8, 16, 24, 32, 48, 64)
 CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
@@ -40,8 +40,8 @@ class Tokenizer:
     @classmethod
     def characters(cls) -> "Tokenizer":
         """33 tokens: pad, start, end, unknown, 26 letters, space, full stop, comma."""
-        symbols = [PAD, START, END, UNKNOWN, *ascii_lowercase, " ", ".", ","]
-        core = tokenizers.Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, UNKNOWN))
+        symbols = [PAD, START, END, UNK, *ascii_lowercase, " ", ".", ","]
+        core = tokenizers.Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, UNK))
         steps = [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
         core.normalizer = normalizers.Sequence(steps)
         core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

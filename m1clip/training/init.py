@@ -8,7 +8,7 @@ import torch
 from m1clip.config import TrainConfig
 from m1clip.model.clip import CLIP, load
 from m1clip.model.heads import ProjectionHead
-from m1clip.model.import_clip import import_clip
+from m1clip.model.interop import import_clip
 from m1clip.model.pretrained import HFText, TimmVision, load_hf_text, load_timm
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run

@@ -1,11 +1,13 @@
-"""CLIP checkpoints of OpenAI, OpenCLIP and transformers as models of m1clip.
+"""CLIPs of OpenAI, OpenCLIP and transformers: their checkpoints as models of m1clip, and the other way.
 
-Sizes are read from the weights. What weights do not show (attention heads, activation, color constants) is
-read from the configuration beside them, or else follows OpenAI's and OpenCLIP's conventions.
+On import, sizes are read from the weights. What weights do not show (attention heads, activation, color
+constants) is read from the configuration beside them, or else follows OpenAI's and OpenCLIP's conventions.
 """
 
+import json
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,27 +18,33 @@ import torch
 from torch import Tensor
 
 from m1clip.config import OPENAI_MEAN, OPENAI_STD, ModelConfig, TextConfig, VisionConfig, override
+from m1clip.files import atomic_folder
 from m1clip.model import safe_load
 from m1clip.model.clip import CLIP, load
 from m1clip.model.safe_load import WEIGHT_SUFFIXES, WeightMismatch, read_json
-from m1clip.model.tokenizer import Tokenizer
+from m1clip.model.tokenizer import END, PAD, START, Tokenizer
 
 VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 OPENAI_VOCAB_SIZE = 49408
 HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104}
-"""Width of an attention head by the width of the tower, where it is not 64 (OpenCLIP's ViT-H, g and bigG)."""
+"""Width of an attention head by the width of the vision tower, where it is not 64 (ViT-H, g and bigG)."""
 QUICK_GELU_NAMES = ("openai", "quickgelu", "metaclip", "dfn")
 """In the names of checkpoints that were trained with quick_gelu."""
 # Keys and values of an OpenCLIP configuration that leave CLIP's equations as they are; others are refused.
 OPEN_CLIP_KEYS = {
-    "vision_cfg": {"image_size", "layers", "width", "head_width", "patch_size", "mlp_ratio", "patch_dropout"},
-    "text_cfg": {"context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio"}
-    | {"hf_tokenizer_name", "tokenizer_kwargs"},
-    "preprocess_cfg": {"size", "mean", "std", "interpolation", "mode", "fill_color"},
+    *("image_size", "patch_size", "width", "layers", "heads", "head_width", "mlp_ratio", "patch_dropout"),
+    *("context_length", "vocab_size", "hf_tokenizer_name", "tokenizer_kwargs"),
+    *("size", "mean", "std", "interpolation", "mode", "fill_color"),
 }
 OPEN_CLIP_VALUES: dict[str, tuple[Any, ...]] = {
-    **{"pool_type": ("tok", "argmax"), "resize_mode": ("shortest",), "eos_id": (2,), "pad_id": (0, 1)}
+    **{"pool_type": ("tok", "argmax"), "resize_mode": ("shortest",)},
+    **{"eos_id": (2,), "pad_id": (0, 1)},
 }
+OPEN_CLIP_FILES = [
+    f"{stem}{suffix}"
+    for stem in ("open_clip_model", "open_clip_pytorch_model", "model", "pytorch_model")
+    for suffix in WEIGHT_SUFFIXES
+]
 Weights = Mapping[str, Tensor]
 Hints = dict[str, Any]
 """Settings of a ModelConfig by path (vision.heads, activation, …), and end_id."""
@@ -72,7 +80,9 @@ class Layout:
     def to_ours(self, weights: Weights, names: Iterable[str]) -> dict[str, Tensor]:
         converted = {}
         for ours in names:
-            parts = [weights[name].T if name in self.transposed else weights[name] for name in self.names(ours)]
+            parts = [
+                weights[name].T if name in self.transposed else weights[name] for name in self.names(ours)
+            ]
             converted[ours] = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
         return converted
 
@@ -87,7 +97,7 @@ OPEN_CLIP = Layout(
         **{"vision.patch.": "visual.conv1.", "vision.class_token": "visual.class_embedding"},
         **{"vision.position": "visual.positional_embedding", "vision.ln_": "visual.ln_"},
         **{"text.token.": "token_embedding.", "text.position": "positional_embedding"},
-        **{"text.ln_post.": "ln_final."},
+        "text.ln_post.": "ln_final.",
     },
     ("visual.proj", "text_projection"),
     r"^(input_resolution|context_length|vocab_size)$|attn_mask$",
@@ -95,23 +105,18 @@ OPEN_CLIP = Layout(
 TRANSFORMERS = Layout(
     "vision_model.embeddings.patch_embedding.weight",
     {
-        **{"vision_projection.": "visual_projection."},
+        "vision_projection.": "visual_projection.",
         **{"vision.blocks.": "vision_model.encoder.layers.", "text.blocks.": "text_model.encoder.layers."},
         **{"ln_1.": "layer_norm1.", "ln_2.": "layer_norm2."},
         **{"attn.": "self_attn.", "attn.out.": "attn.out_proj."},
         **{"mlp.wide.": "mlp.fc1.", "mlp.narrow.": "mlp.fc2."},
-        **{"vision.ln_pre.": "vision_model.pre_layrnorm."},  # transformers' spelling
-        **{
-            "vision.ln_post.": "vision_model.post_layernorm.",
-            "text.ln_post.": "text_model.final_layer_norm.",
-        },
+        "vision.ln_pre.": "vision_model.pre_layrnorm.",  # transformers' spelling
+        "vision.ln_post.": "vision_model.post_layernorm.",
+        "text.ln_post.": "text_model.final_layer_norm.",
         **{"vision.": "vision_model.embeddings.", "text.": "text_model.embeddings."},
-        **{
-            ".patch.": ".patch_embedding.",
-            ".class_token": ".class_embedding",
-            ".token.": ".token_embedding.",
-        },
-        **{"embeddings.position": "embeddings.position_embedding.weight"},
+        **{".patch.": ".patch_embedding.", ".token.": ".token_embedding."},
+        ".class_token": ".class_embedding",
+        "embeddings.position": "embeddings.position_embedding.weight",
     },
     ignored=r"position_ids$",
 )
@@ -128,12 +133,12 @@ def import_clip(spec: str, tokenizer: str = "", quick_gelu: bool = False) -> tup
         path = safe_load.download_from_hub(spec)
     if path.is_dir() and not is_foreign(path):
         return load(path), ""
-    weights, hints = read_folder(path) if path.is_dir() else read_file(path)
+    weights, hints = read_checkpoint(path)
     note = ""
     if "activation" not in hints:
         quick_gelu = quick_gelu or any(name in path.name.lower() for name in QUICK_GELU_NAMES)
         hints["activation"] = "quick_gelu" if quick_gelu else "gelu"
-        advice = f"first run: m1clip convert {spec} --to m1clip --quick-gelu"
+        advice = f"first run: m1clip convert {shlex.quote(spec)} --to m1clip --quick-gelu"
         note = f"no configuration names the activation, so it is gelu; if it was quick_gelu, {advice}"
     return build_clip(path, weights, hints, find_tokenizer(path, tokenizer)), "" if quick_gelu else note
 
@@ -146,40 +151,34 @@ def is_foreign(folder: Path) -> bool:
     return "model_type" in config or "architectures" in config
 
 
-def read_file(path: Path) -> tuple[Weights, Hints]:
+def read_checkpoint(path: Path) -> tuple[Weights, Hints]:
+    """The weights of a file or folder, and the settings of the configuration beside them."""
+    folder = path if path.is_dir() else path.parent
+    open_clip = folder / "open_clip_config.json"
+    if path.is_dir() and not open_clip.is_file():
+        hints = transformers_hints(folder)
+        return safe_load.load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"]), hints
+    hints = open_clip_hints(read_json(open_clip)) if open_clip.is_file() else {}
+    if path.is_dir():
+        return safe_load.load_folder_tensors(folder, OPEN_CLIP_FILES), hints
     if path.suffix not in WEIGHT_SUFFIXES:
         raise ValueError(f"{path} is not a checkpoint; expected a {', '.join(WEIGHT_SUFFIXES)} file")
     weights = safe_load.load_tensors(path)
-    config = path.parent / "open_clip_config.json"
-    hints = open_clip_hints(read_json(config)) if config.is_file() else {}
     if "input_resolution" in weights:  # only OpenAI's own archives have it
         hints["activation"] = "quick_gelu"
     return weights, hints
-
-
-def read_folder(folder: Path) -> tuple[Weights, Hints]:
-    if (folder / "open_clip_config.json").is_file():
-        stems = ("open_clip_model", "open_clip_pytorch_model", "model", "pytorch_model")
-        files = [stem + suffix for stem in stems for suffix in WEIGHT_SUFFIXES]
-        hints = open_clip_hints(read_json(folder / "open_clip_config.json"))
-        return safe_load.load_folder_tensors(folder, files), hints
-    config = read_json(folder / "config.json")
-    if config.get("model_type") != "clip":
-        raise ValueError(f"{folder} is a {config.get('model_type')} model; --init takes a CLIP")
-    weights = safe_load.load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"])
-    return weights, transformers_hints(folder, config)
 
 
 def open_clip_hints(config: dict[str, Any]) -> Hints:
     model, preprocess = config.get("model_cfg", config), config.get("preprocess_cfg", {})
     vision, text = model.get("vision_cfg", {}), model.get("text_cfg", {})
     if "timm_model_name" in vision or "hf_model_name" in text:
-        raise ValueError("this OpenCLIP model has a timm or transformers tower; --init takes its own ViTs only")
+        raise ValueError("OpenCLIP models with a timm or transformers tower cannot be imported")
     for section, values in (("vision_cfg", vision), ("text_cfg", text), ("preprocess_cfg", preprocess)):
         for key, value in values.items():
             unset = value in (None, False, 0, "", {})
-            if not (unset or key in OPEN_CLIP_KEYS[section] or value in OPEN_CLIP_VALUES.get(key, ())):
-                raise ValueError(f"--init does not support {section} {key} = {value!r} of this OpenCLIP model")
+            if not (unset or key in OPEN_CLIP_KEYS or value in OPEN_CLIP_VALUES.get(key, ())):
+                raise ValueError(f"OpenCLIP models with {section} {key} = {value!r} cannot be imported")
     return {
         "vision.heads": vision.get("width", 768) // vision.get("head_width", 64),
         "text.heads": text.get("heads", 8),
@@ -189,7 +188,10 @@ def open_clip_hints(config: dict[str, Any]) -> Hints:
     }
 
 
-def transformers_hints(folder: Path, config: dict[str, Any]) -> Hints:
+def transformers_hints(folder: Path) -> Hints:
+    config = read_json(folder / "config.json")
+    if config.get("model_type") != "clip":
+        raise ValueError(f"{folder} is a {config.get('model_type')} model; only a CLIP can be imported")
     vision, text = config.get("vision_config") or {}, config.get("text_config") or {}
     path = folder / "preprocessor_config.json"
     preprocess = read_json(path) if path.is_file() else {}
@@ -208,7 +210,9 @@ def transformers_hints(folder: Path, config: dict[str, Any]) -> Hints:
         "vision.std": tuple(preprocess.get("image_std", OPENAI_STD)),
     }
     end_id = text.get("eos_token_id", OPENAI_VOCAB_SIZE - 1)
-    return hints if end_id == 2 else {**hints, "end_id": end_id}  # old versions of transformers wrote a wrong 2
+    if end_id != 2:  # which old versions of transformers wrote for every model
+        hints["end_id"] = end_id
+    return hints
 
 
 def build_clip(source: Path, weights: Weights, hints: Hints, tokenizer: Tokenizer) -> CLIP:
@@ -240,7 +244,7 @@ def find_layout(source: Path, weights: Weights) -> Layout:
             return layout
     if "visual.layer1.0.conv1.weight" in weights:
         raise ValueError(f"{source} is a CLIP with a ResNet; only vision transformers can be imported")
-    raise WeightMismatch(source, [OPEN_CLIP.marker, TRANSFORMERS.marker], list(weights))
+    raise WeightMismatch(source, [OPEN_CLIP.marker, TRANSFORMERS.marker], weights)
 
 
 def infer_config(source: Path, layout: Layout, weights: Weights) -> ModelConfig:
@@ -257,7 +261,7 @@ def infer_config(source: Path, layout: Layout, weights: Weights) -> ModelConfig:
     patch_size, image_size = patch[-1], math.isqrt(position[0] - 1) * patch[-1]
     widths = [width for _, width in mlps]
     layers = [count_layers(layout, weights, tower) for tower in towers]
-    heads = [width // HEAD_WIDTHS.get(width, 64) or 1 for width in widths]
+    heads = [widths[0] // HEAD_WIDTHS.get(widths[0], 64) or 1, widths[1] // 64 or 1]
     mlp_widths = [0 if hidden == 4 * width else hidden for hidden, width in mlps]
     vision = VisionConfig(image_size, patch_size, widths[0], layers[0], heads[0], mlp_width=mlp_widths[0])
     text = TextConfig(token[0], text_position[0], widths[1], layers[1], heads[1], mlp_widths[1])
@@ -282,4 +286,149 @@ def find_tokenizer(path: Path, tokenizer: str) -> Tokenizer:
         if file.is_file():
             return Tokenizer.from_clip_vocabulary(file)
     files = f"tokenizer.json, merges.txt or {VOCABULARY}"
-    raise FileNotFoundError(f"{path} has no tokenizer; put {files} beside it, or name one with --tokenizer FILE")
+    raise FileNotFoundError(f"{path} has no tokenizer; put {files} beside it, or use --tokenizer FILE")
+
+
+def export_clip(model: CLIP, library: str, folder: Path) -> None:
+    """Write or replace a folder for `transformers` or `open_clip`, atomically."""
+    vision, text = exportable_towers(model.config, library)
+    assert model.tokenizer is not None
+    end_id, tokenizer = model.tokenizer.end_id, with_end_last(model.tokenizer)
+    weights = {name: weight.detach().cpu().float() for name, weight in model.state_dict().items()}
+    order = list(range(text.vocab_size))
+    order[end_id], order[tokenizer.end_id] = tokenizer.end_id, end_id
+    weights["text.token.weight"] = weights["text.token.weight"][order]
+    files = tokenizer_files(tokenizer, text.context_length)
+    if library == "transformers":
+        layout, weights_file = TRANSFORMERS, "model.safetensors"
+        files["config.json"] = transformers_config(model.config, vision, text, tokenizer)
+        files["preprocessor_config.json"] = preprocessor_config(vision)
+    else:
+        layout, weights_file = OPEN_CLIP, "open_clip_model.safetensors"
+        files["open_clip_config.json"] = open_clip_config(model, vision, text, tokenizer)
+    tensors = {name: tensor.clone().contiguous() for name, tensor in layout.from_ours(weights).items()}
+    with atomic_folder(folder) as partial:
+        safe_load.save_tensors(partial / weights_file, tensors, {"format": "pt"})
+        for name, content in files.items():
+            (partial / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def exportable_towers(config: ModelConfig, library: str) -> tuple[VisionConfig, TextConfig]:
+    """The towers of a model that the library's CLIP can represent; ValueError for any other model."""
+    vision, text = config.vision, config.text
+    if not isinstance(vision, VisionConfig) or not isinstance(text, TextConfig):
+        raise ValueError(f"a CLIP of {library} cannot have the timm or transformers tower of this model")
+    train, reason = "to convert a model, train it with", ""
+    if config.head != "linear":
+        reason = f"a {config.head} head; {train} --model.head linear"
+    elif (vision.stem, vision.pool) != ("patch", "class"):
+        reason = f"a {vision.stem} stem and {vision.pool} pooling; {train} --preset small or --preset base"
+    elif text.encoder != "transformer":
+        reason = f"a {text.encoder} text encoder; {train} --model.text.encoder transformer"
+    elif library == "transformers" and config.loss == "sigmoid":
+        reason = f"a logit bias; convert it with --to open_clip, or {train} --model.loss softmax"
+    if reason:
+        raise ValueError(f"a CLIP of {library} cannot have {reason}")
+    return vision, text
+
+
+def with_end_last(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer with the highest id for the end token, where both libraries look for it."""
+    state = json.loads(tokenizer.core.to_str())
+    vocab: dict[str, int] = state["model"]["vocab"]
+    last = max(vocab, key=lambda token: vocab[token])
+    vocab[last], vocab[END] = vocab[END], vocab[last]
+    return Tokenizer.from_state(state)
+
+
+def is_openai(tokenizer: Tokenizer) -> bool:
+    return len(tokenizer) == OPENAI_VOCAB_SIZE and tokenizer.end_id == OPENAI_VOCAB_SIZE - 1
+
+
+def transformers_config(
+    config: ModelConfig, vision: VisionConfig, text: TextConfig, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    def tower(kind: str, shape: VisionConfig | TextConfig) -> dict[str, Any]:
+        return {
+            "model_type": kind,
+            "hidden_size": shape.width,
+            "intermediate_size": shape.mlp_width or 4 * shape.width,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "hidden_act": config.activation,
+            "projection_dim": config.embed_dim,
+        }
+
+    return {
+        "architectures": ["CLIPModel"],
+        "model_type": "clip",
+        "projection_dim": config.embed_dim,
+        "vision_config": {
+            **tower("clip_vision_model", vision),
+            "image_size": vision.image_size,
+            "patch_size": vision.patch_size,
+        },
+        "text_config": {
+            **tower("clip_text_model", text),
+            "vocab_size": text.vocab_size,
+            "max_position_embeddings": text.context_length,
+            "bos_token_id": tokenizer.start_id,
+            "eos_token_id": tokenizer.end_id,
+            "pad_token_id": tokenizer.end_id if is_openai(tokenizer) else 0,
+        },
+    }
+
+
+def preprocessor_config(vision: VisionConfig) -> dict[str, Any]:
+    """The rest is the default of CLIPImageProcessor: bicubic scaling, center crop, RGB in 0 to 1."""
+    size = vision.image_size
+    return {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": size},
+        "crop_size": {"height": size, "width": size},
+        "image_mean": list(vision.mean),
+        "image_std": list(vision.std),
+    }
+
+
+def open_clip_config(
+    model: CLIP, vision: VisionConfig, text: TextConfig, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    def tower(shape: VisionConfig | TextConfig) -> dict[str, Any]:
+        # open_clip multiplies and rounds down, so half a feature is added.
+        ratio = {"mlp_ratio": (shape.mlp_width + 0.5) / shape.width} if shape.mlp_width else {}
+        return {"width": shape.width, "layers": shape.layers, **ratio}
+
+    vision_cfg = {
+        **tower(vision),
+        "image_size": vision.image_size,
+        "patch_size": vision.patch_size,
+        "head_width": vision.width // vision.heads,
+    }
+    text_cfg = {
+        **tower(text),
+        "context_length": text.context_length,
+        "vocab_size": text.vocab_size,
+        "heads": text.heads,
+    }
+    if not is_openai(tokenizer):
+        text_cfg |= {"hf_tokenizer_name": "tokenizer.json", "tokenizer_kwargs": {"clean": "lower"}}
+    bias = {} if model.logit_bias is None else {"init_logit_bias": model.logit_bias.item()}
+    return {
+        "model_cfg": {
+            "embed_dim": model.config.embed_dim,
+            "quick_gelu": model.config.activation == "quick_gelu",
+            "vision_cfg": vision_cfg,
+            "text_cfg": text_cfg,
+            **bias,
+        },
+        "preprocess_cfg": {"mean": list(vision.mean), "std": list(vision.std)},
+    }
+
+
+def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, dict[str, Any]]:
+    config = {
+        **{"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context_length},
+        **{"bos_token": START, "eos_token": END, "pad_token": END if is_openai(tokenizer) else PAD},
+    }
+    return {"tokenizer.json": tokenizer.to_clip_json(), "tokenizer_config.json": config}
