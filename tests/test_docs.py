@@ -1,7 +1,7 @@
 """README and docs: every snippet is executed or parsed, every flag, file, table and link is checked.
 
-Fences: ```python is executed; in ```sh every command is parsed by its own parser, and cheap ones are run; ```text is
-program output. All of it happens in a folder with a small trained run and a few photos.
+Fences: ```python is executed; in ```sh every command is parsed by its own parser, and cheap ones are run;
+```text is program output. All of it happens in a folder with a small trained run and a few photos.
 """
 
 import contextlib
