@@ -101,8 +101,10 @@ class HFConfig:
     """Maximum caption length in tokens, special tokens included."""
     width: int
     """Size of a caption's feature vector."""
-    pool: Literal["mean", "first", "all"] = "mean"
-    """Caption feature: mean of the tokens, the first token, or the means of every layer and more."""
+
+    @property
+    def pad_id(self) -> int:
+        return int(self.hf.get("pad_token_id") or 0)
 
 
 @dataclass(frozen=True)

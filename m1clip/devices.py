@@ -38,7 +38,7 @@ class Plan:
         return "=" in self.device
 
     @property
-    def places(self) -> tuple[torch.device, torch.device]:
+    def devices(self) -> tuple[torch.device, torch.device]:
         """Where the vision tower works, and where the text tower does. The loss is with the first."""
         names = tower_devices(self.device)
         return torch_device(names[0]), torch_device(names[1])
@@ -135,9 +135,9 @@ def give_memory_back() -> None:
 def apply_plan(plan: Plan) -> None:
     """Set what belongs to the whole process; where two towers share the CPU, each has half of its threads."""
     threads = plan.threads or DEFAULT_THREADS
-    both_on_cpu = plan.is_split and all(place.type == "cpu" for place in plan.places)
+    both_on_cpu = plan.is_split and all(place.type == "cpu" for place in plan.devices)
     torch.set_num_threads(max(1, threads - threads // 2) if both_on_cpu else threads)
-    for place in plan.places:
+    for place in plan.devices:
         if place.type == "mps":
             # The default, 1.7 x the working set, is more than the RAM: it would swap before it raised.
             torch.mps.set_per_process_memory_fraction(1.0)
@@ -145,7 +145,7 @@ def apply_plan(plan: Plan) -> None:
 
 def second_thread(plan: Plan) -> None:
     """What the thread that drives the text tower needs: the number of its own threads is set in it."""
-    if all(place.type == "cpu" for place in plan.places):
+    if all(place.type == "cpu" for place in plan.devices):
         torch.set_num_threads(max(1, (plan.threads or DEFAULT_THREADS) // 2))
 
 

@@ -17,7 +17,7 @@ from m1clip.commands import doctor
 from m1clip.config import PRESETS, get_preset, to_json
 from m1clip.devices import Plan
 from m1clip.measurements import Measurements
-from m1clip.model.cost import cost
+from m1clip.model.cost import model_cost
 from m1clip.training import device_plan, timing
 from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
@@ -99,9 +99,9 @@ def test_memory_of_a_step_is_counted_from_what_the_model_needs(tiny_run):
     few, many = (
         timing.time_plans(config, [Plan()], timing.some_batch(config, n, 32), 0.01)[0] for n in (4, 64)
     )
-    state = 3 * 4 * cost(config.model).total / 1e9
+    state = 3 * 4 * model_cost(config.model).total / 1e9
     assert few.peak_gb > state
-    assert many.peak_gb > few.peak_gb + 0.5 * 60 * cost(config.model).activation_mb / 1e3
+    assert many.peak_gb > few.peak_gb + 0.5 * 60 * model_cost(config.model).activation_mb / 1e3
 
 
 def test_utilization_is_flops_over_time_over_the_best_product():
@@ -117,7 +117,7 @@ def test_utilization_is_flops_over_time_over_the_best_product():
 
 def test_flops_of_a_pair_by_hand(tiny):
     """Two multiply-adds of every weight for every token, thrice with the backward pass, and attention."""
-    made = cost(tiny, tokens=12)
+    made = model_cost(tiny, tokens=12)
     D, patches = 32, 4
     vision, text = patches + 1, 12
     linear = 2 * D * D * 12 * (vision + text)  # both towers have two blocks, and the last

@@ -17,7 +17,7 @@ from m1clip.devices import Plan
 from m1clip.estimates import Work, identity
 from m1clip.measurements import Measurements
 from m1clip.model.clip import CLIP
-from m1clip.model.cost import cost
+from m1clip.model.cost import model_cost
 from m1clip.training import memory, parity, timing
 from m1clip.training.state import TrainState
 from m1clip.training.step import embed_captions, embed_images
@@ -44,7 +44,7 @@ def settle(
 ) -> PlanChoice:
     """The plan of a run. The model ends where it says."""
     if batch.images_BHWC.ndim == 2 and batch.tokens_BL.is_floating_point() and before is None:
-        before = Plan(str(model.places[0]), threads=config.threads)
+        before = Plan(str(model.devices[0]), threads=config.threads)
         return PlanChoice(before, "the heads learn where their features were encoded")
     choice = keep(before, config) if before else decide(config, batch, steps, console)
     return choice if SKIP_PARITY else trusted(choice, model, batch, console, config)
@@ -57,7 +57,7 @@ def for_encoding(config: TrainConfig, model: CLIP, batches: BatchStream, console
     choice = PlanChoice(Plan(asked), "")
     if not SKIP_PARITY:
         choice = trusted(choice, model, batches.at(0).split(TRIED)[0], console, config)
-    model.place(*choice.plan.places)
+    model.to_devices(*choice.plan.devices)
 
 
 def trusted(
@@ -171,7 +171,7 @@ def work_of(config: TrainConfig, batch: int, tokens: int, known: Measurements) -
     model = identity(config)
     for row in known.rows("cost", model=model, tokens=tokens):
         return Work(model, config.preset, row["parameters"], row["gflop"], batch, row["activation_gb"])
-    made = cost(config.model, tokens=tokens, captions=config.captions_per_image)
+    made = model_cost(config.model, tokens=tokens, captions=config.captions_per_image)
     kept_gb = made.activation_mb / 1e3
     counted = {"parameters": made.total, "gflop": made.step_gflop, "activation_gb": kept_gb}
     known.add("cost", model=model, tokens=tokens, **counted)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from m1clip import devices, losses
 from m1clip.config import TrainConfig
-from m1clip.data.batches import Batch
+from m1clip.data.batches import Batch, Images, TextFeatures, Tokens
 from m1clip.data.synthetic.scenes import SyntheticScenes
 from m1clip.devices import Plan
-from m1clip.images import square
+from m1clip.images import center_crop
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.training.state import TrainState
@@ -78,13 +78,13 @@ def everything(model: CLIP, few: Batch, many: Batch, plan: Plan, config: TrainCo
     seen = run(model, few, plan)
     if config:
         seen |= whole_step(model, few, plan, config)
-    vision, text = plan.places
+    vision, text = plan.devices
     here = many.to(vision, text)
     with torch.no_grad():  # shapes as in a run: some faults show only beyond a few rows
         with devices.autocast(vision, plan.precision):
-            image_BE = of_images(model, here.images_BHWC)
+            image_BE = of_images(model, here.image)
         with devices.autocast(text, plan.precision):
-            text_BE = of_captions(model, here.tokens_BL)
+            text_BE = of_captions(model, here.text)
     seen[f"what {len(many)} images are embedded as", "of"] = image_BE.float().cpu()
     seen[f"what {len(many)} captions are embedded as", "of"] = text_BE.float().cpu()
     return seen
@@ -113,33 +113,32 @@ def on_scenes(config: TrainConfig, plan: Plan) -> Parity:
     """Of a model as it is before training, on drawn scenes."""
     scenes, words = SyntheticScenes(2 * PAIRS), Tokenizer.characters()
     text, size = config.model.text, config.model.vision.image_size
-    pixels = np.stack([square(scenes.image(i), size) for i in range(len(scenes))])
+    pixels = np.stack([center_crop(scenes.image(i), size) for i in range(len(scenes))])
     said = [scenes.captions(i)[0] for i in range(len(scenes))]
     rows = np.arange(len(scenes))
-    batch = Batch(
-        torch.from_numpy(pixels), words(said, text.context_length), torch.from_numpy(rows), None, rows
-    )
+    tokens_BKL = words(said, text.context_length)[:, None]
+    batch = Batch(Images(torch.from_numpy(pixels)), Tokens(tokens_BKL), torch.from_numpy(rows), None, rows)
     torch.manual_seed(0)
     vocab = replace(text, vocab_size=max(text.vocab_size, len(words)))
     return check(CLIP(replace(config.model, text=vocab), words), batch, plan, config)
 
 
-def first_of(tokens: Tensor) -> Tensor:
+def first_of(text: Tokens | TextFeatures) -> Tokens | TextFeatures:
     """One caption an image."""
-    return tokens[:, 0] if tokens.ndim == 3 else tokens
+    return text.map(lambda tensor: tensor[:, :1])
 
 
 def run(model: CLIP, batch: Batch, plan: Plan) -> Seen:
     """What passes through every module, both ways, in the order of its making, on the CPU."""
-    model.place(*plan.places)
+    model.to_devices(*plan.devices)
     model.zero_grad()
-    here = batch.to(*plan.places)
+    here = batch.to(*plan.devices)
     with watched(model) as seen:
-        vision, text = plan.places
+        vision, text = plan.devices
         with devices.autocast(vision, plan.precision):
-            image_BE = of_images(model, here.images_BHWC).float()
+            image_BE = of_images(model, here.image).float()
         with devices.autocast(text, plan.precision):
-            text_BE = of_captions(model, first_of(here.tokens_BL)).float()
+            text_BE = of_captions(model, first_of(here.text))[:, 0].float()
         loss = losses.LOSSES[model.config.loss](model.logits(image_BE, text_BE.to(vision)))
         seen["the loss", "of"] = loss.detach().cpu()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ import torch
 
 from m1clip import devices, sensors
 from m1clip.config import TrainConfig
-from m1clip.data.batches import Batch
+from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.training import memory
@@ -88,7 +88,7 @@ def time_plans(config: TrainConfig, plans: list[Plan], batch: Batch, seconds: fl
     for timing in timings:
         timing.busy = others.share()
     states.clear()
-    for place in {place for plan in plans for place in plan.places}:
+    for place in {place for plan in plans for place in plan.devices}:
         devices.release(place)
     sensors.trim_malloc()
     devices.apply_plan(Plan())
@@ -116,7 +116,7 @@ def warm_up(timing: Timing, states: dict[str, TrainState], config: TrainConfig, 
     timing.peak_gb, timing.steady_s = peak_of(state, batch)
     if timing.steady_s < 2:
         timing.steady_s = timed(state, batch)[0] / 1e3
-    queued = any(devices.is_async(place) for place in state.model.places)
+    queued = any(devices.is_async(place) for place in state.model.devices)
     timing.burst = max(1, min(20, round(BURST_S / timing.steady_s))) if queued else 1
 
 
@@ -128,7 +128,7 @@ def peak_of(state: TrainState, batch: Batch) -> tuple[float, float]:
     state.zero_grad()
     memory.release(state)
     sensors.trim_malloc()
-    places = set(state.model.places)
+    places = set(state.model.devices)
     gpus = [place for place in places if devices.memory_gb(place) is not None]
     for place in gpus:
         devices.reset_peak(place)
@@ -174,7 +174,7 @@ def timed(
         if exact:
             stamps[phase] = devices.timestamp(state.device)
 
-    for place in state.model.places:
+    for place in state.model.devices:
         devices.synchronize(place)
     began = time.perf_counter()
     for _ in range(burst):
@@ -182,7 +182,7 @@ def timed(
         here = state.take(batch)
         mark("copy")
         train_step(state, here, mark)
-    for place in state.model.places:
+    for place in state.model.devices:
         devices.synchronize(place)
     ms = 1e3 * (time.perf_counter() - began) / burst
     names = list(stamps)
@@ -195,8 +195,7 @@ def some_batch(config: TrainConfig, size: int, tokens: int) -> Batch:
     rng, side = torch.Generator().manual_seed(0), config.model.vision.image_size
     tokens_BL = torch.randint(3, config.model.text.vocab_size, (size, tokens), generator=rng)
     tokens_BL[:, 0], tokens_BL[:, -1] = 1, 2
-    if config.captions_per_image > 1:
-        tokens_BL = tokens_BL[:, None].repeat(1, config.captions_per_image, 1)
+    tokens_BKL = tokens_BL[:, None].repeat(1, config.captions_per_image, 1)
     images_BHWC = torch.randint(0, 256, (size, side, side, 3), generator=rng, dtype=torch.uint8)
     key_B = torch.randint(0, 2**32, (size,), generator=rng)
-    return Batch(images_BHWC, tokens_BL, key_B, None, np.arange(size))
+    return Batch(Images(images_BHWC), Tokens(tokens_BKL), key_B, None, np.arange(size))

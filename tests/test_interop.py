@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 import m1clip
 from m1clip.config import ModelConfig, TextConfig, VisionConfig
 from m1clip.model.clip import CLIP
-from m1clip.model.export_clip import convert
-from m1clip.model.fit import WeightMismatch
+from m1clip.model.export_clip import export_clip
+from m1clip.model.safe_load import WeightMismatch
 from m1clip.model.import_clip import OPEN_CLIP, VOCABULARY, Hints, shape_of
 from m1clip.model.import_clip import import_clip as open_and_tell
 from m1clip.model.safe_load import load_tensors
@@ -120,7 +120,7 @@ BY = {"open_clip": by_open_clip, "transformers": by_transformers}
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("library", BY)
 def test_what_goes_out_gives_the_same_there_and_comes_back_the_same(library, shape, vocabulary, tmp_path):
-    ours = some(SHAPES[shape], Tokenizer.clip(vocabulary))
+    ours = some(SHAPES[shape], Tokenizer.from_clip_vocabulary(vocabulary))
     if library == "transformers" and shape == "biased":
         with pytest.raises(ValueError, match="has no bias"):
             convert(ours, library, tmp_path / "out")
@@ -142,7 +142,7 @@ def test_a_vocabulary_of_our_own_goes_with_the_model(library, kind, tmp_path):
     words = (
         Tokenizer.characters()
         if kind == "char"
-        else Tokenizer.learned(["a red dog", "a cat on a mat"] * 40, 300)
+        else Tokenizer.train_bpe(["a red dog", "a cat on a mat"] * 40, 300)
     )
     ours = some(replace(SHAPES["quick"], text=TextConfig(320, 24, 32, 2, 2)), words)
     convert(ours, library, tmp_path / "out")
