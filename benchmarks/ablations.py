@@ -29,9 +29,7 @@ OPTIONS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of runs and results")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=3)
@@ -59,9 +57,7 @@ def train(option: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "m1clip", "train", "--json", "--runs", str(args.out / "runs")]
     command += ["--epochs", str(args.epochs), "--val-size", str(args.val_size), "--seed", str(seed)]
     command += [*args.flags.split(), *OPTIONS[option].split()]
-    process = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    process = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {**json.loads(process.stdout), "cpu_s": cpu_s}

@@ -24,9 +24,7 @@ CASES = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="small")
     parser.add_argument(
         "--case", nargs=3, type=int, metavar=("BATCH_SIZE", "CHUNK", "CHECKPOINTING"), help=argparse.SUPPRESS
@@ -49,25 +47,17 @@ def main() -> None:
 
 
 def measure(preset: str, batch_size: int, chunk: int, checkpointing: int) -> dict[str, float]:
-    import numpy as np
-    import torch
-
     from m1clip import sensors
     from m1clip.config import get_preset
-    from m1clip.data.batches import Batch
     from m1clip.model.clip import CLIP
     from m1clip.training.state import TrainState
     from m1clip.training.step import train_step
+    from m1clip.training.timing import random_batch
 
     config = replace(get_preset(preset), batch_size=batch_size, grad_checkpointing=bool(checkpointing))
-    vision, text = config.model.vision, config.model.text
     state = TrainState(CLIP(config.model), config)
     state.chunk = chunk
-    shape = (batch_size, vision.image_size, vision.image_size, 3)
-    images_BHWC = torch.randint(0, 256, shape, dtype=torch.uint8)
-    tokens_BL = torch.randint(3, text.vocab_size, (batch_size, text.context_length))
-    tokens_BL[:, -1] = state.model.text.end_id
-    batch = Batch(images_BHWC, tokens_BL, torch.arange(batch_size), None, np.arange(batch_size))
+    batch = random_batch(config, batch_size, config.model.text.context_length)
     before_gb, start = sensors.memory_gb(), time.perf_counter()
     train_step(state, batch)
     seconds = round(time.perf_counter() - start, 1)

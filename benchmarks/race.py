@@ -38,11 +38,12 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 from m1clip.config import TrainConfig, from_json
+from m1clip.data.sources import open_sources
 from m1clip.data.splits import open_splits
 from m1clip.model.clip import load
 from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
-from m1clip.training.timing import some_batch
+from m1clip.training.timing import random_batch
 
 PEERS = str(Path(__file__).parent / "peers.py")
 TRIAL_S = 60.0
@@ -211,8 +212,7 @@ def run_m1clip(entry: Entry, seed: int, args: Args) -> Result:
     steps = json.loads((folder / "run" / "status.json").read_text())["step"]
     shutil.rmtree(folder / "cache", ignore_errors=True)
     points = [
-        {"seconds": round(seconds, 1), "score": mean_score(record)}
-        for seconds, record in [*scored, (wall_s, final)]
+        {"seconds": round(seconds, 1), "score": mean_score(record)} for seconds, record in [*scored, (wall_s, final)]
     ]
     return {
         **{"name": entry.name, "track": entry.track, "seed": seed, "wall_s": round(wall_s, 1)},
@@ -226,7 +226,7 @@ def m1clip_gflop(run: Path, config: TrainConfig, steps: int) -> float:
     """Matmuls and convolutions of all steps, the optimizer's too; if frozen, of encoding and the heads."""
     model = load(run / "model")
     if config.recipe != "frozen":
-        batch = some_batch(config, config.batch_size, CAPTION_TOKENS)
+        batch = random_batch(config, config.batch_size, CAPTION_TOKENS)
         state = TrainState(model.train(), config)
         return steps * count_gflop(lambda: train_step(state, batch))
     size = model.config.vision.image_size
@@ -319,7 +319,8 @@ def prepare_files(args: Args, image_size: int) -> dict[str, str]:
     files = {"train": str(folder / "train.tsv"), "val": str(folder / "val.json")}
     if Path(files["val"]).exists():
         return files
-    data = open_splits(TrainConfig(data=args.data), image_size, image_size)
+    config = TrainConfig(data=args.data)
+    data = open_splits(open_sources(config), config, image_size, image_size)
     rows: dict[str, list[tuple[str, list[str]]]] = {"train": [], "val": []}
     for name, split in (("train", data.train), ("val", data.val)):
         (folder / name).mkdir(parents=True, exist_ok=True)

@@ -32,14 +32,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from m1clip import devices, sensors
 from m1clip.config import PRESETS, TrainConfig, VisionConfig
-from m1clip.data.batches import Batch, BatchStream
+from m1clip.data.batches import Batch, BatchStream, Images, Tokens
+from m1clip.data.sources import open_sources
 from m1clip.data.splits import open_splits
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP, load
-from m1clip.model.export_clip import convert
-from m1clip.model.tokenizer import make
+from m1clip.model.export_clip import export_clip
+from m1clip.model.tokenizer import make_tokenizer
 from m1clip.training.memory import retain_freed_memory
-from m1clip.training.setup import captions
+from m1clip.training.setup import sample_captions
 from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
 
@@ -72,9 +73,7 @@ def main(args: Args) -> None:
 
 def measure(preset: str, batch_size: int, args: Args) -> list[list[str]]:
     """Rows of the table for one model."""
-    config = replace(
-        PRESETS[preset], data=args.data, val_size="auto", batch_size=batch_size, optimizer="adamw"
-    )
+    config = replace(PRESETS[preset], data=args.data, val_size="auto", batch_size=batch_size, optimizer="adamw")
     assert isinstance(config.model.vision, VisionConfig)
     vision = replace(config.model.vision, stem="patch", pool="class")  # what all three libraries have
     config = replace(config, model=replace(config.model, vision=vision))
@@ -99,9 +98,7 @@ def measure(preset: str, batch_size: int, args: Args) -> list[list[str]]:
     for library in LIBRARIES:
         step_s = median(seconds[library])
         ratios = list(map(truediv, seconds[library], seconds["m1clip"]))
-        utilization = [
-            gflop[library] / s / peak for s, peak in zip(seconds[library], peak_gflops, strict=True)
-        ]
+        utilization = [gflop[library] / s / peak for s, peak in zip(seconds[library], peak_gflops, strict=True)]
         is_ours = library == "m1clip"
         rows.append(
             [
@@ -119,18 +116,18 @@ def measure(preset: str, batch_size: int, args: Args) -> list[list[str]]:
 def write_models_and_batch(config: TrainConfig, folder: Path) -> None:
     """The same model in the format of each library, and one batch of real pairs."""
     size, length = config.model.vision.image_size, config.model.text.context_length
-    train = open_splits(config, size, size).train
-    tokenizer = make(config.tokenizer, captions(train), config.model.text.vocab_size)
+    train = open_splits(open_sources(config), config, size, size).train
+    tokenizer = make_tokenizer(config.tokenizer, sample_captions(train), config.model.text.vocab_size)
     torch.manual_seed(0)
     model = CLIP(config.model, tokenizer)
     model.save(folder / "m1clip")
     for library in LIBRARIES[1:]:
-        convert(model, library, folder / library)
+        export_clip(model, library, folder / library)
     stream = BatchStream(train, lambda texts: tokenizer(texts, length), config.batch_size, 0, size)
     batch = stream.at(0)
     texts = [train.captions(int(row))[0] for row in batch.rows]
     (folder / "captions.json").write_text(json.dumps(texts))
-    torch.save({"images": batch.images_BHWC, "tokens": tokenizer(texts, length)}, folder / "batch.pt")
+    torch.save({"images": batch.image.tensor, "tokens": tokenizer(texts, length)}, folder / "batch.pt")
     settings = {"preset": config.preset, "batch_size": config.batch_size}
     (folder / "config.json").write_text(json.dumps(settings))
 
@@ -181,15 +178,14 @@ def run_worker(library: str, folder: str, threads: int) -> None:
 def m1clip_step(folder: Path, tensors: Tensors) -> Step:
     settings = json.loads((folder / "config.json").read_text())
     preset, batch_size = PRESETS[settings["preset"]], settings["batch_size"]
-    state = TrainState(
-        load(folder / "m1clip").train(), replace(preset, batch_size=batch_size, optimizer="adamw")
-    )
+    state = TrainState(load(folder / "m1clip").train(), replace(preset, batch_size=batch_size, optimizer="adamw"))
     rows = np.arange(batch_size)
-    batch = Batch(tensors["images"], tensors["tokens"], torch.from_numpy(rows), None, rows)
+    images, tokens = Images(tensors["images"]), Tokens(tensors["tokens"][:, None])
+    batch = Batch(images, tokens, torch.from_numpy(rows), None, rows)
 
     def step(loss_only: bool) -> float:
-        state.set_rate(0.0 if loss_only else 1e-5)
-        return train_step(state, state.take(batch))[0][0].item()
+        state.set_lr(0.0 if loss_only else 1e-5)
+        return train_step(state, state.to_device(batch))[0][0].item()
 
     return step
 

@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(folder / "photos/01.jpg", folder / "cat.jpg")
     flags = "--data synthetic:64 --val-size 16 --batch-size 16 --epochs 2 --log-every 1 --device cpu"
     run = ["--runs", str(folder / "runs"), "--name", "nano-1"]
-    assert cli.run(["train", *run, *flags.split()]) == 0
+    assert cli.run_command(["train", *run, *flags.split()]) == 0
     for name in ("nano-2", "photos", "mine"):
         shutil.copytree(folder / "runs/nano-1", folder / "runs" / name, symlinks=True)
     return folder
@@ -113,9 +113,7 @@ def test_a_shell_snippet_has_only_commands_that_exist(
         elif words[0] == "python":
             assert ROOT / words[1] in SCRIPTS, line
         elif assigned := re.fullmatch(r"\w+=\$\(python -c '(.*)'\)", line):
-            done = subprocess.run(
-                [sys.executable, "-c", assigned.group(1)], capture_output=True, text=True, check=True
-            )
+            done = subprocess.run([sys.executable, "-c", assigned.group(1)], capture_output=True, text=True, check=True)
             assert Path(done.stdout.strip()).exists(), line
         else:
             pytest.fail(f"no rule for {line!r}")
@@ -123,8 +121,8 @@ def test_a_shell_snippet_has_only_commands_that_exist(
 
 def parse(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a command line to the command's own parser; what the command would do is left out."""
-    command = " ".join(argv[:2]) if " ".join(argv[:2]) in commands() else argv[0]
-    assert command in commands(), argv
+    command = next((name for name in (" ".join(argv[:2]), argv[0]) if name in cli.COMMANDS), None)
+    assert command, argv
     module, parsed = import_module(f"m1clip.commands.{command.replace(' ', '_')}"), list[Any]()
 
     def main(*args: Any) -> int:
@@ -133,19 +131,17 @@ def parse(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "main", main)
     try:
-        assert cli.run(argv) == 0, argv
+        assert cli.run_command(argv) == 0, argv
     except SystemExit:
         pytest.fail(f"not understood: m1clip {shlex.join(argv)}")
     assert parsed, argv
 
 
 @pytest.mark.parametrize("line", RUN)
-def test_a_cheap_command_of_the_documents_runs(
-    line: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cheap_command_of_the_documents_runs(line: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = [body for text in TEXTS.values() for kind, body in FENCE.findall(text) if kind == "sh"]
     assert any(line in shell_lines(block) for block in blocks), "no longer in the documents"
-    assert cli.run(shlex.split(line)[1:]) == 0
+    assert cli.run_command(shlex.split(line)[1:]) == 0
     assert capsys.readouterr().out.strip()
 
 
@@ -179,7 +175,7 @@ def test_every_link_leads_somewhere(name: str) -> None:
 def test_the_readme_is_short_and_lists_every_command() -> None:
     assert len(TEXTS["README.md"].splitlines()) <= 180
     listed = re.findall(r"^\| `m1clip ([a-z ]+)` \|", TEXTS["README.md"], re.MULTILINE)
-    assert sorted(listed) == sorted(commands())
+    assert sorted(listed) == sorted(cli.COMMANDS)
 
 
 def test_the_preset_table_has_the_computed_parameter_counts() -> None:
@@ -217,15 +213,6 @@ def test_a_benchmark_script_shows_its_help(script: Path) -> None:
     assert "usage" in done.stdout.lower()
 
 
-def commands() -> set[str]:
-    """As `m1clip --help` lists them."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert cli.run(["--help"]) == 0
-    names = re.findall(r"^  ([a-z]+(?: [a-z]+)?) +\S", out.getvalue(), re.MULTILINE)
-    return set(names)
-
-
 FLAGS: set[str] = set()
 
 
@@ -233,10 +220,10 @@ def known_flags() -> set[str]:
     """Every flag of every command, from their help; and those of benchmark scripts and other programs."""
     if not FLAGS:
         FLAGS.update({"--help", "--debug"})
-        for command in commands():
+        for command in cli.COMMANDS:
             out = io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-                cli.run([*command.split(), "--help"])
+                cli.run_command([*command.split(), "--help"])
             FLAGS.update(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", out.getvalue()))
     return FLAGS
 
