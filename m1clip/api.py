@@ -79,9 +79,7 @@ def train(
     return result
 
 
-def base_config(
-    resumed: Run | None, config: TrainConfig | str | Path | None, settings: dict[str, Any]
-) -> TrainConfig:
+def base_config(resumed: Run | None, config: TrainConfig | str | Path | None, settings: dict[str, Any]) -> TrainConfig:
     """Where the defaults come from: a resumed run, a config, or a preset."""
     if resumed:
         return from_json(TrainConfig, resumed.path / "config.json")
@@ -109,20 +107,14 @@ def requested_config(base: TrainConfig, settings: dict[str, Any], resume: bool) 
         requested = replace(requested, budget="")
     changed = [key for key in FIXED_ON_RESUME if getattr(requested, key) != getattr(base, key)]
     if resume and changed:
-        raise ValueError(
-            f"a resumed run cannot change {', '.join(changed)}: its weights and data order depend on it"
-        )
+        raise ValueError(f"a resumed run cannot change {', '.join(changed)}: its weights and data order depend on it")
     check_train(requested)
     return requested
 
 
-def train_unfrozen(
-    config: TrainConfig, run: Run, resume: bool, elapsed_s: float, console: Console
-) -> TrainResult:
+def train_unfrozen(config: TrainConfig, run: Run, resume: bool, elapsed_s: float, console: Console) -> TrainResult:
     """After --recipe frozen: a second run that also trains the last layers of the towers."""
-    second = override(
-        config, {key: RECIPES["full"][key] for key in RECIPES["full"].keys() - {"crop_scale", "hflip"}}
-    )
+    second = override(config, {key: RECIPES["full"][key] for key in RECIPES["full"].keys() - {"crop_scale", "hflip"}})
     budget = f"{max(1.0, config.budget_s - elapsed_s):.0f}s" if config.budget_s else ""
     second = replace(second, weight_decay=0.1, ema=0.0, eval_every=1, steps=0, budget=budget)
     second = replace(second, init=str(run.model), vision="", text="", freeze="auto", recipe="full", lr=2e-5)
@@ -169,8 +161,8 @@ def evaluate(
         datasets.append(validation_subset(dataset, config) if split == "val" else dataset)
         bad_rows += source.bad_rows
     size = clip.config.vision.image_size
-    pairs = Split([open_eval_split(one, size, config, bad_rows, console.progress) for one in datasets])
-    bad_rows.require_few(config.max_bad_rows)
+    pairs = open_eval_split(datasets, size, config, bad_rows, console.progress)
+    bad_rows.require_at_most(config.max_bad_rows)
     choice = check_parity(PlanChoice(Plan(str(chosen)), reason), clip, first_pairs(clip, pairs), console)
     evaluation = evaluate_model(clip.to_devices(*choice.plan.devices), pairs)
     edits: list[EditScore] = []
@@ -188,9 +180,7 @@ def find_model(runs: Path, name: str | None) -> tuple[Path, TrainConfig]:
     run = open_run(runs, name)
     folder = run.model if run.model.is_dir() else run.path / "last"
     if not folder.exists():
-        raise FileNotFoundError(
-            f"{run.path} has no model yet; it is saved at the end, and checkpoints before"
-        )
+        raise FileNotFoundError(f"{run.path} has no model yet; it is saved at the end, and checkpoints before")
     return folder, from_json(TrainConfig, run.path / "config.json")
 
 
@@ -204,6 +194,4 @@ def first_pairs(model: CLIP, pairs: Split) -> Batch:
     """A few pairs, to compare a device with the CPU."""
     rows, pixels = pairs.take(np.arange(min(8, len(pairs))))
     tokens_BL = model.tokenize([pairs.captions(int(row))[0] for row in rows])
-    return Batch(
-        Images(torch.from_numpy(pixels)), Tokens(tokens_BL[:, None]), torch.from_numpy(rows), None, rows
-    )
+    return Batch(Images(torch.from_numpy(pixels)), Tokens(tokens_BL[:, None]), torch.from_numpy(rows), None, rows)

@@ -99,9 +99,7 @@ def report_error(error: Exception) -> int:
     if isinstance(error, OSError) and error.strerror:
         location = f"{error.filename}: " if error.filename else ""
         sentence = f"{location}{error.strerror}"
-    elif (
-        isinstance(error, ValueError | OSError | ArithmeticError | MemoryError) or type(error) is RuntimeError
-    ):
+    elif isinstance(error, ValueError | OSError | ArithmeticError | MemoryError) or type(error) is RuntimeError:
         sentence = str(error) or "not enough memory"  # only MemoryError comes without a message
     else:
         sentence = f"unexpected {type(error).__name__}: {error} (--debug shows the traceback)"

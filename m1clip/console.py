@@ -128,12 +128,8 @@ class Console:
         )
         self.training_bar.update(self.training_bar.task_ids[0], completed=step, total=total, metrics=metrics)
 
-    def print_epoch(
-        self, epoch: int, epochs: int | None, means: dict[str, Any], scores: RecallScores | None
-    ) -> None:
-        recalls = (
-            [percent(way.r1) for way in (scores.image_to_text, scores.text_to_image)] if scores else ["", ""]
-        )
+    def print_epoch(self, epoch: int, epochs: int | None, means: dict[str, Any], scores: RecallScores | None) -> None:
+        recalls = [percent(way.r1) for way in (scores.image_to_text, scores.text_to_image)] if scores else ["", ""]
         cells = (
             f"{epoch}/{epochs}" if epochs else f"{epoch}",
             UNKNOWN if means["loss"] is None else f"{means['loss']:.3f}",

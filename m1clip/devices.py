@@ -68,9 +68,7 @@ def tower_devices(requested: str) -> tuple[str, str]:
         if kind not in ("cpu", "cuda", "mps"):
             raise ValueError(f"no device {name!r}; there are cpu, cuda, mps and vision=A,text=B")
         if kind not in here:
-            raise ValueError(
-                f"torch {torch.__version__} has no {kind} on this machine; it has {', '.join(here)}"
-            )
+            raise ValueError(f"torch {torch.__version__} has no {kind} on this machine; it has {', '.join(here)}")
         count = torch.cuda.device_count() if kind == "cuda" else 1
         if number and not (number.isdecimal() and int(number) < count):
             raise ValueError(f"no device {name!r}; torch counts {count} of {kind}")
@@ -192,9 +190,7 @@ def matmul_gflops(device: torch.device, precision: str) -> float:
 
 def compile_module(module: torch.nn.Module) -> None:
     """Have torch.compile do the module's work from its next call on."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(
-        logging.ERROR
-    )  # it misses CUDA where nobody asked
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it misses CUDA where nobody asked
     # All blocks are one piece of code to it: beyond the default limit of 8 they would run uncompiled, unsaid.
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
@@ -353,7 +349,5 @@ def attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> T
 def plain_attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> Tensor:
     score_BHLL = q_BHLd * q_BHLd.shape[-1] ** -0.5 @ k_BHLd.transpose(-2, -1)
     if causal:
-        score_BHLL = score_BHLL.masked_fill(
-            score_BHLL.new_ones(score_BHLL.shape[-2:]).triu(1) > 0, float("-inf")
-        )
+        score_BHLL = score_BHLL.masked_fill(score_BHLL.new_ones(score_BHLL.shape[-2:]).triu(1) > 0, float("-inf"))
     return torch.softmax(score_BHLL, dim=-1) @ v_BHLd

@@ -23,9 +23,7 @@ def cache_folder() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OSError(
-            f"cannot use the cache folder {folder} ({error.strerror}); set M1CLIP_CACHE to another"
-        ) from None
+        raise OSError(f"cannot use the cache folder {folder} ({error.strerror}); set M1CLIP_CACHE to another") from None
     return folder
 
 

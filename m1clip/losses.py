@@ -14,10 +14,7 @@ from torch import Tensor
 
 def softmax_loss(logit_BB: Tensor, duplicate_BB: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
     """CLIP: cross-entropy of images over captions and of captions over images. Chance is ln B."""
-    return (
-        _cross_entropy(logit_BB, duplicate_BB, smoothing)
-        + _cross_entropy(logit_BB.T, duplicate_BB, smoothing)
-    ) / 2
+    return (_cross_entropy(logit_BB, duplicate_BB, smoothing) + _cross_entropy(logit_BB.T, duplicate_BB, smoothing)) / 2
 
 
 def _cross_entropy(logit_BB: Tensor, duplicate_BB: Tensor | None, smoothing: float) -> Tensor:

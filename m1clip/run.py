@@ -63,11 +63,7 @@ class Run:
 
     def truncate_log(self, step: int) -> None:
         """Remove records after `step`, which will be repeated; events stay."""
-        lines = [
-            json.dumps(record)
-            for record in self.records()
-            if record["step"] <= step or record["kind"] == "event"
-        ]
+        lines = [json.dumps(record) for record in self.records() if record["step"] <= step or record["kind"] == "event"]
         atomic_write(self.path / "metrics.jsonl", "".join(line + "\n" for line in lines))
 
     def write_status(self, state: str, step: int, **values: Any) -> None:
@@ -170,9 +166,7 @@ def new_run_path(runs: Path, name: str | None, preset: str, overwrite: bool) -> 
     if path.exists() and not is_run(path):
         raise FileExistsError(f"{path} exists and is not a run; choose another --name")
     if path.exists() and not overwrite:
-        raise FileExistsError(
-            f"{path} exists; --resume continues it, --overwrite deletes it and starts again"
-        )
+        raise FileExistsError(f"{path} exists; --resume continues it, --overwrite deletes it and starts again")
     if path.exists():
         with lock_folder(path) as acquired:
             if not acquired:

@@ -170,9 +170,7 @@ def test_vit_b16_char_has_a_vit_b16_and_a_six_layer_text_tower():
     assert sum(w.numel() for w in model.parameters()) == 105_426_433
 
 
-@pytest.mark.parametrize(
-    ("preset", "count"), [("base", 151_277_313), ("large", 427_616_513), ("1b", 986_109_441)]
-)
+@pytest.mark.parametrize(("preset", "count"), [("base", 151_277_313), ("large", 427_616_513), ("1b", 986_109_441)])
 def test_presets_have_the_parameter_counts_of_the_published_models(preset, count):
     with torch.device("meta"):
         assert sum(w.numel() for w in CLIP(PRESETS[preset].model).parameters()) == count

@@ -45,9 +45,7 @@ def features_and_gradients(tower: nn.Module, inputs: torch.Tensor) -> list[torch
 
 @pytest.mark.parametrize("grad_checkpointing", [False, True])
 @pytest.mark.parametrize("name", TOWERS)
-def test_fast_towers_have_the_features_and_gradients_of_plain_ones(
-    recompute_always, name, grad_checkpointing
-):
+def test_fast_towers_have_the_features_and_gradients_of_plain_ones(recompute_always, name, grad_checkpointing):
     torch.manual_seed(0)
     plain, quick = TOWERS[name](), TOWERS[name]()
     init_tower(plain)
@@ -110,9 +108,7 @@ def test_only_the_input_is_stored(recompute_always):
     assert saved[1].data_ptr() == linear.weight.data_ptr()
 
 
-def test_plain_layers_are_used_where_recomputing_does_not_pay_or_would_be_wrong(
-    recompute_always, monkeypatch
-):
+def test_plain_layers_are_used_where_recomputing_does_not_pay_or_would_be_wrong(recompute_always, monkeypatch):
     linear, x = nn.Linear(8, 5), torch.randn(3, 8)
     assert fast.should_recompute(linear, x)
     with torch.no_grad():
@@ -129,9 +125,7 @@ def test_plain_layers_are_used_where_recomputing_does_not_pay_or_would_be_wrong(
 
 
 @pytest.mark.parametrize("grad_checkpointing", [False, True])
-def test_a_training_step_with_recomputed_layers_is_the_same_and_stores_less(
-    tiny, monkeypatch, grad_checkpointing
-):
+def test_a_training_step_with_recomputed_layers_is_the_same_and_stores_less(tiny, monkeypatch, grad_checkpointing):
     config = TrainConfig(model=tiny, batch_size=12, patch_dropout=0.5, grad_checkpointing=grad_checkpointing)
     results = []
     for width in (10**6, 1):

@@ -48,9 +48,7 @@ def test_softmax_loss_of_equal_logits_is_chance():
 
 @pytest.mark.parametrize("kind", losses.LOSSES)
 def test_chance_is_the_loss_of_the_best_constant(kind):
-    best = min(
-        losses.LOSSES[kind](torch.full((12, 12), c)).item() for c in torch.linspace(-6, 0, 601).tolist()
-    )
+    best = min(losses.LOSSES[kind](torch.full((12, 12), c)).item() for c in torch.linspace(-6, 0, 601).tolist())
     assert losses.chance(kind, 12) == pytest.approx(best, abs=1e-4)
 
 
@@ -78,10 +76,7 @@ def test_the_logit_of_a_duplicate_does_not_matter(kind):
     losses.LOSSES[kind](logits, DUPLICATE, 0.1).backward()
     assert logits.grad[DUPLICATE].abs().max() == 0
     assert logits.grad[~DUPLICATE].abs().min() > 0
-    assert (
-        losses.accuracies(logits.detach() + 99 * DUPLICATE, DUPLICATE)[0]
-        == losses.accuracies(logits, DUPLICATE)[0]
-    )
+    assert losses.accuracies(logits.detach() + 99 * DUPLICATE, DUPLICATE)[0] == losses.accuracies(logits, DUPLICATE)[0]
 
 
 def test_smoothing_does_not_change_chance():

@@ -13,9 +13,7 @@ TOLERANCE = 1e-5
 
 SHAPES = {
     "small": ModelConfig(VisionConfig(32, 8, 48, 3, 4), TextConfig(99, 20, 32, 2, 2), 24),
-    "quick": ModelConfig(
-        VisionConfig(48, 16, 64, 2, 1), TextConfig(300, 16, 64, 3, 4), 40, activation="quick_gelu"
-    ),
+    "quick": ModelConfig(VisionConfig(48, 16, 64, 2, 1), TextConfig(300, 16, 64, 3, 4), 40, activation="quick_gelu"),
 }
 
 
@@ -125,8 +123,6 @@ def test_embeddings_loss_and_gradients_equal_the_peers(library, shape):
     # Our gradients under the peer's names, by the mapping that converted the weights.
     grads = CLIP(ours.config)
     grads.load_state_dict({name: weight.grad for name, weight in ours.named_parameters()})
-    expected = {
-        name: value for name, value in convert(grads).state_dict().items() if "position_ids" not in name
-    }
+    expected = {name: value for name, value in convert(grads).state_dict().items() if "position_ids" not in name}
     for name, weight in theirs.named_parameters():
         assert (weight.grad - expected[name]).abs().max() <= TOLERANCE, name

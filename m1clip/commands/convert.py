@@ -43,7 +43,7 @@ class Args:
 
 
 def parse(prog: str, argv: list[str]) -> Args:
-    return flags.read(Args, prog, argv)
+    return flags.parse_flags(Args, prog, argv)
 
 
 def main(args: Args) -> int:

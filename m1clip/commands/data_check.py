@@ -46,11 +46,9 @@ class Args(DataConfig):
 
 
 def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+    args = flags.parse_flags(Args, prog, words)
     if not args.data:
-        raise ValueError(
-            "data check needs a SPEC: a folder, a table, coco:DIR …; see m1clip data check --help"
-        )
+        raise ValueError("data check needs a SPEC: a folder, a table, coco:DIR …; see m1clip data check --help")
     check_data(args)
     get_preset(args.preset)
     require_image_path(args.sheet)
@@ -110,8 +108,7 @@ def check_source(source: "Source", args: Args, sheet: Path, progress: "ProgressF
         "megabytes": round(int(stats["bytes"].sum()) / 1e6, 1),
         "unusual": check.trait_counts(stats),
         **{
-            kind: [[pairs.location(row) for row in pair] for pair in found[:1000]]
-            for kind, found in duplicates.items()
+            kind: [[pairs.location(row) for row in pair] for pair in found[:1000]] for kind, found in duplicates.items()
         },
         **check.caption_stats(pairs, progress),
         **token_stats(source, args),
@@ -217,8 +214,6 @@ def print_captions(report: Report, args: Args) -> None:
     print_line("tokens", f"up to {tokens['max']} (median {tokens['median']}); {context}: {truncated}")
     shared, twice = report["shared_captions"], report["duplicate_captions"]
     if shared or twice:
-        print_line(
-            "repeated", f"{shared:,} captions are shared by several images, {twice:,} are repeated on one"
-        )
+        print_line("repeated", f"{shared:,} captions are shared by several images, {twice:,} are repeated on one")
     for caption, images in report["most_shared"][:3]:
         print_line("", f"{images:,} × {caption[:90]!r}")

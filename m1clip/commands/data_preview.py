@@ -32,7 +32,7 @@ class Args(DataConfig):
 
 
 def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+    args = flags.parse_flags(Args, prog, words)
     check_data(args)
     if args.columns < 1 or args.rows < 1 or args.columns * args.rows > 1000:
         raise ValueError(f"a contact sheet has 1 to 1000 images, not {args.columns} × {args.rows}")
@@ -56,9 +56,7 @@ def main(args: Args) -> int:
     count, tiles = args.columns * args.rows, []
     sources = open_sources(args, Console().working)
     for source in sources:
-        tiles += sample_tiles(
-            source.train if args.split == "train" else source.val, -(-count // len(sources))
-        )
+        tiles += sample_tiles(source.train if args.split == "train" else source.val, -(-count // len(sources)))
     contact_sheet(tiles[:count], args.columns).save(args.out)
     print(f"{args.out}: {len(tiles[:count])} {args.split} pairs of {args.data}")
     return 0

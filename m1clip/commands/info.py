@@ -26,7 +26,7 @@ class Args:
 def parse(prog: str, argv: list[str]) -> Args:
     if argv and not argv[0].startswith("-"):
         argv = ["--preset", *argv]  # `m1clip info nano` is what people type first
-    args = flags.read(Args, prog, argv)
+    args = flags.parse_flags(Args, prog, argv)
     if args.preset is not None:
         get_preset(args.preset)
     if args.batch_size is not None and args.batch_size < 1:
@@ -36,9 +36,7 @@ def parse(prog: str, argv: list[str]) -> Args:
 
 def main(args: Args) -> int:
     with tables.loading():
-        presets = [
-            describe_preset(name, args.batch_size) for name in ([args.preset] if args.preset else PRESETS)
-        ]
+        presets = [describe_preset(name, args.batch_size) for name in ([args.preset] if args.preset else PRESETS)]
     if args.json:
         print(json.dumps(presets[0] if args.preset else presets))
     elif args.preset:

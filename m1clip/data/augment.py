@@ -63,9 +63,7 @@ def augment_images(
     return images_BHWC
 
 
-def random_resized_crop(
-    pixels: Pixels, uniform_4B: NDArray[np.float64], min_area: float, image_size: int
-) -> Tensor:
+def random_resized_crop(pixels: Pixels, uniform_4B: NDArray[np.float64], min_area: float, image_size: int) -> Tensor:
     """Random crops of at least `min_area` of each image, resized to (B, image_size, image_size, C)."""
     full = pixels.shape[1]
     area, ratio, x, y = uniform_4B
@@ -101,8 +99,7 @@ def flip_half(images_BHWC: Tensor, uniform_B: NDArray[np.float64]) -> Tensor:
 def jitter_color(images_BHWC: Tensor, uniform_3B: NDArray[np.float64], strength: float) -> Tensor:
     """Multiply brightness, contrast and saturation, each by a factor in 1 ± strength."""
     brightness, contrast, saturation = (
-        torch.from_numpy(1 + strength * (2 * draw_B - 1)).float()[:, None, None, None]
-        for draw_B in uniform_3B
+        torch.from_numpy(1 + strength * (2 * draw_B - 1)).float()[:, None, None, None] for draw_B in uniform_3B
     )
     x_BHWC = images_BHWC.float() * brightness
     gray_BHW1 = (x_BHWC @ torch.tensor([0.299, 0.587, 0.114]))[..., None]

@@ -224,9 +224,7 @@ class BatchStream:
         key_B = (uniform(self.seed, epoch, samples, DROPOUT_KEY) * 2.0**32).astype(np.int64)
         return Batch(image, text, torch.from_numpy(key_B), duplicate_BB, rows)
 
-    def _images(
-        self, epoch: int, samples: RowIndices
-    ) -> tuple[RowIndices, Images | ImageFeatures, Sequence[Hashable]]:
+    def _images(self, epoch: int, samples: RowIndices) -> tuple[RowIndices, Images | ImageFeatures, Sequence[Hashable]]:
         """Rows whose images could be decoded, the images, and ids that are equal for equal images."""
         rows = samples % len(self.pairs)
         if (table := self.features.images) is not None:
@@ -266,9 +264,7 @@ class BatchStream:
         return picked
 
 
-def pick_captions(
-    start_N: RowIndices, rows: RowIndices, uniform_B: NDArray[np.float64], K: int
-) -> RowIndices:
+def pick_captions(start_N: RowIndices, rows: RowIndices, uniform_B: NDArray[np.float64], K: int) -> RowIndices:
     """K consecutive captions of each row, the first one random; (B · K)."""
     count_B = start_N[rows + 1] - start_N[rows]
     offset_BK = ((uniform_B * count_B).astype(np.int64)[:, None] + np.arange(K)) % count_B[:, None]

@@ -29,9 +29,7 @@ def _coco_rows(path: Path, root: Path) -> Iterator[Row | BadRow]:
     values = load_json(path)
     images, annotations = (_objects(path, values, key) for key in ("images", "annotations"))
     split = re.search(r"(train|val|test)(\d*)", path.stem)
-    files = {
-        image["id"]: image.get("file_name") for image in images if isinstance(image.get("id"), int | str)
-    }
+    files = {image["id"]: image.get("file_name") for image in images if isinstance(image.get("id"), int | str)}
     captions: dict[Any, list[str]] = {image_id: [] for image_id in files}
     del values, images
     for number, annotation in enumerate(annotations, 1):
@@ -66,9 +64,7 @@ def _image_folder(root: Path, split: str, files: Iterable[Any]) -> str:
 def _list_karpathy(path: Path, root: Path) -> Listing:
     """{"images": [{"filename", "filepath", "split", "sentences": [{"raw"}]}]}"""
     images = _objects(path, load_json(path), "images")
-    names = [
-        os.path.join(*(str(image.get(key) or "") for key in ("filepath", "filename"))) for image in images
-    ]
+    names = [os.path.join(*(str(image.get(key) or "") for key in ("filepath", "filename"))) for image in images]
     rows = (
         Row(name, caption_texts(image.get("sentences")), line, str(path), str(image.get("split") or ""))
         for line, (name, image) in enumerate(zip(names, images, strict=True), 1)
@@ -145,9 +141,7 @@ def _token_rows(path: Path) -> Iterator[Row | BadRow]:
             if tab and mark and IMAGE_SUFFIX.search(re.sub(r"\.\d+$", "", image)):
                 yield Row(re.sub(r"(\.jpg)\.\d+$", r"\1", image), [caption], number, str(path))
             elif line.strip():
-                yield BadRow(
-                    "broken line", f"{path} line {number}", "expected name.jpg#0, a tab and a caption"
-                )
+                yield BadRow("broken line", f"{path} line {number}", "expected name.jpg#0, a tab and a caption")
 
 
 def _csv_rows(path: Path) -> Iterator[Row | BadRow]:

@@ -46,9 +46,7 @@ Tile = tuple[Image.Image, str]
 Pair = tuple[int, int]
 
 
-def image_stats(
-    pairs: PairDataset, workers: int, progress: ProgressFactory
-) -> tuple[ImageStats, list[BadRow]]:
+def image_stats(pairs: PairDataset, workers: int, progress: ProgressFactory) -> tuple[ImageStats, list[BadRow]]:
     """Statistics of every image, and the images that cannot be used."""
     stats, bad_rows = list[ImageStats](), list[BadRow]()
     with progress("decoding images", len(pairs)) as advance:
@@ -227,9 +225,7 @@ def _spread(values: Sequence[int]) -> dict[str, int]:
     return {"min": low, "median": median, "max": high}
 
 
-def _repeated_captions(
-    pairs: PairDataset, hashes: NDArray[np.int64], rows: NDArray[np.int32]
-) -> dict[str, Any]:
+def _repeated_captions(pairs: PairDataset, hashes: NDArray[np.int64], rows: NDArray[np.int32]) -> dict[str, Any]:
     """Captions that several images share, captions that one image has twice, and the most shared ones."""
     _, first, group, uses = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
     distinct = np.unique(group * len(pairs) + rows) // len(pairs)  # each caption once per image

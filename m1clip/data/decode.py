@@ -78,9 +78,7 @@ def read_header(data: bytes) -> Image.Image:
     if width * height > MAX_PIXELS:
         raise BadImage("refused", f"{width:,} × {height:,} pixels are refused as a decompression bomb")
     if min(width, height) < MIN_SIZE:
-        raise BadImage(
-            "tiny", f"{width} × {height} pixels are too few; {MIN_SIZE} × {MIN_SIZE} is the minimum"
-        )
+        raise BadImage("tiny", f"{width} × {height} pixels are too few; {MIN_SIZE} × {MIN_SIZE} is the minimum")
     return image
 
 

@@ -27,8 +27,7 @@ def list_folder(path: Path, config: DataConfig) -> Listing:
         return Listing(
             str(path),
             chain.from_iterable(
-                _rebase(list_table(table, config), str(path), split_of(table.relative_to(path)))
-                for table in metadata
+                _rebase(list_table(table, config), str(path), split_of(table.relative_to(path))) for table in metadata
             ),
         )
     tables = [file for file in path.iterdir() if file.suffix.lower() in TABLE_SUFFIXES and file.is_file()]

@@ -183,9 +183,7 @@ def _byte_ranges(data: "Dataset", column: str) -> Iterator[ByteRange]:
                     chunk, paths = fields["bytes"], fields["path"].to_pylist() if "path" in fields else paths
                 _, offsets, values = chunk.buffers()
                 dtype = np.int64 if pa.types.is_large_binary(chunk.type) else np.int32
-                ends = np.frombuffer(offsets, dtype)[chunk.offset : chunk.offset + len(chunk) + 1].astype(
-                    np.int64
-                )
+                ends = np.frombuffer(offsets, dtype)[chunk.offset : chunk.offset + len(chunk) + 1].astype(np.int64)
                 start = values.address - file_address if values else 0
                 for offset, length, path in zip(
                     (start + ends[:-1]).tolist(), np.diff(ends).tolist(), paths, strict=False

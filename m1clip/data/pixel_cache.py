@@ -109,9 +109,7 @@ class RowStore:
         """Whether an intact chunk need not be produced again."""
         return True
 
-    def _complete(
-        self, produce: Callable[[list[range]], Iterable[tuple[bytes, Notes]]], progress: Advance
-    ) -> None:
+    def _complete(self, produce: Callable[[list[range]], Iterable[tuple[bytes, Notes]]], progress: Advance) -> None:
         intact = self._intact_chunks(progress)
         missing = [k for k in range(len(self.chunks)) if k not in intact]
         if not missing:
@@ -167,9 +165,7 @@ class PixelCache(RowStore):
 
     def bad_rows(self) -> dict[int, BadRow]:
         bad = {int(row): note for entry in self.entries().values() for row, note in entry["notes"].items()}
-        return {
-            row: BadRow(kind, self.pairs.location(row), reason) for row, (kind, reason) in sorted(bad.items())
-        }
+        return {row: BadRow(kind, self.pairs.location(row), reason) for row, (kind, reason) in sorted(bad.items())}
 
 
 def build_pixel_cache(
@@ -191,9 +187,7 @@ def decode_to_memory(
     pairs: PairDataset, image_size: int, workers: int, progress: Advance
 ) -> tuple[Pixels, dict[int, BadRow]]:
     pixels, bad = list[Pixels](), dict[int, BadRow]()
-    for chunk in map_chunks(
-        partial(decode_rows, pairs, image_size), row_chunks(len(pairs), CHUNK_ROWS), workers
-    ):
+    for chunk in map_chunks(partial(decode_rows, pairs, image_size), row_chunks(len(pairs), CHUNK_ROWS), workers):
         pixels.append(chunk.pixels)
         bad |= {row: BadRow(kind, pairs.location(row), reason) for row, (kind, reason) in chunk.bad.items()}
         progress(len(chunk.pixels))

@@ -196,9 +196,7 @@ def open_splits(
     A resumed run passes `on_the_fly` of its data.json, one flag per source: the order of rows depends on it.
     """
     bad_rows = sum((source.bad_rows for source in sources), BadRows())
-    max_gb = [{True: 0.0, False: float("inf")}[flag] for flag in on_the_fly] or [config.cache_gb] * len(
-        sources
-    )
+    max_gb = [{True: 0.0, False: float("inf")}[flag] for flag in on_the_fly] or [config.cache_gb] * len(sources)
     train = [
         _open_part(source.train, stored_size, config, bad_rows, progress, gb, source.weight)
         for source, gb in zip(sources, max_gb, strict=True)
@@ -224,9 +222,7 @@ def open_eval_split(
     progress: ProgressFactory = no_progress,
 ) -> Split:
     """One split of several datasets, cached, or decoded to memory if the cache limit is too small."""
-    open_part = partial(
-        _open_part, image_size=image_size, config=config, bad_rows=bad_rows, progress=progress
-    )
+    open_part = partial(_open_part, image_size=image_size, config=config, bad_rows=bad_rows, progress=progress)
     return Split([open_part(dataset, max_gb=config.cache_gb, in_memory=True) for dataset in pairs])
 
 

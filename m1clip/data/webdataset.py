@@ -94,9 +94,7 @@ def _pair(path: Path, tar: tarfile.TarFile, key: str, members: Members) -> Itera
     caption = caption_texts(values.get("caption") or values.get("text"))
     captions = caption_texts(values.get("captions")) or lines or caption or [""]
     split = SPLIT_PREFIX.match(path.name)
-    yield Row(
-        image.name, captions, 0, "", split[1] if split else "", str(path), image.offset_data, image.size
-    )
+    yield Row(image.name, captions, 0, "", split[1] if split else "", str(path), image.offset_data, image.size)
 
 
 def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:

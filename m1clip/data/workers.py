@@ -41,9 +41,7 @@ def row_chunks(rows: int, size: int) -> list[range]:
     return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def map_chunks(
-    function: Callable[[Sequence[int]], T], chunks: Sequence[Sequence[int]], workers: int
-) -> Iterator[T]:
+def map_chunks(function: Callable[[Sequence[int]], T], chunks: Sequence[Sequence[int]], workers: int) -> Iterator[T]:
     """Results in order. One chunk or `workers=1` runs in the main process."""
     if len(chunks) == 1 or workers == 1:
         yield from map(function, chunks)

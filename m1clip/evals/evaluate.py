@@ -48,9 +48,7 @@ class Evaluation:
         return example_queries(self.text_ME, self.image_NE, self.relevance, self.pairs)
 
 
-def evaluate_model(
-    model: CLIP, pairs: Split, features: FeatureTables | None = None, chunk: int = CHUNK
-) -> Evaluation:
+def evaluate_model(model: CLIP, pairs: Split, features: FeatureTables | None = None, chunk: int = CHUNK) -> Evaluation:
     """Evaluate retrieval on a split, from stored features where towers are frozen."""
     features = features or FeatureTables()
     captions = [pairs.captions(row) for row in range(len(pairs))]

@@ -52,9 +52,7 @@ class Retrieval:
             "chance_t2i": self.chance_text_to_image,
         }
         flat = {
-            f"{name}_{key}": value
-            for name, direction in directions.items()
-            for key, value in asdict(direction).items()
+            f"{name}_{key}": value for name, direction in directions.items() for key, value in asdict(direction).items()
         }
         counts = {"images": self.images, "captions": self.captions}
         return {**flat, "mean_r1": self.mean_r1, "chance_r1": self.chance_r1, **counts}
@@ -74,9 +72,7 @@ class Relevance:
     def from_captions(cls, captions: Sequence[Sequence[str]]) -> "Relevance":
         """From the captions of each image, as training compares them: without case and outer spaces."""
         keys: dict[str, int] = {}
-        key_M = [
-            keys.setdefault(text.strip().lower(), len(keys)) for of_image in captions for text in of_image
-        ]
+        key_M = [keys.setdefault(text.strip().lower(), len(keys)) for of_image in captions for text in of_image]
         owner_M = [image for image, of_image in enumerate(captions) for _ in of_image]
         return cls(torch.tensor(owner_M), torch.tensor(key_M), len(captions))
 
@@ -123,9 +119,7 @@ def retrieval(image_NE: Tensor, text_ME: Tensor, relevance: Relevance | None = N
     )
 
 
-def ranks(
-    query_QE: Tensor, target_TE: Tensor, correct: Callable[[int, int], Tensor]
-) -> tuple[Tensor, Tensor]:
+def ranks(query_QE: Tensor, target_TE: Tensor, correct: Callable[[int, int], Tensor]) -> tuple[Tensor, Tensor]:
     """Rank of the best correct target of each query, from 1, and its number of correct targets.
 
     Ties share the mean of their ranks: otherwise a collapsed model would have perfect scores.

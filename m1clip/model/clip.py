@@ -39,9 +39,7 @@ class CLIP(nn.Module):
         super().__init__()
         check_model(config)
         if tokenizer is not None and len(tokenizer) > config.text.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {len(tokenizer)} tokens, but vocab_size is {config.text.vocab_size}"
-            )
+            raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but vocab_size is {config.text.vocab_size}")
         self.config, self.tokenizer = config, tokenizer
         self.vision = make_vision_tower(config)
         self.text = make_text_tower(config, getattr(tokenizer, "end_id", END_ID))

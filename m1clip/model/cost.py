@@ -37,9 +37,7 @@ class ModelCost:
         return {**state, "activations": batch_size * self.activation_mb / 1e3}
 
 
-def model_cost(
-    config: ModelConfig, pairs: int = 2, tokens: int | None = None, captions: int = 1
-) -> ModelCost:
+def model_cost(config: ModelConfig, pairs: int = 2, tokens: int | None = None, captions: int = 1) -> ModelCost:
     """Cost with captions of `tokens` tokens (by default the context length), `captions` of them per image."""
     size = config.vision.image_size
     # Models of timm and transformers read values of their tensors, which fake ones do not have.

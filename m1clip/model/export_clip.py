@@ -36,9 +36,7 @@ def export_clip(model: CLIP, library: str, folder: Path) -> None:
     with atomic_folder(folder) as partial:
         save_tensors(partial / weights_file, tensors, {"format": "pt"})
         for name, values in files.items():
-            (partial / name).write_text(
-                json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+            (partial / name).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def exportable_towers(config: ModelConfig, library: str) -> tuple[VisionConfig, TextConfig]:
@@ -126,9 +124,7 @@ def preprocessor_config(vision: VisionConfig) -> dict[str, Any]:
     }
 
 
-def open_clip_config(
-    model: CLIP, vision: VisionConfig, text: TextConfig, tokenizer: Tokenizer
-) -> dict[str, Any]:
+def open_clip_config(model: CLIP, vision: VisionConfig, text: TextConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     def tower(shape: VisionConfig | TextConfig) -> dict[str, Any]:
         # open_clip multiplies and rounds down, so half a feature is added.
         ratio = {"mlp_ratio": (shape.mlp_width + 0.5) / shape.width} if shape.mlp_width else {}

@@ -72,9 +72,7 @@ class Layout:
     def to_ours(self, weights: Weights, names: Iterable[str]) -> dict[str, Tensor]:
         converted = {}
         for ours in names:
-            parts = [
-                weights[name].T if name in self.transposed else weights[name] for name in self.names(ours)
-            ]
+            parts = [weights[name].T if name in self.transposed else weights[name] for name in self.names(ours)]
             converted[ours] = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
         return converted
 
@@ -176,16 +174,12 @@ def open_clip_hints(config: dict[str, Any]) -> Hints:
     model, preprocess = config.get("model_cfg", config), config.get("preprocess_cfg", {})
     vision, text = model.get("vision_cfg", {}), model.get("text_cfg", {})
     if "timm_model_name" in vision or "hf_model_name" in text:
-        raise ValueError(
-            "this OpenCLIP model has a timm or transformers tower; --init takes its own ViTs only"
-        )
+        raise ValueError("this OpenCLIP model has a timm or transformers tower; --init takes its own ViTs only")
     for section, values in (("vision_cfg", vision), ("text_cfg", text), ("preprocess_cfg", preprocess)):
         for key, value in values.items():
             unset = value in (None, False, 0, "", {})
             if not (unset or key in OPEN_CLIP_KEYS[section] or value in OPEN_CLIP_VALUES.get(key, ())):
-                raise ValueError(
-                    f"--init does not support {section} {key} = {value!r} of this OpenCLIP model"
-                )
+                raise ValueError(f"--init does not support {section} {key} = {value!r} of this OpenCLIP model")
     return {
         "vision.heads": vision.get("width", 768) // vision.get("head_width", 64),
         "text.heads": text.get("heads", 8),
@@ -214,9 +208,7 @@ def transformers_hints(folder: Path, config: dict[str, Any]) -> Hints:
         "vision.std": tuple(preprocess.get("image_std", OPENAI_STD)),
     }
     end_id = text.get("eos_token_id", OPENAI_VOCAB_SIZE - 1)
-    return (
-        hints if end_id == 2 else {**hints, "end_id": end_id}
-    )  # old versions of transformers wrote a wrong 2
+    return hints if end_id == 2 else {**hints, "end_id": end_id}  # old versions of transformers wrote a wrong 2
 
 
 def build_clip(source: Path, weights: Weights, hints: Hints, tokenizer: Tokenizer) -> CLIP:
@@ -290,6 +282,4 @@ def find_tokenizer(path: Path, tokenizer: str) -> Tokenizer:
         if file.is_file():
             return Tokenizer.from_clip_vocabulary(file)
     files = f"tokenizer.json, merges.txt or {VOCABULARY}"
-    raise FileNotFoundError(
-        f"{path} has no tokenizer; put {files} beside it, or name one with --tokenizer FILE"
-    )
+    raise FileNotFoundError(f"{path} has no tokenizer; put {files} beside it, or name one with --tokenizer FILE")

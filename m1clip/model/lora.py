@@ -53,9 +53,7 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict()
     if not has_lora(model):
         return state
-    merged = {
-        name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name
-    }
+    merged = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name}
     for name, layer in model.named_modules():
         if hasattr(layer, "lora_A"):
             delta: Any = layer.get_delta_weight(ADAPTER)

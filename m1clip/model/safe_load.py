@@ -99,9 +99,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     for prefix in ("module.", "_orig_mod."):  # DistributedDataParallel, torch.compile
         if tensors and all(name.startswith(prefix) for name in tensors):
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return {
-        name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
-    }
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
 def load_folder_tensors(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
@@ -111,9 +109,7 @@ def load_folder_tensors(folder: Path, names: Sequence[str]) -> dict[str, Tensor]
         if (folder / name).is_file():
             return load_tensors(folder / name)
         if index.is_file():
-            shards = sorted(
-                {Path(str(file)).name for file in read_json(index).get("weight_map", {}).values()}
-            )
+            shards = sorted({Path(str(file)).name for file in read_json(index).get("weight_map", {}).values()})
             return {key: tensor for shard in shards for key, tensor in load_tensors(folder / shard).items()}
     raise FileNotFoundError(f"{folder} has no weights; expected {' or '.join(names[:2])}, or its index.json")
 

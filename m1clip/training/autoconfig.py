@@ -233,9 +233,7 @@ def training_speed(config: TrainConfig, tokens: int) -> float:
     batch = random_batch(config, config.batch_size, max(3, min(tokens, config.model.text.context_length)))
     timing = time_plans(config, [plan], batch, TRIAL_S)[0]
     if timing.failed:
-        raise ValueError(
-            f"a batch of {config.batch_size} pairs does not run on {plan.device}: {timing.failed}"
-        )
+        raise ValueError(f"a batch of {config.batch_size} pairs does not run on {plan.device}: {timing.failed}")
     return 1e3 * config.batch_size / min(timing.step_ms)
 
 
@@ -251,13 +249,13 @@ def choose_candidate(
         f"{budget.images:,} images at {speeds[best]:,.0f} pairs/s"
     )
     if best + 1 < len(pairs):
-        seen, needed = (
-            f"{float(f'{n:.2g}'):,.0f}" for n in (pairs[best + 1], candidates[best + 1].min_pairs)
-        )
+        seen, needed = (f"{float(f'{n:.2g}'):,.0f}" for n in (pairs[best + 1], candidates[best + 1].min_pairs))
         reason += f"; the next larger model would see {seen} pairs and needs {needed}"
     regularization = [settings for from_epochs, settings in candidate.regularization if epochs >= from_epochs]
     settings = {**candidate.settings, **(regularization or [{}])[-1], "epochs": max(1, round(epochs))}
     if budget.decodes_on_the_fly:
         settings["cache_gb"] = 0.0
-        reason += f"; decoding everything up front would take {duration(budget.decode_s)}, so images are decoded on the fly"
+        reason += (
+            f"; decoding everything up front would take {duration(budget.decode_s)}, so images are decoded on the fly"
+        )
     return {**settings, "eval_every": max(1, round(epochs) // EVALUATIONS)}, reason

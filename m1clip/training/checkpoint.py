@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from m1clip.config import TrainConfig, from_dict
 from m1clip.evals.retrieval import Retrieval
 from m1clip.files import atomic_folder
-from m1clip.model.clip import CLIP, load, read_weights
+from m1clip.model.clip import CLIP, load
 from m1clip.model.lora import merged_state_dict, save_adapter
-from m1clip.model.safe_load import save_tensors
+from m1clip.model.safe_load import load_checked, save_tensors
 from m1clip.run import Run
 from m1clip.training.state import TrainState
 
@@ -114,9 +114,7 @@ def newest_intact(run: Run) -> tuple[Path | None, dict[Path, str]]:
             damaged[path] = str(error) or type(error).__name__
     if damaged:
         reasons = "; ".join(f"{path.name}: {reason}" for path, reason in damaged.items())
-        raise ValueError(
-            f"no intact checkpoint in {run.checkpoints} ({reasons}); --overwrite starts the run again"
-        )
+        raise ValueError(f"no intact checkpoint in {run.checkpoints} ({reasons}); --overwrite starts the run again")
     return None, damaged
 
 
@@ -144,7 +142,7 @@ def read_progress(path: Path) -> Progress:
 def load_checkpoint(path: Path, state: TrainState) -> Progress:
     progress = read_progress(path)
     try:
-        weights = read_weights(path / "model.safetensors", merged_state_dict(state.model))
+        weights = load_checked(path / "model.safetensors", merged_state_dict(state.model))
         state.load(weights, load_file(path / "training.safetensors"))
     except (ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"cannot resume from {path}: {error}") from error
@@ -223,9 +221,7 @@ class CheckpointManager:
         try:
             read_progress(checkpoint_path(self.run, step))
         except DAMAGED as error:
-            self.warn(
-                f"the best checkpoint, step {step:,}, cannot be used ({error}); the next best replaces it"
-            )
+            self.warn(f"the best checkpoint, step {step:,}, cannot be used ({error}); the next best replaces it")
             self._set_best((None, None, 0))
 
     def _set_best(self, best: tuple[float | None, int | None, int]) -> None:
@@ -254,9 +250,7 @@ class CheckpointManager:
     @property
     def has_new_best(self) -> bool:
         waiting = self.retry_at is not None and time.monotonic() < self.retry_at
-        return (
-            self.previous_best is not None and self.progress.best_step == self.progress.step and not waiting
-        )
+        return self.previous_best is not None and self.progress.best_step == self.progress.step and not waiting
 
     def _drop_unsaved_best(self) -> None:
         """Restore the previous best if training moved on before the new one could be saved."""

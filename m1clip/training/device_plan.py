@@ -67,7 +67,7 @@ def trusted(
     plan = choice.plan
     if set(devices.tower_devices(plan.device)) == {"cpu"}:
         return choice
-    with console.working(f"comparing {plan.device} with the CPU", None):
+    with console.progress(f"comparing {plan.device} with the CPU", None):
         found = parity.check(model, batch, plan, config)
     if found:
         return replace(choice, parity=str(found))
@@ -84,7 +84,7 @@ def compiled(choice: PlanChoice, state: TrainState, batch: Batch, console: Conso
     try:
         if able:
             state.use(choice.plan)
-            with console.working("compiling the blocks", None):
+            with console.progress("compiling the blocks", None):
                 some = state.take(batch.split(state.chunk)[0])
                 for embed in (embed_images, embed_captions):
                     embed(state, some).sum().backward()  # type: ignore[no-untyped-call]
@@ -185,7 +185,7 @@ def try_now(
     plans = [Plan(name) for name in here] + splits(here)
     plans += [Plan(name, precision) for name in here for precision in paying(name)]
     for size in affordable(work):
-        with console.working(f"trying {size} pairs at a time on {', '.join(here)}", None):
+        with console.progress(f"trying {size} pairs at a time on {', '.join(here)}", None):
             timings = timing.time_plans(config, plans, batch.split(size)[0], MOMENT_S)
         for one in timings:
             if one.failed:

@@ -44,9 +44,7 @@ def diagnose(history: History) -> dict[str, str]:
 def not_learning(recent: list[Record]) -> dict[str, str]:
     loss, accuracy = (fmean(record[key] for record in recent) for key in ("loss", "accuracy"))
     chance_loss, chance = recent[-1]["chance_loss"], recent[-1]["chance_accuracy"]
-    noise = math.sqrt(
-        chance * (1 - chance) / (2 * len(recent) / chance)
-    )  # two guesses per pair, B = 1 / chance
+    noise = math.sqrt(chance * (1 - chance) / (2 * len(recent) / chance))  # two guesses per pair, B = 1 / chance
     if accuracy > 1.2 * chance + 3 * noise:
         return {}
     if abs(loss - chance_loss) < 0.02 * chance_loss:
@@ -73,9 +71,7 @@ def rising_temperature(first: float | None, recent: list[Record]) -> dict[str, s
 
 def waiting_for_data(recent: list[Record]) -> dict[str, str]:
     timed = [record for record in recent if record["data_ms"] is not None]
-    fraction = sum(record["data_ms"] for record in timed) / max(
-        1e-9, sum(record["step_ms"] for record in timed)
-    )
+    fraction = sum(record["data_ms"] for record in timed) / max(1e-9, sum(record["step_ms"] for record in timed))
     if fraction <= 0.1:
         return {}
     return {
@@ -86,9 +82,7 @@ def waiting_for_data(recent: list[Record]) -> dict[str, str]:
 
 def slowing_down(steps: list[Record]) -> dict[str, str]:
     """Compare with the fastest earlier window of the same image size and chunk."""
-    same = [
-        record for record in steps if all(record[key] == steps[-1][key] for key in ("image_size", "chunk"))
-    ]
+    same = [record for record in steps if all(record[key] == steps[-1][key] for key in ("image_size", "chunk"))]
     times = [record["step_ms"] - (record["data_ms"] or 0) for record in same]
     if len(times) < 3 * WINDOW:
         return {}

@@ -69,13 +69,9 @@ def _encode_images(
         shape = (tower_digest(model, "vision"), variant, stored_size(size, config.crop_scale))
         key = digest("images", weights, split_digest(pairs), *shape)
 
-        def load(
-            rows: RowIndices, augmentation: Augmentation = augmentation, view: int = view
-        ) -> tuple[Tensor, Notes]:
+        def load(rows: RowIndices, augmentation: Augmentation = augmentation, view: int = view) -> tuple[Tensor, Notes]:
             decoded_rows, pixels = pairs.take(rows)
-            replaced = {
-                str(row): int(other) for row, other in zip(rows, decoded_rows, strict=True) if row != other
-            }
+            replaced = {str(row): int(other) for row, other in zip(rows, decoded_rows, strict=True) if row != other}
             return augment_images(pixels, augmentation, size, config.seed, view, rows), replaced
 
         def encode(images_BHWC: Tensor) -> Tensor:
@@ -94,16 +90,12 @@ def _encode_images(
     return ImageFeatureTable(arrays, image_id_N, source_row_N)
 
 
-def _encode_captions(
-    model: CLIP, pairs: Split, config: TrainConfig, progress: ProgressFactory
-) -> CaptionFeatureTable:
+def _encode_captions(model: CLIP, pairs: Split, config: TrainConfig, progress: ProgressFactory) -> CaptionFeatureTable:
     assert model.tokenizer is not None
     device, width = model.devices[1], model.config.text.width
     by_image = [pairs.captions(row) for row in range(len(pairs))]
     captions = [caption for of_image in by_image for caption in of_image]
-    order_M = np.argsort(
-        [len(caption) for caption in captions], kind="stable"
-    )  # similar lengths: little padding
+    order_M = np.argsort([len(caption) for caption in captions], kind="stable")  # similar lengths: little padding
     vocabulary = blake2b(model.tokenizer.core.to_str().encode(), digest_size=8).hexdigest()
     text = blake2b("\0".join(captions).encode(), digest_size=16).hexdigest()
     key = digest("captions", weight_digest(model.text), vocabulary, text, tower_digest(model, "text"))

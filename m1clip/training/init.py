@@ -50,9 +50,7 @@ def load_init(config: TrainConfig, resumed: Run | None) -> tuple[TrainConfig, In
         requested = config.model
         clip, note = import_clip(config.init, config.tokenizer, requested.activation == "quick_gelu")
         if requested.loss == "sigmoid" and clip.config.loss == "softmax":
-            raise ValueError(
-                "--init was trained with the softmax loss; --model.loss sigmoid cannot continue it"
-            )
+            raise ValueError("--init was trained with the softmax loss; --model.loss sigmoid cannot continue it")
         if requested.head != "linear" and clip.config.head == "linear":
             clip = replace_heads(clip, requested.head, requested.head_hidden)
         return replace(config, model=clip.config), InitModel(clip, tokenizer=clip.tokenizer, note=note)

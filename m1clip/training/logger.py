@@ -75,11 +75,7 @@ class Logger:
     def _log_skipped(self, record: Record) -> None:
         """Name the rows of a batch with a non-finite loss or gradient; only the cause where it is known."""
         step = record["step"]
-        if (
-            self.state.scaler.is_enabled()
-            and record["loss"] is not None
-            and self.state.scaler.get_scale() >= 1
-        ):
+        if self.state.scaler.is_enabled() and record["loss"] is not None and self.state.scaler.get_scale() >= 1:
             # An overflow while the gradient scaler is still finding its scale.
             self.run.log("event", step, event="loss scale halved", scale=self.state.scaler.get_scale())
             return
@@ -170,7 +166,7 @@ class Logger:
 
     def log_bad_rows(self, bad_rows: BadRows) -> None:
         """Report rows that could not be decoded during training, each once."""
-        if new := bad_rows.named[self.reported_bad_rows :]:
+        if new := bad_rows.examples[self.reported_bad_rows :]:
             self.reported_bad_rows += len(new)
             names = [str(row) for row in new[:20]]
             self.run.log("event", self.progress.step, event="bad rows", count=len(bad_rows), names=names)

@@ -93,8 +93,8 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
     elif completed and (evaluation is None or session.checkpoints.restored):
         evaluation = evaluate_state(session)
     session.logger.write_status("finished" if completed else "stopped")
-    scores = evaluation.scores if completed and evaluation else None
-    return TrainResult(run.path, completed, progress.step, progress.seconds, scores, progress.best_step)
+    final = evaluation.scores if completed and evaluation else None
+    return TrainResult(run.path, completed, progress.step, progress.seconds, final, progress.best_step)
 
 
 def training_loop(s: Session, stop: StopSignal) -> tuple[bool, Evaluation | None]:
@@ -107,9 +107,7 @@ def training_loop(s: Session, stop: StopSignal) -> tuple[bool, Evaluation | None
         state.set_lr(lr)
         batch = state.to_device(batch)
         s.metrics.mark("copy")
-        stats, image_BE, text_BE = memory.step_with_retry(
-            state, batch, s.metrics.mark, s.logger.log_out_of_memory
-        )
+        stats, image_BE, text_BE = memory.step_with_retry(state, batch, s.metrics.mark, s.logger.log_out_of_memory)
         progress.step += 1
         s.metrics.add(progress.step, lr, stats, batch, state.chunk)
 
@@ -199,7 +197,7 @@ def start_session(setup: Setup, run: Run, console: Console) -> Session:
 def make_batches(setup: Setup) -> BatchStream:
     config, tokenizer, pairs = setup.config, setup.tokenizer, setup.splits.train
     length = config.model.text.context_length
-    truncate, pad = partial(tokenizer.cut, length=length), partial(tokenizer.padded, length=length)
+    encode, pad = partial(tokenizer.encode, length=length), partial(tokenizer.pad, length=length)
     return BatchStream(
         pairs,
         partial(tokenizer, length=length),
@@ -208,7 +206,7 @@ def make_batches(setup: Setup) -> BatchStream:
         config.model.vision.image_size,
         Augmentation(config.crop_scale, config.hflip, config.color_jitter),
         min(config.captions_per_image, max_captions(pairs)),
-        None if "text" in setup.frozen else tokenize_captions(pairs, truncate, pad),
+        None if "text" in setup.frozen else tokenize_captions(pairs, encode, pad),
     )
 
 
@@ -290,9 +288,7 @@ def set_chunk(state: TrainState, progress: Progress, batch: Batch, logger: Logge
     return reason
 
 
-def compile_and_record(
-    run: Run, choice: PlanChoice, state: TrainState, batch: Batch, console: Console
-) -> PlanChoice:
+def compile_and_record(run: Run, choice: PlanChoice, state: TrainState, batch: Batch, console: Console) -> PlanChoice:
     """Compile the blocks if the plan says so, and write machine.json."""
     choice = device_plan.compile_blocks(choice, state, batch, console)
     machine = {
@@ -326,9 +322,7 @@ def header(
         "run": f"{run.path}, {position}{length}",
         "device": f"{choice.plan}: {choice.reason}; {threads} CPU threads",
         "parity": choice.parity or "",
-        "recipe": ": ".join(filter(None, (config.recipe, setup.reason)))
-        if setup.init or setup.reason
-        else "",
+        "recipe": ": ".join(filter(None, (config.recipe, setup.reason))) if setup.init or setup.reason else "",
         "model": f"{parameters:.2f} M parameters"
         + (f", {trained:.2f} M trained" if trained < parameters else "")
         + f"; {config.model.vision.image_size} px images",

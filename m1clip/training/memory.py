@@ -121,9 +121,7 @@ def step_with_retry(
         on_retry(state.chunk)
 
 
-def memory_by_part(
-    state: TrainState, batch: Batch, pair_bytes: int, imported: sensors.MemoryUse
-) -> dict[str, float]:
+def memory_by_part(state: TrainState, batch: Batch, pair_bytes: int, imported: sensors.MemoryUse) -> dict[str, float]:
     """GB of each part of the process; activations are those of one chunk, `allocator` is the rest.
 
     `imported` was measured once the libraries were loaded; `data` is what has been memory-mapped since.
@@ -135,7 +133,7 @@ def memory_by_part(
         "optimizer": total_gb(optimizer_tensors(state)),
         "ema": total_gb((state.ema or {}).values()),
         "activations": pair_bytes * min(state.chunk, len(batch)) / 1e9,
-        "batch": total_gb((*batch.image, *batch.text, batch.key_B)),
+        "batch": total_gb((batch.image[0], batch.text[0], batch.key_B)),
         "libraries": imported.rss_gb,
     }
     now = sensors.memory_use()

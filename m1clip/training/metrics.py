@@ -92,9 +92,7 @@ class StepMetrics:
         return records
 
     def _record(self, step: PendingStep, values: list[float]) -> Record:
-        stats = {
-            key: value if math.isfinite(value) else None for key, value in zip(STATS, values, strict=True)
-        }
+        stats = {key: value if math.isfinite(value) else None for key, value in zip(STATS, values, strict=True)}
         skipped = stats["loss"] is None or stats["grad_norm"] is None
         timestamps = list(step.timestamps.values())
         phases: dict[str, float | None] = dict.fromkeys((f"{phase}_ms" for phase in PHASES), None)

@@ -167,9 +167,7 @@ def watched(model: CLIP) -> Iterator[Seen]:
             module.register_forward_pre_hook(lambda m, x, name=name: tell(name, "into", x)),
             module.register_forward_hook(lambda m, x, y, name=name: tell(name, "out of", y)),
             module.register_full_backward_pre_hook(lambda m, g, name=name: tell(name, "gradient into", g)),
-            module.register_full_backward_hook(
-                lambda m, gx, gy, name=name: tell(name, "gradient out of", gx)
-            ),
+            module.register_full_backward_hook(lambda m, gx, gy, name=name: tell(name, "gradient out of", gx)),
         ]
     try:
         with warnings.catch_warnings():

@@ -61,9 +61,7 @@ def decide_recipe(
             "frozen",
             f"only the {tower} tower is pretrained: it is frozen, and the other one is trained to match it",
         )
-    encoding = (
-        f"{images:,} images; encoding them once takes about {duration(cost.frozen_s(images, captions))}"
-    )
+    encoding = f"{images:,} images; encoding them once takes about {duration(cost.frozen_s(images, captions))}"
     if init.clip is None:
         return (
             "frozen",
@@ -155,14 +153,10 @@ def calibrate_heads(model: CLIP, init: InitModel, batches: BatchStream) -> None:
 def check_recipe(config: TrainConfig, init: InitModel) -> None:
     """Refuse combinations that make no sense."""
     if config.wise_ft < 1 and (not init or config.vision or config.text):
-        raise ValueError(
-            "--wise-ft averages a CLIP given by --init with its fine-tuned weights; there is no --init"
-        )
+        raise ValueError("--wise-ft averages a CLIP given by --init with its fine-tuned weights; there is no --init")
     if config.recipe == "scratch":
         if init:
-            raise ValueError(
-                "--recipe scratch starts from random weights; leave out --init, --vision and --text"
-            )
+            raise ValueError("--recipe scratch starts from random weights; leave out --init, --vision and --text")
         return
     if not init:
         raise ValueError(
@@ -171,8 +165,6 @@ def check_recipe(config: TrainConfig, init: InitModel) -> None:
     if not config.model.is_native:
         for flag in ("patch_dropout", "grad_checkpointing"):
             if getattr(config, flag):
-                raise ValueError(
-                    f"--{flag.replace('_', '-')} is not available for timm and transformers towers"
-                )
+                raise ValueError(f"--{flag.replace('_', '-')} is not available for timm and transformers towers")
     if config.recipe == "frozen" and not frozen_towers(config, init):
         raise ValueError("--recipe frozen needs a pretrained tower")

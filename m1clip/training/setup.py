@@ -18,7 +18,7 @@ from m1clip.data.sources import Source, open_sources
 from m1clip.data.splits import Split, Splits, open_splits
 from m1clip.devices import Plan
 from m1clip.format import file_size
-from m1clip.model.clip import CLIP, read_tokenizer
+from m1clip.model.clip import CLIP, load_tokenizer
 from m1clip.model.tokenizer import Tokenizer, check_tokenizer, make_tokenizer
 from m1clip.run import Run
 from m1clip.training import checkpoint
@@ -105,9 +105,7 @@ def prepare(
     start, damaged = checkpoint.newest_intact(resumed) if resumed else (None, {})
     if start and checkpoint.step_of(start) > total and not config.budget_s:
         requested = f"--steps {config.steps}" if config.steps else f"{config.epochs} epochs"
-        raise ValueError(
-            f"{start.parent} is at step {checkpoint.step_of(start)}; {requested} end at step {total}"
-        )
+        raise ValueError(f"{start.parent} is at step {checkpoint.step_of(start)}; {requested} end at step {total}")
     return Setup(
         config,
         reason,
@@ -179,7 +177,7 @@ def _read_plan(run: Run) -> Plan | None:
 
 def _tokenizer(config: TrainConfig, start: Path | None, init: InitModel, pairs: Split) -> Tokenizer:
     if start:
-        return read_tokenizer(config.model, start / "tokenizer.json")
+        return load_tokenizer(config.model, start / "tokenizer.json")
     vocab_size = config.model.text.vocab_size
     return init.tokenizer or make_tokenizer(config.tokenizer, sample_captions(pairs), vocab_size)
 

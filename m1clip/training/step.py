@@ -69,9 +69,7 @@ def embed_chunks(state: TrainState, embed: Embed, chunks: list[Batch]) -> Tensor
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def backward_chunks(
-    state: TrainState, embed: Embed, chunks: list[Batch], output: Tensor, gradient: Tensor
-) -> None:
+def backward_chunks(state: TrainState, embed: Embed, chunks: list[Batch], output: Tensor, gradient: Tensor) -> None:
     """Backpropagate the gradient of a tower's embeddings to its weights."""
     gradient = gradient.to(output.device)
     if len(chunks) == 1:

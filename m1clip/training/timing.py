@@ -163,9 +163,7 @@ def ready(state: TrainState, plan: Plan, batch: Batch) -> TrainState:
     return state
 
 
-def timed(
-    state: TrainState, batch: Batch, burst: int = 1, exact: bool = False
-) -> tuple[float, dict[str, float]]:
+def timed(state: TrainState, batch: Batch, burst: int = 1, exact: bool = False) -> tuple[float, dict[str, float]]:
     """Milliseconds of a step, from an empty queue to an empty queue, and of the phases of the last one."""
     exact = exact or devices.has_event_timer(state.device)
     stamps: dict[str, Any] = {}
