@@ -89,7 +89,7 @@ class Relevance:
 
     def images_of(self, start: int, stop: int) -> Tensor:
         """(q, N) of the captions start to stop: whether each image is correct."""
-        keys, inverse_q = self.key_M[start:stop].unique(return_inverse=True)
+        keys, inverse_q = torch.unique(self.key_M[start:stop], return_inverse=True)
         index_K = torch.full((int(self.key_M.max()) + 1,), -1)
         index_K[keys] = torch.arange(len(keys))
         index_M = index_K[self.key_M]

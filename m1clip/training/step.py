@@ -43,7 +43,7 @@ def train_step(
     loss = torch.stack([loss_of(logits_BB) for logits_BB in logits]).mean()
     mark("forward")
 
-    state.scaler.scale(loss).backward()
+    state.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     state.run_towers(
         *(
             partial(backward_chunks, state, embed, chunks, output, leaf.grad)
@@ -80,14 +80,14 @@ def backward_chunks(state: TrainState, embed: Embed, chunks: list[Batch], output
 
 def embed_images(state: TrainState, batch: Batch) -> Tensor:
     """(B, E)"""
-    device = batch.image[0].device
+    device = batch.image.tensor.device
     with devices.autocast(device, state.plan.precision):
         return image_embeddings(state.model, batch.image, devices.copy_to(batch.key_B, device)).float()
 
 
 def embed_texts(state: TrainState, batch: Batch) -> Tensor:
     """(B, K, E)"""
-    device = batch.text[0].device
+    device = batch.text.tensor.device
     with devices.autocast(device, state.plan.precision):
         return text_embeddings(state.model, batch.text, devices.copy_to(batch.key_B, device)).float()
 
@@ -101,7 +101,7 @@ def image_embeddings(model: CLIP, image: Images | ImageFeatures, key_B: Tensor |
 
 def text_embeddings(model: CLIP, text: Tokens | TextFeatures, key_B: Tensor | None = None) -> Tensor:
     """Unit vectors (B, K, E) of token ids, or of a frozen tower's features."""
-    (x,) = text
+    x = text.tensor
     B, K = x.shape[:2]
     if key_B is not None:  # each caption of an image has its own dropout
         key_B = (key_B[:, None] + CAPTION_KEY * torch.arange(K, device=x.device)).flatten()
