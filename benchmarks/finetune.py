@@ -70,7 +70,7 @@ def main(args: Args) -> None:
             "wall_s": round(wall_s, 1),
             "training_s": result["seconds"],
             "memory_gb": memory_gb,
-            "trainable": next(record["learning"] for record in records if record.get("event") == "start"),
+            "trainable": next(record["trained"] for record in records if record.get("event") == "start"),
             "scenes_before": synthetic_score(run / "start", cache),
             "scenes_after": synthetic_score(run / "model", cache),
         }
