@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch._dynamo  # noqa: F401  the optimizers import it at their first step, which would take seconds in every attempt
 
+from helpers import train_run
 from m1clip import files
 from m1clip.config import TrainConfig, from_json
-from helpers import train_run
 
 
 def main(config_file: str, folder: str, seed: str, kills: str) -> None:

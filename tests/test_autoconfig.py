@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers import QuietConsole, train_run
 from m1clip import cli
 from m1clip import run as runs
 from m1clip.config import TrainConfig, from_json
@@ -17,9 +18,7 @@ from m1clip.training import autoconfig, loop, schedule, timing
 from m1clip.training.autoconfig import Candidate, Time, TokenizedCaptions, decide
 from m1clip.training.optim import learning_rate
 from m1clip.training.schedule import Schedule
-from m1clip.training.setup import prepare
 from photos import photos
-from helpers import QuietConsole, train_run
 
 CARE = ((0, {"crop": 0.9}), (20, {"crop": 0.5}))
 LADDER = [

@@ -9,6 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from test_advisor import row
+from trained import some_batch, some_state
 
 from fakes import fake_gpu
 from m1clip import cli, devices, measurements, sensors
@@ -21,8 +23,6 @@ from m1clip.model.cost import model_cost
 from m1clip.training import device_plan, timing
 from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
-from test_advisor import row
-from trained import some_batch, some_state
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,12 @@ import pytest
 import webdataset
 from PIL import Image
 from safetensors.numpy import load_file
+from trained import Quiet, trained
 
 from m1clip import cli
 from m1clip.config import DataConfig
 from m1clip.data.check import alike, examine
 from photos import SCENES, jpeg, opened, photos
-from trained import Quiet, trained
 
 
 def said(capsys, *words: str) -> tuple[int, str, str]:

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from trained import some_batch, some_state
 
 from m1clip import devices, losses
 from m1clip import run as runs
@@ -12,7 +13,6 @@ from m1clip.training import checkpoint, parity, timing
 from m1clip.training.checkpoint import Progress
 from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
-from trained import some_batch, some_state
 
 GPUS = ["cuda", "mps"]
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from helpers import train_run
 from m1clip.data.splits import Cached, Part, Split
 from m1clip.evals.examples import examples
 from m1clip.evals.hard_negatives import TIERS, by_difficulty, none_of, places, similarity
-from helpers import train_run
 
 CAPTIONS = [
     f"{size} {color} {what}"

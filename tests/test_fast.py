@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from trained import some_batch, some_state
 
 from m1clip.config import TextConfig, TrainConfig, VisionConfig
 from m1clip.model import fast
 from m1clip.model.towers import BagOfWords, QuickGELU, TextTransformer, VisionTransformer, init_tower
 from m1clip.training import memory
 from m1clip.training.step import train_step
-from trained import some_batch, some_state
 
 VISION, TEXT = VisionConfig(32, 8, 32, 2, 4), TextConfig(100, 24, 32, 2, 2)
 TOWERS = {

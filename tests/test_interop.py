@@ -49,9 +49,7 @@ SHAPES = {
     "odd mlp": ModelConfig(
         VisionConfig(32, 16, 66, 2, 3, mlp_width=287), TextConfig(49408, 16, 30, 2, 5, mlp_width=71), 16
     ),
-    "biased": ModelConfig(
-        VisionConfig(16, 16, 32, 1, 2), TextConfig(49408, 32, 64, 2, 4), 32, loss="sigmoid"
-    ),
+    "biased": ModelConfig(VisionConfig(16, 16, 32, 1, 2), TextConfig(49408, 32, 64, 2, 4), 32, loss="sigmoid"),
 }
 SMALL_VOCAB = replace(SHAPES["quick"], text=TextConfig(320, 24, 32, 2, 2))
 OPEN_CLIP_MODELS = (
@@ -137,9 +135,7 @@ def assert_same(ours: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("library", ENCODE)
-def test_an_exported_model_gives_the_same_embeddings_and_is_imported_unchanged(
-    library, shape, vocabulary, tmp_path
-):
+def test_an_exported_model_gives_the_same_embeddings_and_is_imported_unchanged(library, shape, vocabulary, tmp_path):
     ours = random_clip(SHAPES[shape], Tokenizer.from_clip_vocabulary(vocabulary))
     if library == "transformers" and shape == "biased":
         with pytest.raises(ValueError, match="logit bias"):
@@ -208,9 +204,7 @@ def save_checkpoint(theirs, form: str, folder: Path) -> Path:
         torch.jit.trace(Both(), torch.zeros(1, 3, 32, 32), check_trace=False).save(str(path))
     elif form == "training":
         model = {f"module.{name}": value for name, value in state.items()}
-        torch.save(
-            {"epoch": 3, "name": "x", "state_dict": model, "optimizer": {"step": torch.zeros(3)}}, path
-        )
+        torch.save({"epoch": 3, "name": "x", "state_dict": model, "optimizer": {"step": torch.zeros(3)}}, path)
     else:
         torch.save({name: value.half() for name, value in state.items()}, path)
     return path
@@ -360,9 +354,7 @@ def test_an_open_clip_configuration_that_changes_the_equations_is_refused(change
         ("text_config", {"eos_token_id": 7}, "end token 7"),
     ],
 )
-def test_a_transformers_configuration_that_changes_the_equations_is_refused(
-    section, change, message, tmp_path
-):
+def test_a_transformers_configuration_that_changes_the_equations_is_refused(section, change, message, tmp_path):
     export_clip(random_clip(SMALL_VOCAB, Tokenizer.characters()), "transformers", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config[section] |= change
@@ -396,9 +388,7 @@ def train_help() -> str:
 @pytest.mark.parametrize("reason", NOT_EXPORTABLE)
 def test_a_model_that_cannot_be_exported_is_refused_with_flags_that_exist(reason, tmp_path, train_help):
     with pytest.raises(ValueError, match=reason) as error:
-        export_clip(
-            random_clip(NOT_EXPORTABLE[reason], Tokenizer.characters()), "transformers", tmp_path / "out"
-        )
+        export_clip(random_clip(NOT_EXPORTABLE[reason], Tokenizer.characters()), "transformers", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     message = str(error.value)
     flags = re.findall(r"--[\w.-]+", message.replace("--to open_clip", ""))

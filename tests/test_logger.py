@@ -10,13 +10,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from helpers import QuietConsole, make_state, random_pairs, train_run
 from m1clip import run as runs
 from m1clip import sensors
 from m1clip.evals.health import effective_rank, health, uniformity
 from m1clip.training import logger, trackers
 from m1clip.training.diagnose import History, diagnose
 from m1clip.training.metrics import PHASES, StepMetrics
-from helpers import QuietConsole, random_pairs, make_state, train_run
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers import make_state, random_pairs
 from m1clip.model.cost import cost
 from m1clip.training import memory
-from helpers import random_pairs, make_state
 
 
 @pytest.fixture

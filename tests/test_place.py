@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from trained import Quiet, some_batch, some_state, trained
 
 from fakes import fake_gpu
 from m1clip import devices, measurements
@@ -14,7 +15,6 @@ from m1clip.model.clip import CLIP
 from m1clip.training import device_plan, parity, timing
 from m1clip.training.state import LOSS_SCALE, TrainState
 from m1clip.training.step import train_step
-from trained import Quiet, some_batch, some_state, trained
 
 SPLIT = Plan("vision=cpu,text=cpu")
 

@@ -234,9 +234,7 @@ def test_old_bert_names_and_task_heads_are_read(tmp_path):
     folder = text_folder(tmp_path / "bert")
     weights = load_file(folder / "model.safetensors")
     old = {
-        f"bert.{name}".replace("LayerNorm.weight", "LayerNorm.gamma").replace(
-            "LayerNorm.bias", "LayerNorm.beta"
-        ): value
+        f"bert.{name}".replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
         for name, value in weights.items()
     }
     save_file({**old, "cls.predictions.decoder.weight": torch.zeros(40, 32)}, folder / "model.safetensors")

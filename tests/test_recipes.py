@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from test_pretrained import text_folder, vision_file
 
 import m1clip
+from helpers import QuietConsole, train_run
 from m1clip import cli
 from m1clip import run as runs
 from m1clip.commands import train as verb
@@ -26,8 +27,6 @@ from m1clip.model.clip import CLIP, load
 from m1clip.training import init, recipes
 from m1clip.training.features import encoded
 from m1clip.training.recipes import Estimate
-from m1clip.training.setup import prepare
-from helpers import QuietConsole, train_run
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def often(tiny_run) -> TrainConfig:
         threads=1,
         crop_scale=0.6,
         hflip=True,
-       ,
+       
         ema=0.9,
         optimizer="muon",
         chunk=5,

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers import make_state, random_pairs
 from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch
 from m1clip.model import rng
@@ -12,7 +13,6 @@ from m1clip.model.clip import CLIP
 from m1clip.training.optim import Muon, make_optimizers
 from m1clip.training.state import TrainState
 from m1clip.training.step import STATS, embed_captions, train_step
-from helpers import random_pairs, make_state
 
 
 def config_of(tiny, loss: str = "softmax", **changes) -> TrainConfig:

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers import QuietConsole, train_run
 from m1clip import run as runs
 from m1clip.config import get_preset
 from m1clip.model.clip import load
 from m1clip.training.optim import learning_rate
-from m1clip.training.setup import prepare
 from m1clip.training.signals import Stop
-from helpers import QuietConsole, train_run
 
 
 def test_a_run_leaves_the_folder_of_the_design(tiny_run, tmp_path):

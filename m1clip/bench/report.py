@@ -10,10 +10,10 @@ from typing import Any
 from m1clip.bench import figures
 from m1clip.bench.crossover import Crossing, crossings
 from m1clip.bench.sweep import of, peaks, utilization
+from m1clip.document import Document
 from m1clip.estimates import BUSY, plan_of
 from m1clip.format import milliseconds
 from m1clip.measurements import Measurements
-from m1clip.document import Document
 
 Row = dict[str, Any]
 OPERATION_COLUMNS = (

@@ -14,10 +14,10 @@ from m1clip.bench.documents import predicted_speedup
 from m1clip.bench.report import short
 from m1clip.config import get_preset
 from m1clip.devices import Plan
+from m1clip.document import Document
 from m1clip.estimates import extrapolate, plan_of
 from m1clip.format import duration
 from m1clip.measurements import Measurements
-from m1clip.document import Document
 from m1clip.training import device_plan, memory, timing
 
 Row = dict[str, Any]

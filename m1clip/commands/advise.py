@@ -8,7 +8,7 @@ import tyro
 
 from m1clip import measurements
 from m1clip.commands import flags, tables
-from m1clip.config import check_train, TrainConfig, get_preset
+from m1clip.config import TrainConfig, check_train, get_preset
 
 if TYPE_CHECKING:  # they bring torch
     from m1clip.devices import Plan

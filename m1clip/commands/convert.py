@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import tyro
 
 from m1clip import run as runs
-from m1clip.commands import flags, tables
+from m1clip.commands import flags
+from m1clip.console import loading
 
 LOAD_CODE = {
     "transformers": 'CLIPModel.from_pretrained("{}")',
@@ -52,7 +53,7 @@ def main(args: Args) -> int:
     out = args.out or default_folder(Path(spec), args.to)
     if out.exists() and not args.overwrite:
         raise FileExistsError(f"{out} exists; --overwrite replaces it, --out DIR writes elsewhere")
-    with tables.loading():
+    with loading():
         from m1clip.model.interop import export_clip, import_clip
     model, note = import_clip(spec, args.tokenizer, args.quick_gelu)
     if note:

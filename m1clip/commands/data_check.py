@@ -59,7 +59,7 @@ def main(args: Args) -> int:
     from m1clip.console import Console
     from m1clip.data.sources import NoUsablePairs, open_sources
 
-    progress, reports = Console().working, list[Report]()
+    progress, reports = Console().progress, list[Report]()
     try:
         sources = open_sources(replace(args, max_bad_rows=1.0), progress)
     except NoUsablePairs as error:

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from m1clip.commands import flags, tables
+from m1clip.commands import flags
 from m1clip.config import DataConfig, check_data
+from m1clip.console import command
 from m1clip.format import file_size
 
 
@@ -63,5 +64,5 @@ def main(args: Args) -> int:
     size = file_size(done["bytes"])
     print(f"{args.out}: {done['pairs']:,} pairs in {done['files']:,} files, {size}; {bad['count']:,} rows skipped")
     spec = args.out / ("*.tar" if args.to == "shards" else "*.parquet")
-    print(f"next:  {tables.command('train', '--data', spec)}")
+    print(f"next:  {command('train', '--data', spec)}")
     return 0

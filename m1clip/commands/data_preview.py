@@ -54,7 +54,7 @@ def main(args: Args) -> int:
     from m1clip.data.sources import open_sources
 
     count, tiles = args.columns * args.rows, []
-    sources = open_sources(args, Console().working)
+    sources = open_sources(args, Console().progress)
     for source in sources:
         tiles += sample_tiles(source.train if args.split == "train" else source.val, -(-count // len(sources)))
     contact_sheet(tiles[:count], args.columns).save(args.out)

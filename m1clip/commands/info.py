@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from m1clip.commands import flags, tables
+from m1clip.commands import flags
 from m1clip.config import PRESETS, get_preset
+from m1clip.console import loading, show, table
 from m1clip.format import number, percent
 
 
@@ -35,7 +36,7 @@ def parse(prog: str, argv: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
-    with tables.loading():
+    with loading():
         presets = [describe_preset(name, args.batch_size) for name in ([args.preset] if args.preset else PRESETS)]
     if args.json:
         print(json.dumps(presets[0] if args.preset else presets))
@@ -75,20 +76,20 @@ def show_preset(preset: dict[str, Any]) -> None:
         f"{tower_shape(text)}\n"
         f"  embedding  {preset['embed_dim']} dimensions\n"
     )
-    parameters = tables.table("part", "parameters", "share")
+    parameters = table("part", "parameters", "share")
     for part, count in preset["parameters"].items():
         parameters.add_row(part, f"{count:,}", percent(count / total))
     parameters.add_row("total", f"{total:,}", "", style="bold")
-    tables.show("parameters", parameters)
+    show("parameters", parameters)
     print(
         f"\ncompute per pair: {number(preset['forward_gflop'], 4)} GFLOP forward, "
         f"{number(preset['step_gflop'], 4)} forward and backward (captions of full context length)\n"
     )
-    memory = tables.table("part", "GB")
+    memory = table("part", "GB")
     for part, gigabytes in preset["memory_gb"].items():
         memory.add_row(part, f"{gigabytes:.3f}")
     memory.add_row("total", f"{sum(preset['memory_gb'].values()):.3f}", style="bold")
-    tables.show(f"memory of a training step, batch size {preset['batch_size']}, float32, AdamW", memory)
+    show(f"memory of a training step, batch size {preset['batch_size']}, float32, AdamW", memory)
 
 
 def tower_shape(tower: dict[str, Any]) -> str:
@@ -96,10 +97,10 @@ def tower_shape(tower: dict[str, Any]) -> str:
 
 
 def show_presets(presets: list[dict[str, Any]]) -> None:
-    table = tables.table("", "image/patch", "vision", "text", "parameters", "GFLOP/pair", "batch", "memory")
+    overview = table("", "image/patch", "vision", "text", "parameters", "GFLOP/pair", "batch", "memory")
     for preset in presets:
         vision, text = preset["vision"], preset["text"]
-        table.add_row(
+        overview.add_row(
             preset["preset"],
             f"{vision['image_size']}/{vision['patch_size']}",
             f"{vision['width']}×{vision['layers']}",
@@ -109,7 +110,7 @@ def show_presets(presets: list[dict[str, Any]]) -> None:
             f"{preset['batch_size']}",
             f"{sum(preset['memory_gb'].values()):.2f} GB",
         )
-    tables.show("presets", table)
+    show("presets", overview)
     print(
         "\nvision and text: width × layers. GFLOP/pair: forward and backward. Memory: one float32 step with "
         "AdamW. More: m1clip info NAME"

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from m1clip.format import percent
 from m1clip.document import text_columns
+from m1clip.format import percent
 
 if TYPE_CHECKING:  # they bring torch, which --help must not wait for
     from m1clip.evals.edits import EditScore
@@ -52,9 +52,7 @@ def show_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]],
     lines = [list(row) for row in rows]
     kept = [i for i in range(len(columns)) if any(line[i] != left_out for line in lines)]
     made = table(*(columns[i] for i in kept))
-    for column, word in zip(
-        made.columns, text_columns([[line[i] for i in kept] for line in lines]), strict=True
-    ):
+    for column, word in zip(made.columns, text_columns([[line[i] for i in kept] for line in lines]), strict=True):
         column.justify, column.overflow = ("left", "fold") if word else ("right", "ellipsis")
     for line in lines:
         made.add_row(*(line[i] for i in kept))

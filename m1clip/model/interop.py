@@ -80,9 +80,7 @@ class Layout:
     def to_ours(self, weights: Weights, names: Iterable[str]) -> dict[str, Tensor]:
         converted = {}
         for ours in names:
-            parts = [
-                weights[name].T if name in self.transposed else weights[name] for name in self.names(ours)
-            ]
+            parts = [weights[name].T if name in self.transposed else weights[name] for name in self.names(ours)]
             converted[ours] = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
         return converted
 
@@ -391,9 +389,7 @@ def preprocessor_config(vision: VisionConfig) -> dict[str, Any]:
     }
 
 
-def open_clip_config(
-    model: CLIP, vision: VisionConfig, text: TextConfig, tokenizer: Tokenizer
-) -> dict[str, Any]:
+def open_clip_config(model: CLIP, vision: VisionConfig, text: TextConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     def tower(shape: VisionConfig | TextConfig) -> dict[str, Any]:
         # open_clip multiplies and rounds down, so half a feature is added.
         ratio = {"mlp_ratio": (shape.mlp_width + 0.5) / shape.width} if shape.mlp_width else {}

@@ -39,9 +39,7 @@ Misshapen = tuple[str, tuple[int, ...], tuple[int, ...]]
 class WeightMismatch(ValueError):  # noqa: N818
     """Weights that are missing, unexpected or misshapen (name, shape in the file, shape in the model)."""
 
-    def __init__(
-        self, source: object, missing: Names, unexpected: Names = (), misshapen: Iterable[Misshapen] = ()
-    ):
+    def __init__(self, source: object, missing: Names, unexpected: Names = (), misshapen: Iterable[Misshapen] = ()):
         self.missing, self.unexpected, self.misshapen = sorted(missing), sorted(unexpected), sorted(misshapen)
         shapes = [
             f"{name}  {_shape(found)} in the file, {_shape(expected)} in the model"
@@ -105,9 +103,7 @@ def load_folder_tensors(folder: Path, names: Sequence[str]) -> dict[str, Tensor]
             return load_tensors(folder / name)
         if index.is_file():
             files = read_json(index).get("weight_map", {}).values()
-            shards = [
-                load_tensors(folder / name) for name in sorted({Path(str(file)).name for file in files})
-            ]
+            shards = [load_tensors(folder / name) for name in sorted({Path(str(file)).name for file in files})]
             return {name: tensor for shard in shards for name, tensor in shard.items()}
     raise FileNotFoundError(f"{folder} has no weights; expected {' or '.join(names[:2])}, or its index.json")
 
@@ -127,9 +123,7 @@ def download_from_hub(name: str, owner_optional: bool = False) -> Path:
     repo = name.removeprefix("hf-hub:").removeprefix("hf:")
     slashes = (0, 1) if owner_optional else (1,)
     if repo.count("/") not in slashes or repo[:1] in "./~" or repo.endswith(WEIGHT_SUFFIXES):
-        expected = (
-            f"a {', '.join(WEIGHT_SUFFIXES)} file, a folder or a hub name (openai/clip-vit-base-patch32)"
-        )
+        expected = f"a {', '.join(WEIGHT_SUFFIXES)} file, a folder or a hub name (openai/clip-vit-base-patch32)"
         raise FileNotFoundError(f"there is no model {name!r}; expected {expected}")
     from huggingface_hub import snapshot_download
 

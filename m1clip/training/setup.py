@@ -1,7 +1,6 @@
 """Prepare a run: validate the config, open the data and the initial model once, and settle what was left open."""
 
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
