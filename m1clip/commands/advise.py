@@ -8,7 +8,7 @@ import tyro
 
 from m1clip import measurements
 from m1clip.commands import flags, tables
-from m1clip.config import TrainConfig, check_train, get_preset
+from m1clip.config import TrainConfig, check_config, get_preset
 
 if TYPE_CHECKING:  # they bring torch
     from m1clip.devices import Plan
@@ -59,7 +59,7 @@ def parse(prog: str, words: list[str]) -> Args:
     if args.tokens > config.model.text.context_length:
         raise ValueError(f"{args.preset} reads {config.model.text.context_length} tokens, not {args.tokens}")
     if args.batch is not None:
-        check_train(replace(get_preset(args.preset), batch_size=args.batch))  # refuses what training would
+        check_config(replace(get_preset(args.preset), batch_size=args.batch))  # refuses what training would
     return args
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from m1clip.commands import flags
-from m1clip.config import DataConfig, check_data
+from m1clip.config import DataConfig, check_config
 from m1clip.console import command
 from m1clip.format import file_size
 
@@ -40,7 +40,7 @@ def parse(prog: str, words: list[str]) -> Args:
     args = flags.parse_flags(Args, prog, words)
     if not args.data or args.out is None:
         raise ValueError("data convert needs a SPEC and a folder OUT; see m1clip data convert --help")
-    check_data(args)
+    check_config(args)
     if not 1 <= args.per_file <= 1_000_000:
         raise ValueError(f"--per-file must be 1 to 1,000,000, not {args.per_file}")
     return args

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from m1clip.commands import flags
-from m1clip.config import DataConfig, check_data
+from m1clip.config import DataConfig, check_config
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Args(DataConfig):
 
 def parse(prog: str, words: list[str]) -> Args:
     args = flags.parse_flags(Args, prog, words)
-    check_data(args)
+    check_config(args)
     if args.columns < 1 or args.rows < 1 or args.columns * args.rows > 1000:
         raise ValueError(f"a contact sheet has 1 to 1000 images, not {args.columns} × {args.rows}")
     require_image_path(args.out)

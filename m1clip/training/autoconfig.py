@@ -19,7 +19,7 @@ from m1clip.config import (
     TextConfig,
     TrainConfig,
     VisionConfig,
-    check_train,
+    check_config,
     with_defaults,
 )
 from m1clip.console import Console
@@ -166,7 +166,7 @@ def fit_budget(
         if given.get("model.text.encoder") == "transformer":  # has no word dropout
             settings = {key: value for key, value in settings.items() if key != "word_dropout"}
         made = with_defaults(TrainConfig(), settings, given)
-        check_train(made)
+        check_config(made)
         return made
 
     smallest = configured({**candidates[0].settings, **dict(candidates[0].regularization).get(0, {})})
