@@ -61,7 +61,7 @@ def main(args: Args) -> int:
         from m1clip.console import Console
         from m1clip.data.rows import BadRows
         from m1clip.data.sources import open_sources, validation_subset
-        from m1clip.data.splits import open_eval_split
+        from m1clip.data.splits import Split, open_eval_split
         from m1clip.devices import Plan
         from m1clip.evals.edits import edit_scores, is_editable
         from m1clip.evals.embed import embed_pairs
@@ -78,7 +78,7 @@ def main(args: Args) -> int:
         side = side_of(source, args.split)
         sides.append(validation_subset(side, config) if args.split == "val" else side)
         faults += source.bad_rows
-    pairs = open_eval_split(sides, size, config, faults, console.working)
+    pairs = Split([open_eval_split(side, size, config, faults, console.working) for side in sides])
     faults.require_at_most(config.max_bad_rows)
     choice = trusted(PlanChoice(Plan(str(device)), why), model, first_pairs(model, pairs), console)
     model.place(*choice.plan.places)

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from m1clip.data.decode import DECODE_ERRORS, ORIENTATION, BadImage, decode, read_header
 from m1clip.data.index import IndexedPairs
-from m1clip.data.rows import BadRow, PairDataset, ProgressFactory
+from m1clip.data.rows import BadRow, BadRows, PairDataset, ProgressFactory
 from m1clip.data.sources import Source
 from m1clip.data.workers import map_chunks, row_chunks
 
@@ -46,17 +46,16 @@ Tile = tuple[Image.Image, str]
 Pair = tuple[int, int]
 
 
-def image_stats(
-    pairs: PairDataset, workers: int, progress: ProgressFactory
-) -> tuple[ImageStats, list[BadRow]]:
-    """Statistics of every image, and the images that cannot be used."""
-    stats, bad_rows = list[ImageStats](), list[BadRow]()
+def image_stats(pairs: PairDataset, bad_rows: BadRows, workers: int, progress: ProgressFactory) -> ImageStats:
+    """Statistics of every image; images that cannot be used are added to `bad_rows`."""
+    stats = []
     with progress("decoding images", len(pairs)) as advance:
         for chunk, bad in map_chunks(partial(examine_rows, pairs), row_chunks(len(pairs), 64), workers):
             stats.append(chunk)
-            bad_rows += [BadRow(kind, pairs.location(row), reason) for row, (kind, reason) in bad.items()]
+            for row, (kind, reason) in bad.items():
+                bad_rows.add(BadRow(kind, pairs.location(row), reason), image=True)
             advance(len(chunk))
-    return np.concatenate(stats), bad_rows
+    return np.concatenate(stats)
 
 
 def examine_rows(pairs: PairDataset, rows: Sequence[int]) -> tuple[ImageStats, dict[int, tuple[str, str]]]:
@@ -166,11 +165,8 @@ def size_histogram(stats: ImageStats) -> dict[str, int]:
     """Number of images by the length of their shorter edge."""
     shorter = np.minimum(stats["width"], stats["height"])[stats["good"]]
     counts = np.bincount(np.searchsorted(SIZE_BINS, shorter, "right"), minlength=len(SIZE_BINS) + 1)
-    names = [
-        f"below {SIZE_BINS[0]}",
-        *(f"{a}–{b - 1}" for a, b in pairwise(SIZE_BINS)),
-        f"{SIZE_BINS[-1]} up",
-    ]
+    ranges = [f"{low}–{high - 1}" for low, high in pairwise(SIZE_BINS)]
+    names = [f"below {SIZE_BINS[0]}", *ranges, f"{SIZE_BINS[-1]} up"]
     return dict(zip(names, counts.tolist(), strict=True))
 
 
@@ -186,13 +182,10 @@ def notable_images(stats: ImageStats, duplicates: dict[str, list[Pair]]) -> list
     for bit, name in enumerate(TRAITS):
         having = np.flatnonzero(stats["good"] & (stats["traits"] >> bit & 1).astype(bool))[:1]
         rows += [(int(row), name) for row in having if name != "grayscale"]
-    for key, name in (
-        ("leaks", "leak"),
-        ("exact_duplicates", "duplicate"),
-        ("near_duplicates", "near duplicate"),
-    ):
-        new = [pair for pair in duplicates[key] if pair not in shown][:2]
+    for kind in ("leaks", "exact_duplicates", "near_duplicates"):
+        new = [pair for pair in duplicates[kind] if pair not in shown][:2]
         shown.update(new)
+        name = kind.removesuffix("s").replace("_", " ")
         rows += [(row, f"{name} {number}") for number, pair in enumerate(new, 1) for row in pair]
     return rows
 
@@ -227,9 +220,7 @@ def _spread(values: Sequence[int]) -> dict[str, int]:
     return {"min": low, "median": median, "max": high}
 
 
-def _repeated_captions(
-    pairs: PairDataset, hashes: NDArray[np.int64], rows: NDArray[np.int32]
-) -> dict[str, Any]:
+def _repeated_captions(pairs: PairDataset, hashes: NDArray[Any], rows: NDArray[Any]) -> dict[str, Any]:
     """Captions that several images share, captions that one image has twice, and the most shared ones."""
     _, first, group, uses = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
     distinct = np.unique(group * len(pairs) + rows) // len(pairs)  # each caption once per image

@@ -40,10 +40,8 @@ def convert_dataset(
     progress: ProgressFactory,
 ) -> dict[str, Any]:
     """Write all pairs of all splits; return a summary."""
-    splits = (
-        (source, split) for source in sources for split in (source.train, source.val, source.test) if split
-    )
-    identities = [[source.spec, split.fingerprint, split.identity] for source, split in splits]
+    splits = [(one.spec, split) for one in sources for split in (one.train, one.val, one.test) if split]
+    identities = [[spec, split.fingerprint, split.identity] for spec, split in splits]
     manifest = Manifest(out, {"from": identities, "to": to, "per_file": per_file})
     bad_rows = sum((source.bad_rows for source in sources), BadRows())
     files = list(_plan_files(sources, per_file))
@@ -145,9 +143,7 @@ class Manifest:
             self.path.write_text(json.dumps(settings) + "\n")
         header, *entries = [*read_jsonl(self.path)] or [{}]
         if header != settings:
-            raise ValueError(
-                f"{out} is a conversion of other data or with other settings; choose another folder"
-            )
+            raise ValueError(f"{out} is a conversion of other data or settings; choose another folder")
         self.entries: dict[str, dict[str, Any]] = {entry["file"]: entry for entry in entries}
 
     def has(self, path: Path) -> bool:

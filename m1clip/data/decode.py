@@ -17,19 +17,8 @@ MAX_BYTES = 256_000_000
 MIN_SIZE = 8
 # No formats that run programs or fetch other files, such as EPS. Many phones write MPO as .jpg.
 FORMATS = (
-    "JPEG",
-    "MPO",
-    "PNG",
-    "WEBP",
-    "GIF",
-    "BMP",
-    "TIFF",
-    "PPM",
-    "AVIF",
-    "HEIF",
-    "JPEG2000",
-    "ICO",
-    "TGA",
+    *("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF"),
+    *("PPM", "AVIF", "HEIF", "JPEG2000", "ICO", "TGA"),
 )
 # What Pillow's decoders raise on malformed bytes.
 DECODE_ERRORS = (
@@ -78,14 +67,12 @@ def read_header(data: bytes) -> Image.Image:
     if width * height > MAX_PIXELS:
         raise BadImage("refused", f"{width:,} × {height:,} pixels are refused as a decompression bomb")
     if min(width, height) < MIN_SIZE:
-        raise BadImage(
-            "tiny", f"{width} × {height} pixels are too few; {MIN_SIZE} × {MIN_SIZE} is the minimum"
-        )
+        raise BadImage("tiny", f"{width} × {height} pixels; {MIN_SIZE} × {MIN_SIZE} is the minimum")
     return image
 
 
 def decode(data: bytes, min_size: int = 0) -> Image.Image:
-    """Upright RGB image. A large JPEG is decoded at a smaller scale, with both lengths at least `min_size`."""
+    """Upright RGB image. A large JPEG is decoded at a smaller scale, but not below `min_size`."""
     header = read_header(data)
     is_plain_jpeg = header.format in ("JPEG", "MPO") and header.mode in ("RGB", "L")
     try:

@@ -1,4 +1,4 @@
-"""Image folders: captions in .txt files beside the images, in a metadata table, or folder names as labels. No torch."""
+"""Image folders with captions in .txt files, a metadata table, or folder names as labels. No torch."""
 
 import os
 import re
@@ -24,13 +24,10 @@ MAX_INSPECTED = 20_000
 def list_folder(path: Path, config: DataConfig) -> Listing:
     patterns = (f"{parent}metadata{suffix}" for suffix in TABLE_SUFFIXES for parent in ("", "*/"))
     if metadata := sorted(table for pattern in patterns for table in path.glob(pattern)):
-        return Listing(
-            str(path),
-            chain.from_iterable(
-                _rebase(list_table(table, config), str(path), split_of(table.relative_to(path)))
-                for table in metadata
-            ),
-        )
+        splits = (split_of(table.relative_to(path)) for table in metadata)
+        listings = (list_table(table, config) for table in metadata)
+        rows = (_rebase(one, str(path), split) for one, split in zip(listings, splits, strict=True))
+        return Listing(str(path), chain.from_iterable(rows))
     tables = [file for file in path.iterdir() if file.suffix.lower() in TABLE_SUFFIXES and file.is_file()]
     has_caption_files, labels, has_unlabeled = _inspect(path, config)
     if has_caption_files:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl
@@ -30,7 +30,7 @@ SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")  # in folders o
 
 
 def list_dataset(name: str, config: DataConfig, cache: Path) -> Listing:
-    """hf:NAME, optionally with ?config=…, ?split=…, ?stream=N (download the first N rows only), joined by &."""
+    """hf:NAME, optionally with ?config=…&split=…&stream=N (download only the first N rows)."""
     name, _, query = name.partition("?")
     options = dict(parse_qsl(query))
     if not name or options.keys() - {"config", "split", "stream"}:
@@ -183,11 +183,8 @@ def _byte_ranges(data: "Dataset", column: str) -> Iterator[ByteRange]:
                     chunk, paths = fields["bytes"], fields["path"].to_pylist() if "path" in fields else paths
                 _, offsets, values = chunk.buffers()
                 dtype = np.int64 if pa.types.is_large_binary(chunk.type) else np.int32
-                ends = np.frombuffer(offsets, dtype)[chunk.offset : chunk.offset + len(chunk) + 1].astype(
-                    np.int64
-                )
+                stop = chunk.offset + len(chunk) + 1
+                ends = np.frombuffer(offsets, dtype)[chunk.offset : stop].astype(np.int64)
                 start = values.address - file_address if values else 0
-                for offset, length, path in zip(
-                    (start + ends[:-1]).tolist(), np.diff(ends).tolist(), paths, strict=False
-                ):
-                    yield ByteRange(file, offset, length, path)
+                offsets, lengths = (start + ends[:-1]).tolist(), np.diff(ends).tolist()
+                yield from map(ByteRange, repeat(file), offsets, lengths, paths)

@@ -67,10 +67,8 @@ class IndexWriter:
 
     def _record_batch(self, rows: Sequence[Row]) -> pa.RecordBatch:
         columns = {name: [getattr(row, name) for row in rows] for name in ("image", *NUMBERS, "captions")}
-        columns["container"] = [
-            self.containers.setdefault(row.container, len(self.containers)) for row in rows
-        ]
-        columns["table"] = [self.tables.setdefault(row.table, len(self.tables)) for row in rows]
+        for name, numbers in (("container", self.containers), ("table", self.tables)):
+            columns[name] = [numbers.setdefault(getattr(row, name), len(numbers)) for row in rows]
         columns["split"] = [SPLIT_CODES[normalize_split(row.split) if row.split else ""] for row in rows]
         return pa.record_batch([pa.array(columns[field.name], field.type) for field in SCHEMA], SCHEMA)
 
@@ -121,9 +119,8 @@ class IndexWriter:
             identity.update("\n".join([*columns["image"], *batch["captions"].flatten().to_pylist()]).encode())
             fingerprint.update(batch["offset"].to_numpy().tobytes() + batch["length"].to_numpy().tobytes())
             for entry in range(*np.searchsorted(first_rows, (start, start + len(batch)))):
-                image, container, line, table = (
-                    column[first_rows[entry] - start] for column in columns.values()
-                )
+                i = first_rows[entry] - start
+                image, container, line, table = (column[i] for column in columns.values())
                 stamp = image if container else self._file_stamp(image)
                 if isinstance(stamp, BadRow):
                     usable[entry] = False
@@ -239,14 +236,10 @@ class IndexedPairs:
 
     def read(self, index: int) -> bytes:
         """The undecoded image file."""
-        image, container = (
-            self.value("image", index),
-            self._facts["containers"][self.value("container", index)],
-        )
+        image, container = self.value("image", index), self.value("container", index)
         try:
-            path = container or (
-                download(image) if "://" in image else os.path.join(self._facts["root"], image)
-            )
+            local = os.path.join(self._facts["root"], image)
+            path = self._facts["containers"][container] or (download(image) if "://" in image else local)
             with open(path, "rb") as file:
                 size = self.value("length", index) or os.fstat(file.fileno()).st_size
                 if size > MAX_BYTES:

@@ -34,12 +34,13 @@ RESERVED_BYTES = 1e9  # never used of a disk, or a twentieth of a small one
 RETRIED = ("HEIC", "missing file", "cannot be read")
 """Kinds of bad rows whose cause may be gone by the next run."""
 Notes = dict[Any, Any]
+Produce = Callable[[list[range]], Iterable[tuple[bytes, Notes]]]
 
 
 class RowStore:
     """Rows of equal size in one file, written chunk by chunk.
 
-    A journal has the checksum of each chunk: an interrupted build continues, and damage is found and repaired.
+    A journal has the checksum of each chunk: an interrupted build continues, and damage is repaired.
     """
 
     def __init__(self, folder: Path, rows: int, row_bytes: int):
@@ -53,11 +54,7 @@ class RowStore:
         return max(0, self.rows * self.row_bytes - written)
 
     def build(
-        self,
-        produce: Callable[[list[range]], Iterable[tuple[bytes, Notes]]],
-        max_bytes: float,
-        progress: Advance,
-        contents: str = "decoded images",
+        self, produce: Produce, max_bytes: float, progress: Advance, contents: str = "decoded images"
     ) -> bool:
         """Verify what exists and produce the missing chunks; False if a cache of `max_bytes` is too small."""
         self._lock_folder()
@@ -109,9 +106,7 @@ class RowStore:
         """Whether an intact chunk need not be produced again."""
         return True
 
-    def _complete(
-        self, produce: Callable[[list[range]], Iterable[tuple[bytes, Notes]]], progress: Advance
-    ) -> None:
+    def _complete(self, produce: Produce, progress: Advance) -> None:
         intact = self._intact_chunks(progress)
         missing = [k for k in range(len(self.chunks)) if k not in intact]
         if not missing:
@@ -166,10 +161,9 @@ class PixelCache(RowStore):
         return self.memmap(np.uint8, self.image_size, self.image_size, 3)
 
     def bad_rows(self) -> dict[int, BadRow]:
-        bad = {int(row): note for entry in self.entries().values() for row, note in entry["notes"].items()}
-        return {
-            row: BadRow(kind, self.pairs.location(row), reason) for row, (kind, reason) in sorted(bad.items())
-        }
+        notes = (note for entry in self.entries().values() for note in entry["notes"].items())
+        bad = sorted((int(row), kind, reason) for row, (kind, reason) in notes)
+        return {row: BadRow(kind, self.pairs.location(row), reason) for row, kind, reason in bad}
 
 
 def build_pixel_cache(
@@ -191,9 +185,8 @@ def decode_to_memory(
     pairs: PairDataset, image_size: int, workers: int, progress: Advance
 ) -> tuple[Pixels, dict[int, BadRow]]:
     pixels, bad = list[Pixels](), dict[int, BadRow]()
-    for chunk in map_chunks(
-        partial(decode_rows, pairs, image_size), row_chunks(len(pairs), CHUNK_ROWS), workers
-    ):
+    rows = row_chunks(len(pairs), CHUNK_ROWS)
+    for chunk in map_chunks(partial(decode_rows, pairs, image_size), rows, workers):
         pixels.append(chunk.pixels)
         bad |= {row: BadRow(kind, pairs.location(row), reason) for row, (kind, reason) in chunk.bad.items()}
         progress(len(chunk.pixels))
@@ -257,9 +250,7 @@ def explain_full_disk(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno == ENOSPC or "No space left" in str(error):
-            raise OSError(
-                f"the disk of {folder.parent} is full; set M1CLIP_CACHE to a folder on another disk"
-            ) from None
+            raise OSError(f"the disk of {folder.parent} is full; set M1CLIP_CACHE to another disk") from None
         raise
 
 

@@ -149,7 +149,7 @@ class BadRows:
     def require_at_most(self, max_fraction: float) -> None:
         if self.fraction > max_fraction:
             raise ValueError(
-                f"{self}; --max-bad-rows allows {max_fraction:.2%}. `m1clip data check` lists all of them"
+                f"{self}; --max-bad-rows allows {max_fraction:.2%}, `m1clip data check` lists all"
             )
 
 

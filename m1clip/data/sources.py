@@ -99,9 +99,7 @@ def _open_synthetic(spec: str, weight: float, config: DataConfig) -> Source:
         raise ValueError(f"in {spec!r}, {size!r} must be a whole number of scenes")
     train = SyntheticScenes(int(size or 12000), config.seed)
     val = SyntheticScenes(SYNTHETIC_VAL if config.val_size == "auto" else config.val_size, config.seed, "val")
-    return Source(
-        spec, weight, train, train, val, None, BadRows(), "combinations that never occur in training"
-    )
+    return Source(spec, weight, train, train, val, None, BadRows(), "combinations not in training")
 
 
 def list_rows(spec: str, config: DataConfig) -> Listing:

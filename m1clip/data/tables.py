@@ -1,4 +1,4 @@
-"""Tables of images and captions: .csv, .tsv, .jsonl, .json, .parquet. A broken line affects no other. No torch."""
+"""Tables of images and captions. A broken line affects no other line. No torch."""
 
 import ast
 import csv
@@ -72,9 +72,8 @@ def _unix_path(name: str) -> str:
 def caption_texts(value: Any) -> list[str]:
     """One or several captions, from a string, a list, a list written as a string, or objects."""
     if isinstance(value, dict):
-        answer = (
-            value.get("value") if value.get("from") in ("gpt", "assistant") else None
-        )  # of a conversation
+        # In a conversation, the answer is the caption.
+        answer = value.get("value") if value.get("from") in ("gpt", "assistant") else None
         value = answer or value.get("raw") or value.get("caption") or value.get("text")
     if isinstance(value, list | tuple):
         return [text for item in value for text in caption_texts(item)]

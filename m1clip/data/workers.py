@@ -18,6 +18,7 @@ from m1clip.data.rows import PairDataset
 from m1clip.images import Pixels, center_crop
 
 T = TypeVar("T")
+Rows = Sequence[int]
 TASKS_PER_WORKER = 4  # queued, running or done but not yet consumed: bounds the memory
 
 
@@ -27,7 +28,7 @@ class Decoded(NamedTuple):
     """Kind and reason by row that cannot be decoded; its pixels are black."""
 
 
-def decode_rows(pairs: PairDataset, image_size: int, rows: Sequence[int]) -> Decoded:
+def decode_rows(pairs: PairDataset, image_size: int, rows: Rows) -> Decoded:
     pixels, bad = np.zeros((len(rows), image_size, image_size, 3), np.uint8), dict[int, tuple[str, str]]()
     for i, row in enumerate(rows):
         try:
@@ -41,9 +42,7 @@ def row_chunks(rows: int, size: int) -> list[range]:
     return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def map_chunks(
-    function: Callable[[Sequence[int]], T], chunks: Sequence[Sequence[int]], workers: int
-) -> Iterator[T]:
+def map_chunks(function: Callable[[Rows], T], chunks: Sequence[Rows], workers: int) -> Iterator[T]:
     """Results in order. One chunk or `workers=1` runs in the main process."""
     if len(chunks) == 1 or workers == 1:
         yield from map(function, chunks)
@@ -55,15 +54,15 @@ def map_chunks(
 class WorkerPool(Generic[T]):
     """Processes that apply one function, picklable and sent to each of them once, to chunks of rows."""
 
-    def __init__(self, function: Callable[[Sequence[int]], T], workers: int):
+    def __init__(self, function: Callable[[Rows], T], workers: int):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self.workers = workers or cores or 1
         context = multiprocessing.get_context("spawn")
         self.executor = ProcessPoolExecutor(self.workers, context, _start_worker, (function,))
 
-    def map(self, chunks: Iterable[Sequence[int]]) -> Iterator[T]:
+    def map(self, chunks: Iterable[Rows]) -> Iterator[T]:
         """Results in order."""
-        pending = deque[tuple[Sequence[int], Future[T]]]()
+        pending = deque[tuple[Rows, Future[T]]]()
         for rows in chunks:
             pending.append((rows, self.executor.submit(_apply, rows)))
             if len(pending) > TASKS_PER_WORKER * self.workers:
@@ -71,7 +70,7 @@ class WorkerPool(Generic[T]):
         while pending:
             yield self._result(*pending.popleft())
 
-    def _result(self, rows: Sequence[int], future: "Future[T]") -> T:
+    def _result(self, rows: Rows, future: "Future[T]") -> T:
         try:
             return future.result()
         except BrokenProcessPool:
@@ -84,10 +83,10 @@ class WorkerPool(Generic[T]):
         self.executor.shutdown(wait=False, cancel_futures=True)
 
 
-_function: Callable[[Sequence[int]], Any]
+_function: Callable[[Rows], Any]
 
 
-def _start_worker(function: Callable[[Sequence[int]], Any]) -> None:
+def _start_worker(function: Callable[[Rows], Any]) -> None:
     """Leave Ctrl-C to the parent, exit if it is killed, and run at a lower priority than training."""
     global _function
     _function = function
@@ -103,5 +102,5 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _apply(rows: Sequence[int]) -> Any:
+def _apply(rows: Rows) -> Any:
     return _function(rows)

@@ -138,7 +138,7 @@ def decide(config: TrainConfig, batch: Batch, steps: int, console: Console) -> P
     undecided = requested.device is None and len(here) > 1
     if not rows and not undecided:  # nothing to choose by, and nothing worth a wait
         return PlanChoice(plain(requested), advisor.advise(nothing(config), [], here, requested).why())
-    work = work_of(config, len(batch), batch.text.tensor.shape[-1], known)
+    work = work_of(config, len(batch), batch.text[0].shape[-1], known)
     if undecided and not measured(rows, here, work):
         rows = try_now(config, batch, work, known, here, console)
     if known.unkept:  # a full disk is no reason not to train
@@ -190,7 +190,7 @@ def try_now(
         for one in timings:
             if one.failed:
                 console.warn(f"{one.plan}: {one.failed}; left out")
-        keep_contest(known, config, replace(work, batch=size), batch.text.tensor.shape[-1], timings)
+        keep_contest(known, config, replace(work, batch=size), batch.text[0].shape[-1], timings)
     return known.rows("step")
 
 

@@ -129,7 +129,7 @@ def by_part(state: TrainState, batch: Batch, pair_bytes: int) -> dict[str, float
         "optimizer": gb(optimizer),
         "average": gb(list(state.mean.values())) if state.mean is not None else 0.0,
         "activations": pair_bytes * min(state.chunk, len(batch)) / 1e9,
-        "data": gb([batch.image.tensor, batch.text.tensor, batch.key_B]),
+        "data": gb([*batch.image, *batch.text, batch.key_B]),
     }
 
 

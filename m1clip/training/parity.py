@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from m1clip import devices, losses
 from m1clip.config import TrainConfig
-from m1clip.data.batches import Batch, Images, TextFeatures, Tokens
+from m1clip.data.batches import Batch, Images, TextFeatures, Tokens, map_input
 from m1clip.data.synthetic.scenes import SyntheticScenes
 from m1clip.devices import Plan
 from m1clip.images import center_crop
@@ -125,7 +125,7 @@ def on_scenes(config: TrainConfig, plan: Plan) -> Parity:
 
 def first_of(text: Tokens | TextFeatures) -> Tokens | TextFeatures:
     """One caption an image."""
-    return text.map(lambda tensor: tensor[:, :1])
+    return map_input(lambda tensor: tensor[:, :1], text)
 
 
 def run(model: CLIP, batch: Batch, plan: Plan) -> Seen:

@@ -80,13 +80,13 @@ def take_back(state: TrainState, embed: Embed, chunks: list[Batch], made_BE: Ten
 
 
 def embed_images(state: TrainState, batch: Batch) -> Tensor:
-    device = batch.image.tensor.device
+    device = batch.image[0].device
     with devices.autocast(device, state.plan.precision):
         return of_images(state.model, batch.image, devices.copy_to(batch.key_B, device)).float()
 
 
 def embed_captions(state: TrainState, batch: Batch) -> Tensor:
-    device = batch.text.tensor.device
+    device = batch.text[0].device
     with devices.autocast(device, state.plan.precision):
         return of_captions(state.model, batch.text, devices.copy_to(batch.key_B, device)).float()
 
@@ -100,7 +100,7 @@ def of_images(model: CLIP, image: Images | ImageFeatures, key_B: Tensor | None =
 
 def of_captions(model: CLIP, text: Tokens | TextFeatures, key_B: Tensor | None = None) -> Tensor:
     """Embeddings (B, K, E) of K captions per image, or of the features that a frozen tower made of them."""
-    B, K = text.tensor.shape[:2]
+    B, K = text[0].shape[:2]
     if key_B is not None:
         key_B = (key_B[:, None] + KEYS * torch.arange(K, device=key_B.device)).flatten()
     if isinstance(text, TextFeatures):

@@ -82,9 +82,7 @@ def grow(points: Sequence[Point], distance: float) -> list[Point]:
     normals = [((by - ay) / n, (ax - bx) / n) for ((ax, ay), (bx, by)), n in zip(edges, lengths, strict=True)]
     grown = []
     for (x, y), (nx, ny), (mx, my) in zip(points, [normals[-1], *normals], normals, strict=False):
-        step = distance / max(
-            1 + nx * mx + ny * my, 0.5
-        )  # the minimum keeps sharp corners from becoming spikes
+        step = distance / max(1 + nx * mx + ny * my, 0.5)  # without the 0.5, sharp corners become spikes
         grown.append((x + step * (nx + mx), y + step * (ny + my)))
     return grown
 
