@@ -29,7 +29,7 @@ from m1clip.data.sources import open_sources
 from m1clip.data.splits import open_splits
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
-from m1clip.model.tokenizer import make
+from m1clip.model.tokenizer import make_tokenizer
 from m1clip.training import loop
 from m1clip.training.setup import check
 from m1clip.training.state import TrainState
@@ -40,9 +40,7 @@ AUGMENTED = {"crop": 0.5, "flip": True}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flickr8k", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=12)
@@ -71,7 +69,7 @@ def main() -> None:
     alone: dict[str, list[float]] = {name: [] for name in ways}
     wait: dict[str, list[float]] = {name: [] for name in ways}
     step: dict[str, list[float]] = {name: [] for name in ways}
-    state = TrainState(CLIP(base.model, make("bpe", ["a dog"], base.model.text.vocab_size)), base)
+    state = TrainState(CLIP(base.model, make_tokenizer("bpe", ["a dog"], base.model.text.vocab_size)), base)
     state.chunk = base.batch_size
     for _ in range(args.rounds):
         for name, stream in ways.items():

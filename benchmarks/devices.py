@@ -21,9 +21,7 @@ START, END = "<!-- measured: {} -->", "<!-- end -->"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sizes, and no scaling beyond small")
     parser.add_argument("--docs", type=Path, default=DOCS)
     args = parser.parse_args()

@@ -149,9 +149,7 @@ def scenes(model: Path, cache: Path) -> float | None:
     """Of drawn scenes; None where there is no such model."""
     if not model.is_dir():
         return None
-    found, _, _ = measured(
-        ["eval", str(model), "--data", "synthetic:240", "--json", "--device", "cpu"], cache
-    )
+    found, _, _ = measured(["eval", str(model), "--data", "synthetic:240", "--json", "--device", "cpu"], cache)
     return score(found)
 
 

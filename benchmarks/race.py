@@ -207,9 +207,7 @@ def our_run(racer: Racer, seed: int, args: Args) -> Row:
     shutil.rmtree(home / "cache", ignore_errors=True)
     return {
         **{"name": racer.name, "track": racer.track, "seed": seed, "wall_s": round(wall, 1)},
-        "points": [
-            {"seconds": round(s, 1), "score": mean_score(one)} for s, one in [*scored, (wall, result)]
-        ],
+        "points": [{"seconds": round(s, 1), "score": mean_score(one)} for s, one in [*scored, (wall, result)]],
         **{"ready_s": round(first, 1), "memory_gb": memory, "pairs": result["step"] * config.batch_size},
         "pflop": our_gflop(home / "run", config, result["step"]) / 1e6,
     }
@@ -367,9 +365,7 @@ def spread(values: Sequence[float | None], form: str) -> str:
         return "–"
     low, high, mean = min(known), max(known), sum(known) / len(known)
     missing = f", {len(values) - len(known)} never" if len(known) < len(values) else ""
-    return form.format(mean) + (
-        f" ({form.format(low)} to {form.format(high)}{missing})" if len(values) > 1 else ""
-    )
+    return form.format(mean) + (f" ({form.format(low)} to {form.format(high)}{missing})" if len(values) > 1 else "")
 
 
 def draw(rows: list[Row], path: Path, minutes: float) -> None:
@@ -384,12 +380,9 @@ def draw(rows: list[Row], path: Path, minutes: float) -> None:
     for row in rows:
         number = names.index(row["name"])
         x, y = (
-            [point[key] / (60 if key == "seconds" else 1) for point in row["points"]]
-            for key in ("seconds", "score")
+            [point[key] / (60 if key == "seconds" else 1) for point in row["points"]] for key in ("seconds", "score")
         )
-        label = (
-            row["name"] if row["seed"] == min(r["seed"] for r in rows if r["name"] == row["name"]) else None
-        )
+        label = row["name"] if row["seed"] == min(r["seed"] for r in rows if r["name"] == row["name"]) else None
         ours = row["name"].startswith("m1clip")
         axes.plot(x, y, f"C{number}", marker="o" if ours else ".", ms=4, lw=1.8 if ours else 1.2, label=label)
     axes.set_xscale("log")

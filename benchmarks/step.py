@@ -34,8 +34,8 @@ from m1clip.data.batches import Batch, BatchStream
 from m1clip.data.splits import open_splits
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP, load
-from m1clip.model.export_clip import convert
-from m1clip.model.tokenizer import make
+from m1clip.model.export_clip import export_clip
+from m1clip.model.tokenizer import make_tokenizer
 from m1clip.training.memory import retain_freed_memory
 from m1clip.training.setup import captions
 
@@ -119,12 +119,12 @@ def prepared(config: TrainConfig, folder: Path) -> None:
     """The same model as everybody reads it, and a batch of real pairs."""
     side = config.model.vision.image_size
     data = open_splits(config, side, side)
-    words = make(config.tokenizer, captions(data.train), config.model.text.vocab_size)
+    words = make_tokenizer(config.tokenizer, captions(data.train), config.model.text.vocab_size)
     torch.manual_seed(0)
     model = CLIP(config.model, words)
     model.save(folder / "m1clip")
     for library in NAMES[1:]:
-        convert(model, library, folder / library)
+        export_clip(model, library, folder / library)
     batch = BatchStream(
         data.train, lambda texts: words(texts, config.model.text.context_length), config.batch_size, 0, side
     ).at(0)

@@ -172,9 +172,7 @@ def _best(
     gains = {key: found for key in open_to if (found := _most(key, base, work, rows))}
     paying = {key: found for key, found in gains.items() if _verdict(key, found, steps) == PAID}
     winner = max(paying, key=lambda key: paying[key].ratio, default=None)
-    choices = [
-        Choice(key, _value(key, base), f"asked for with --{key} {_value(key, base)}", "high") for key in asked
-    ]
+    choices = [Choice(key, _value(key, base), f"asked for with --{key} {_value(key, base)}", "high") for key in asked]
     for key in open_to:
         choices.append(_choice(key, base, gains.get(key), winner, steps))
     if winner is None:

@@ -101,8 +101,10 @@ class HFConfig:
     """Maximum caption length in tokens, special tokens included."""
     width: int
     """Size of a caption's feature vector."""
-    pool: Literal["mean", "first", "all"] = "mean"
-    """Caption feature: mean of the tokens, the first token, or the means of every layer and more."""
+
+    @property
+    def pad_id(self) -> int:
+        return int(self.hf.get("pad_token_id") or 0)
 
 
 @dataclass(frozen=True)
@@ -278,9 +280,7 @@ def parse_duration(text: str, name: str) -> float:
 # Validation. Configs are plain values; whoever builds one from outside input calls these.
 
 
-def _check(
-    config: object, names: Iterable[str], low: float, high: float = float("inf"), bounds: str = "[]"
-) -> None:
+def _check(config: object, names: Iterable[str], low: float, high: float = float("inf"), bounds: str = "[]") -> None:
     """Require low..high of some fields; a round bracket in `bounds` excludes that end."""
     for name in names:
         value = getattr(config, name)
@@ -288,9 +288,7 @@ def _check(
         below = value < high if bounds[1] == ")" else value <= high
         if not (above and below):
             least = f"above {low:g}" if bounds[0] == "(" else f"at least {low:g}"
-            most = (
-                "" if high == float("inf") else f" and {'below' if bounds[1] == ')' else 'at most'} {high:g}"
-            )
+            most = "" if high == float("inf") else f" and {'below' if bounds[1] == ')' else 'at most'} {high:g}"
             raise ValueError(f"{name} must be {least}{most}, not {value}")
 
 
@@ -320,9 +318,7 @@ def check_model(model: ModelConfig) -> None:
 def _check_transformer(name: str, tower: VisionConfig | TextConfig) -> None:
     for key in ("width", "layers", "heads"):
         require(getattr(tower, key) > 0, f"{name} {key} must be positive, not {getattr(tower, key)}")
-    require(
-        tower.width % tower.heads == 0, f"{name} width {tower.width} is not divisible by {tower.heads} heads"
-    )
+    require(tower.width % tower.heads == 0, f"{name} width {tower.width} is not divisible by {tower.heads} heads")
     require(tower.mlp_width >= 0, f"{name} mlp_width must be 0 or more, not {tower.mlp_width}")
 
 
@@ -351,9 +347,7 @@ def check_train(config: TrainConfig) -> None:
     _check(config, ("crop_scale",), 0.05, 1)
     _check(config, ("threads",), 0, 1024)
     _check(config, ("batch_size",), 2)
-    require(
-        config.chunk == "auto" or config.chunk >= 1, f"chunk must be auto or at least 1, not {config.chunk}"
-    )
+    require(config.chunk == "auto" or config.chunk >= 1, f"chunk must be auto or at least 1, not {config.chunk}")
     bag = isinstance(config.model.text, TextConfig) and config.model.text.encoder == "bag_of_words"
     require(bag or not config.word_dropout, "word_dropout needs --model.text.encoder bag_of_words")
     require(
@@ -517,9 +511,7 @@ PRESETS: dict[str, TrainConfig] = {
             batch_size=32,
             lr=5e-4,
         ),
-        _preset(
-            "medium", _clip((224, 16, 896, 14, 14), (*_OPENAI, 640, 12, 10), 640), batch_size=16, lr=4e-4
-        ),
+        _preset("medium", _clip((224, 16, 896, 14, 14), (*_OPENAI, 640, 12, 10), 640), batch_size=16, lr=4e-4),
         _preset(
             "large",
             _clip((224, 14, 1024, 24, 16), (*_OPENAI, 768, 12, 12), 768, activation="quick_gelu"),

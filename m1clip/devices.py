@@ -38,7 +38,7 @@ class Plan:
         return "=" in self.device
 
     @property
-    def places(self) -> tuple[torch.device, torch.device]:
+    def devices(self) -> tuple[torch.device, torch.device]:
         """Where the vision tower works, and where the text tower does. The loss is with the first."""
         names = tower_devices(self.device)
         return torch_device(names[0]), torch_device(names[1])
@@ -68,9 +68,7 @@ def tower_devices(requested: str) -> tuple[str, str]:
         if kind not in ("cpu", "cuda", "mps"):
             raise ValueError(f"no device {name!r}; there are cpu, cuda, mps and vision=A,text=B")
         if kind not in here:
-            raise ValueError(
-                f"torch {torch.__version__} has no {kind} on this machine; it has {', '.join(here)}"
-            )
+            raise ValueError(f"torch {torch.__version__} has no {kind} on this machine; it has {', '.join(here)}")
         count = torch.cuda.device_count() if kind == "cuda" else 1
         if number and not (number.isdecimal() and int(number) < count):
             raise ValueError(f"no device {name!r}; torch counts {count} of {kind}")
@@ -135,9 +133,9 @@ def give_memory_back() -> None:
 def apply_plan(plan: Plan) -> None:
     """Set what belongs to the whole process; where two towers share the CPU, each has half of its threads."""
     threads = plan.threads or DEFAULT_THREADS
-    both_on_cpu = plan.is_split and all(place.type == "cpu" for place in plan.places)
+    both_on_cpu = plan.is_split and all(place.type == "cpu" for place in plan.devices)
     torch.set_num_threads(max(1, threads - threads // 2) if both_on_cpu else threads)
-    for place in plan.places:
+    for place in plan.devices:
         if place.type == "mps":
             # The default, 1.7 x the working set, is more than the RAM: it would swap before it raised.
             torch.mps.set_per_process_memory_fraction(1.0)
@@ -145,7 +143,7 @@ def apply_plan(plan: Plan) -> None:
 
 def second_thread(plan: Plan) -> None:
     """What the thread that drives the text tower needs: the number of its own threads is set in it."""
-    if all(place.type == "cpu" for place in plan.places):
+    if all(place.type == "cpu" for place in plan.devices):
         torch.set_num_threads(max(1, (plan.threads or DEFAULT_THREADS) // 2))
 
 
@@ -192,9 +190,7 @@ def matmul_gflops(device: torch.device, precision: str) -> float:
 
 def compile_module(module: torch.nn.Module) -> None:
     """Have torch.compile do the module's work from its next call on."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(
-        logging.ERROR
-    )  # it misses CUDA where nobody asked
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it misses CUDA where nobody asked
     # All blocks are one piece of code to it: beyond the default limit of 8 they would run uncompiled, unsaid.
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
@@ -353,7 +349,5 @@ def attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> T
 def plain_attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> Tensor:
     score_BHLL = q_BHLd * q_BHLd.shape[-1] ** -0.5 @ k_BHLd.transpose(-2, -1)
     if causal:
-        score_BHLL = score_BHLL.masked_fill(
-            score_BHLL.new_ones(score_BHLL.shape[-2:]).triu(1) > 0, float("-inf")
-        )
+        score_BHLL = score_BHLL.masked_fill(score_BHLL.new_ones(score_BHLL.shape[-2:]).triu(1) > 0, float("-inf"))
     return torch.softmax(score_BHLL, dim=-1) @ v_BHLd

@@ -81,11 +81,7 @@ def predict(rows: Iterable[Row], plan: Plan, work: Work) -> Estimate | None:
     """A step's time by one plan: as measured, between or beyond what was, or from other models."""
     rows = undisturbed([row for row in rows if plan_of(row) == plan])
     same = [row for row in rows if row["model"] == work.model]
-    exact = [
-        row
-        for row in same
-        if row["batch"] == work.batch and math.isclose(row["gflop"], work.gflop, rel_tol=0.01)
-    ]
+    exact = [row for row in same if row["batch"] == work.batch and math.isclose(row["gflop"], work.gflop, rel_tol=0.01)]
     if exact:
         return _as_measured(exact)
     if same:
@@ -120,9 +116,7 @@ def _of_this_model(rows: list[Row], work: Work) -> Estimate:
     x, ms = _points(rows)
     if len(rows) == 1:
         part = work.step_gflop / float(x[0])
-        told = float(ms[0]) * (
-            part if part > 1 else part**0.5
-        )  # some of it is constant: how much is not known
+        told = float(ms[0]) * (part if part > 1 else part**0.5)  # some of it is constant: how much is not known
         basis = f"scaled from one measurement, at batch {rows[0]['batch']}"
         return Estimate(told, min(told * 0.6, ms[0] * part * 0.8), told * 1.5, basis, "low")
     told, beyond = _line(x, ms, work.step_gflop), _beyond(x, work.step_gflop)
@@ -158,9 +152,7 @@ def extrapolate(rows: Sequence[Row], step_gflop: float, parameters: int) -> tupl
     facts = np.array([(1.0, work_in(row), row["parameters"]) for row in rows])
     ms = np.array([row["step_ms"] for row in rows])
     told = _shares(facts, ms) @ np.array((1.0, step_gflop, parameters))
-    missed = [
-        np.log(_shares(np.delete(facts, i, 0), np.delete(ms, i)) @ facts[i] / ms[i]) for i in range(len(rows))
-    ]
+    missed = [np.log(_shares(np.delete(facts, i, 0), np.delete(ms, i)) @ facts[i] / ms[i]) for i in range(len(rows))]
     return float(told), float(np.exp(max(0.1, 1.64 * np.sqrt(np.mean(np.square(missed))))))
 
 

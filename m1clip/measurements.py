@@ -82,9 +82,7 @@ class Measurements:
         return [
             row
             for row in (*read_jsonl(self.path), *self.here)
-            if row.get("kind") == kind
-            and is_whole(row)
-            and all(row.get(key) == value for key, value in same.items())
+            if row.get("kind") == kind and is_whole(row) and all(row.get(key) == value for key, value in same.items())
         ]
 
 

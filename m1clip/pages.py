@@ -64,9 +64,7 @@ class Page:
 
     def write(self, folder: Path, name: str) -> Path:
         """Both files; the path of the HTML one."""
-        atomic_write(
-            folder / f"{name}.md", f"# {self.title}\n\n" + "\n\n".join(self.markdown) + "\n", durable=False
-        )
+        atomic_write(folder / f"{name}.md", f"# {self.title}\n\n" + "\n\n".join(self.markdown) + "\n", durable=False)
         head = (
             f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(self.title)}</title>"
             f'<meta name=viewport content="width=device-width, initial-scale=1"><style>{STYLE}</style>'

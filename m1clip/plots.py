@@ -66,6 +66,4 @@ def legend(figure: Figure, panels: Sequence[Axes]) -> None:
     """One for all panels, above them."""
     found = [zip(*panel.get_legend_handles_labels(), strict=True) for panel in panels]
     named = {label: handle for some in found for handle, label in some}
-    figure.legend(
-        named.values(), named.keys(), loc="outside upper center", ncols=4, frameon=False, fontsize=9
-    )
+    figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=4, frameon=False, fontsize=9)

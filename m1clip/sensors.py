@@ -14,7 +14,7 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -63,6 +63,19 @@ def readable(size: int) -> str:
 def memory_gb() -> float:
     """What this process holds in RAM now."""
     return round(psutil.Process().memory_info().rss / 1e9, 3)
+
+
+class MemoryUse(NamedTuple):
+    rss_gb: float
+    """RAM held by this process."""
+    mapped_gb: float | None
+    """The part of it that is memory-mapped files; only Linux reports it."""
+
+
+def memory_use() -> MemoryUse:
+    info = psutil.Process().memory_info()
+    mapped = getattr(info, "shared", None)
+    return MemoryUse(info.rss / 1e9, None if mapped is None else mapped / 1e9)
 
 
 def peak_gb() -> float:

@@ -1,4 +1,4 @@
-"""Small things many tests need. Every cache and run goes to a folder that pytest removes."""
+"""Shared fixtures. Every cache and run goes to a folder that pytest removes."""
 
 import os
 
@@ -13,12 +13,12 @@ from m1clip.config import ModelConfig, TextConfig, TrainConfig, VisionConfig
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["M1CLIP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or every process would compile torch's source anew
-    torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
+    torch.set_num_threads(1)  # threads do not pay for tiny tensors
     devices.DEFAULT_THREADS = 1
 
 
 def tiny_config() -> ModelConfig:
-    return ModelConfig(VisionConfig(32, 16, 32, 2, 2), TextConfig(512, 24, 32, 2, 2), embed=24)
+    return ModelConfig(VisionConfig(32, 16, 32, 2, 2), TextConfig(512, 24, 32, 2, 2), embed_dim=24)
 
 
 def tiny_run_config(tiny: ModelConfig) -> TrainConfig:
@@ -27,10 +27,9 @@ def tiny_run_config(tiny: ModelConfig) -> TrainConfig:
         model=tiny,
         data="synthetic:64",
         val_size=16,
-        batch=16,
+        batch_size=16,
         epochs=2,
         log_every=2,
-        eval_every=1,
         device="cpu",
     )
 

@@ -24,9 +24,7 @@ def write_run(
     rng = random.Random(seed)
     config = {"preset": "nano", "data": "synthetic:12000", "epochs": 100, "batch": 256, "seed": seed}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "machine.json").write_text(
-        json.dumps({"chip": "a chip", "device": "cpu", "why": "it is a test"})
-    )
+    (folder / "machine.json").write_text(json.dumps({"chip": "a chip", "device": "cpu", "why": "it is a test"}))
     status = {"state": "running", "step": steps, "total": steps, "pid": 1, "host": "h", "time": START}
     (folder / "status.json").write_text(json.dumps(status | {"best_metric": "mean_r1", "best_score": 0.9}))
     order = [step for step in range(1, steps + 1) if not gap[0] <= step < gap[1]]

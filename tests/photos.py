@@ -63,8 +63,7 @@ def found(source: Source) -> set[tuple[str, str]]:
 def coco_json(names: list[str], captions: int = 5, first: int = 1) -> str:
     """The layout of the official annotations."""
     images = [
-        {"id": first + i, "file_name": name, "height": 48, "width": 48, "license": 3}
-        for i, name in enumerate(names)
+        {"id": first + i, "file_name": name, "height": 48, "width": 48, "license": 3} for i, name in enumerate(names)
     ]
     notes = [
         {"id": 10 * one["id"] + k, "image_id": one["id"], "caption": f"caption {k} of {one['file_name']}"}

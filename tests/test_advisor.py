@@ -84,9 +84,7 @@ def test_a_model_never_measured_is_foretold_from_others_and_said_to_be():
         ("d", 110.0, 100_000_000),
     ]
     rows = [
-        row(ms=truth(g, p, b), model=n, name=n, gflop=g, parameters=p, batch=b)
-        for n, g, p in sizes
-        for b in (4, 16)
+        row(ms=truth(g, p, b), model=n, name=n, gflop=g, parameters=p, batch=b) for n, g, p in sizes for b in (4, 16)
     ]
     told = predict(rows, Plan(), replace(SMALL, model="new"))
     assert told.ms == pytest.approx(truth(10.0, 40_000_000, 32), rel=0.01)

@@ -18,17 +18,17 @@ from m1clip.config import to_json
 
 
 def said(capfd, *words: str) -> tuple[int, str, str]:
-    code = cli.run(list(words))
+    code = cli.run_command(list(words))
     out, err = capfd.readouterr()
     return code, out, err
 
 
 def test_a_run_in_the_background_from_its_start_to_its_end(capfd, tmp_path, monkeypatch, tiny_run):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.json").write_text(to_json(replace(tiny_run, epochs=99999, save_steps=5)))
+    (tmp_path / "c.json").write_text(to_json(replace(tiny_run, epochs=99999, save_every="5")))
     code, out, _ = said(capfd, "train", "--config", "c.json", "--background")
     assert code == 0
-    assert "runs/nano-1 is being trained in the background" in out
+    assert "runs/nano-1 is being train_run in the background" in out
     assert "stop runs/nano-1" in out
     assert "monitor runs/nano-1" in out
     assert "tail -f runs/nano-1/output.log" in out
@@ -40,10 +40,10 @@ def test_a_run_in_the_background_from_its_start_to_its_end(capfd, tmp_path, monk
     assert os.getsid(row["pid"]) == row["pid"] != os.getsid(0)  # its own session: the terminal may close
     code, _, err = said(capfd, "train", "--resume", "--name", "nano-1")
     assert code == 1
-    assert "is being trained by another process" in err
+    assert "is being train_run by another process" in err
 
     os.kill(row["pid"], signal.SIGKILL)
-    wait_for(lambda: not run.alive)
+    wait_for(lambda: not run.is_alive)
     assert listed(capfd)[0]["state"] == "dead"
     code, out, _ = said(capfd, "runs")
     assert "dead" in out
@@ -89,7 +89,7 @@ def test_a_fresh_run_in_the_background_has_its_own_log(capfd, tmp_path, monkeypa
         words = ["train", "--config", "c.json", "--name", "r", "--background", *overwrite]
         assert said(capfd, *words)[0] == 0
         run = runs.Run(tmp_path / "runs" / "r")
-        wait_for(lambda run=run: run.state()["state"] == "finished")
+        wait_for(lambda run=run: run.read_status()["state"] == "finished")
         assert (run.path / "output.log").read_text().count("validation retrieval") == 1
     assert {path.name for path in run.path.parent.iterdir()} == {"r"}
 
@@ -105,7 +105,7 @@ def test_no_run_is_a_sentence_and_so_is_more_than_one(capfd, tmp_path, monkeypat
 
 def test_no_stranger_is_stopped(tmp_path):
     """The number of a dead process may have been given to another: whoever began later is not ours."""
-    run = runs.create(tmp_path, "r", "x", overwrite=False)
+    run = runs.create_run(tmp_path, "r", "x", overwrite=False)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         with pytest.raises(RuntimeError, match="only just starting"):

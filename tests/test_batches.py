@@ -24,9 +24,7 @@ def drawn(number: int, size: int, seed: int = 0, weight: float = 1.0) -> Part:
 @pytest.fixture(scope="module")
 def batches() -> BatchStream:
     letters = Tokenizer.characters()
-    return BatchStream(
-        Split([drawn(40, 40)]), partial(letters, length=77), size=8, seed=1, side=32, augment=ALL
-    )
+    return BatchStream(Split([drawn(40, 40)]), partial(letters, length=77), size=8, seed=1, side=32, augment=ALL)
 
 
 def same(a, b):

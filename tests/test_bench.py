@@ -17,7 +17,7 @@ from m1clip.commands import doctor
 from m1clip.config import PRESETS, get_preset, to_json
 from m1clip.devices import Plan
 from m1clip.measurements import Measurements
-from m1clip.model.cost import cost
+from m1clip.model.cost import model_cost
 from m1clip.training import device_plan, timing
 from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
@@ -75,9 +75,7 @@ def test_a_timed_step_is_the_step(tiny_run):
 def test_contestants_take_turns_and_plans_of_one_device_share_a_learner(tiny_run, monkeypatch):
     order, made = [], []
     real = timing.one_turn
-    monkeypatch.setattr(
-        timing, "one_turn", lambda one, *rest: (order.append(str(one.plan)), real(one, *rest))
-    )
+    monkeypatch.setattr(timing, "one_turn", lambda one, *rest: (order.append(str(one.plan)), real(one, *rest)))
     monkeypatch.setattr(timing, "TrainState", lambda *words: made.append(words) or TrainState(*words))
     plans = [Plan(), Plan(threads=1), Plan("vision=cpu,text=cpu")]
     timing.time_plans(tiny_run, plans, timing.some_batch(tiny_run, 16, 12), seconds=0.01)
@@ -96,28 +94,23 @@ def test_a_contest_leaves_the_random_numbers_and_threads_as_they_were(tiny_run):
 def test_memory_of_a_step_is_counted_from_what_the_model_needs(tiny_run):
     """Weights and two moments stay; a batch that is eight times as large takes more."""
     config = replace(tiny_run, model=get_preset("nano").model)
-    few, many = (
-        timing.time_plans(config, [Plan()], timing.some_batch(config, n, 32), 0.01)[0] for n in (4, 64)
-    )
-    state = 3 * 4 * cost(config.model).total / 1e9
+    few, many = (timing.time_plans(config, [Plan()], timing.some_batch(config, n, 32), 0.01)[0] for n in (4, 64))
+    state = 3 * 4 * model_cost(config.model).total / 1e9
     assert few.peak_gb > state
-    assert many.peak_gb > few.peak_gb + 0.5 * 60 * cost(config.model).activation_mb / 1e3
+    assert many.peak_gb > few.peak_gb + 0.5 * 60 * model_cost(config.model).activation_mb / 1e3
 
 
 def test_utilization_is_flops_over_time_over_the_best_product():
     one = row(ms=100.0, batch=32, gflop=10.0, precision="fp32")
     assert sweep.utilization(one, {("cpu", "fp32"): 6400.0}) == pytest.approx(0.5)  # 320 GFLOP in 0.1 s
     assert sweep.utilization(one, {}) is None
-    products = [
-        {"operation": "product", "device": "cpu", "precision": "fp32", "best_gflops": g}
-        for g in (90.0, 150.0)
-    ]
+    products = [{"operation": "product", "device": "cpu", "precision": "fp32", "best_gflops": g} for g in (90.0, 150.0)]
     assert sweep.peaks([*products, {"operation": "copy"}]) == {("cpu", "fp32"): 150.0}
 
 
 def test_flops_of_a_pair_by_hand(tiny):
     """Two multiply-adds of every weight for every token, thrice with the backward pass, and attention."""
-    made = cost(tiny, tokens=12)
+    made = model_cost(tiny, tokens=12)
     D, patches = 32, 4
     vision, text = patches + 1, 12
     linear = 2 * D * D * 12 * (vision + text)  # both towers have two blocks, and the last
@@ -294,9 +287,7 @@ def test_an_interrupted_sweep_goes_on_where_it_was(capsys, monkeypatch, tmp_path
     assert ran(capsys, *words)[0] == 130
     code, out, _ = ran(capsys, *words)
     assert (code, tried) == (0, [4, 8, 8])
-    assert [
-        one["batch"] for one in json.loads(out)["steps"] if one["device"] == "cpu" and not one["threads"]
-    ] == [4, 8]
+    assert [one["batch"] for one in json.loads(out)["steps"] if one["device"] == "cpu" and not one["threads"]] == [4, 8]
     ran(capsys, *words)  # a finished one is begun anew
     assert tried == [4, 8, 8, 4, 8]
 
@@ -381,9 +372,7 @@ def test_advise_answers_from_what_was_measured(capsys, monkeypatch, tmp_path):
         assert f"\n{word}" in out
     assert "measured on" in out
     assert "should_use_mps" in out
-    told = json.loads(
-        ran(capsys, "advise", "--preset", "mini", "--batch-size", "64", "--no-measure", "--json")[1]
-    )
+    told = json.loads(ran(capsys, "advise", "--preset", "mini", "--batch-size", "64", "--no-measure", "--json")[1])
     assert told["step"]["basis"].startswith("extrapolated: this model was measured at batches 4 to 16")
 
 
@@ -417,9 +406,7 @@ def test_the_documents_rule_is_marked_when_it_is_wrong(capsys, monkeypatch):
 
 def test_compare_trains_the_same_on_each(tmp_path, tiny_run):
     """Real processes: the losses agree, and the page has both curves."""
-    (tmp_path / "c.json").write_text(
-        to_json(replace(tiny_run, device="auto", data="synthetic:40", val_size=8))
-    )
+    (tmp_path / "c.json").write_text(to_json(replace(tiny_run, device="auto", data="synthetic:40", val_size=8)))
     words = [
         "--on",
         "cpu",
@@ -533,9 +520,7 @@ def test_a_battery_is_a_warning_and_an_adapter_is_not(monkeypatch):
 
     battery = namedtuple("battery", "percent power_plugged")
     for plugged, state in ((False, "warn"), (True, "ok")):
-        monkeypatch.setattr(
-            "psutil.sensors_battery", lambda plugged=plugged: battery(80, plugged), raising=False
-        )
+        monkeypatch.setattr("psutil.sensors_battery", lambda plugged=plugged: battery(80, plugged), raising=False)
         assert doctor.power().state == state
 
 

@@ -121,9 +121,7 @@ def test_two_processes_make_it_together_without_doing_it_twice():
     assert child.wait() == 0
     lines = [line for line in store.journal.read_text().splitlines() if line]
     assert len(lines) == 25
-    assert np.array_equal(
-        store.pixels()[::20], decode_rows(SyntheticScenes(200), 16, range(0, 200, 20)).pixels
-    )
+    assert np.array_equal(store.pixels()[::20], decode_rows(SyntheticScenes(200), 16, range(0, 200, 20)).pixels)
 
 
 def test_many_processes_make_what_one_does():

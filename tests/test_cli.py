@@ -22,7 +22,7 @@ TINY = [
 def said(capsys, *words: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command line, in this process."""
     try:
-        code = cli.run(list(words))
+        code = cli.run_command(list(words))
     except SystemExit as end:  # the flag parser's own way out
         code = int(end.code or 0)
     out, err = capsys.readouterr()
@@ -97,7 +97,7 @@ def test_debug_shows_the_traceback(capsys):
 def test_help_lists_every_verb_and_every_verb_has_help(capsys):
     code, out, _ = said(capsys, "--help")
     assert code == 0
-    for verb in cli.VERBS:
+    for verb in cli.COMMANDS:
         assert verb in out
         code, text, _ = said(capsys, *verb.split(), "--help")
         assert code == 0
@@ -154,10 +154,7 @@ def test_train_eval_and_repeat_from_the_command_line(capsys, tmp_path, monkeypat
 
 def test_no_flags_at_all_mean_the_nano_preset():
     assert train.parse("m1clip train", []).training == PRESETS["nano"]
-    assert (
-        train.parse("m1clip train", ["--preset=tiny", "--epochs", "3"]).training.model
-        == PRESETS["tiny"].model
-    )
+    assert train.parse("m1clip train", ["--preset=tiny", "--epochs", "3"]).training.model == PRESETS["tiny"].model
 
 
 def test_preset_flags_show_that_presets_defaults(capsys):
@@ -175,9 +172,7 @@ def test_info_counts_the_seed_preset(capsys):
 
 
 def test_preview_writes_a_sheet(capsys, tmp_path):
-    code, _, _ = said(
-        capsys, "data", "preview", "--rows", "1", "--columns", "2", "--out", str(tmp_path / "s.png")
-    )
+    code, _, _ = said(capsys, "data", "preview", "--rows", "1", "--columns", "2", "--out", str(tmp_path / "s.png"))
     assert code == 0
     assert (tmp_path / "s.png").stat().st_size > 5000
 
@@ -197,9 +192,7 @@ def test_a_signal_ends_a_real_process_cleanly_with_its_state_saved(tmp_path, sig
         "--epochs",
         "9999",
     ]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "runs" / "r" / "metrics.jsonl"
     until(lambda: metrics.exists() and '"kind": "step"' in metrics.read_text(), process)
     os.kill(process.pid, {"INT": 2, "TERM": 15}[signal])

@@ -50,15 +50,10 @@ def spoiled(tmp_path):
 
 
 def test_check_finds_every_fault_and_no_other(spoiled, tmp_path, capsys):
-    code, out, _ = said(
-        capsys, "data", "check", spoiled, "--json", "--sheet", tmp_path / "s.png", "--workers", "1"
-    )
+    code, out, _ = said(capsys, "data", "check", spoiled, "--json", "--sheet", tmp_path / "s.png", "--workers", "1")
     report = json.loads(out)
     assert code == 1  # six in a hundred are more than one
-    places = {
-        (fault["kind"], fault["where"].rpartition("t.csv ")[2].partition(" (")[0])
-        for fault in report["named"]
-    }
+    places = {(fault["kind"], fault["where"].rpartition("t.csv ")[2].partition(" (")[0]) for fault in report["named"]}
     assert places == {
         ("truncated", "line 5"),
         ("empty file", "line 6"),
@@ -154,14 +149,12 @@ def test_convert_keeps_bytes_captions_and_sides(spoiled, tmp_path, capsys, to):
     kept = first.stat().st_mtime_ns
     second.write_bytes(second.read_bytes()[:-1])  # damaged: made again; the others are left alone
     manifest = {
-        one["file"]: one["sha256"]
-        for one in map(json.loads, (out / "manifest.jsonl").read_text().splitlines()[1:])
+        one["file"]: one["sha256"] for one in map(json.loads, (out / "manifest.jsonl").read_text().splitlines()[1:])
     }
     assert said(capsys, *words, "--json")[0] == 0
     assert first.stat().st_mtime_ns == kept
     again = {
-        one["file"]: one["sha256"]
-        for one in map(json.loads, (out / "manifest.jsonl").read_text().splitlines()[1:])
+        one["file"]: one["sha256"] for one in map(json.loads, (out / "manifest.jsonl").read_text().splitlines()[1:])
     }
     assert again == manifest  # the same bytes
     code, _, err = said(capsys, *words[:3], out, "--to", to, "--per-file", "7", "--max-bad-rows", "0.1")
@@ -229,9 +222,7 @@ def test_a_run_is_not_resumed_on_other_data(spoiled, tiny_run, tmp_path):
 
 def test_eval_takes_any_side_and_any_data(spoiled, tiny_run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trained(
-        replace(tiny_run, data=str(spoiled), val_size="auto", max_bad=0.1, workers=1), tmp_path / "runs" / "r"
-    )
+    trained(replace(tiny_run, data=str(spoiled), val_size="auto", max_bad=0.1, workers=1), tmp_path / "runs" / "r")
     for words, images in (
         ((), 10),
         (("--split", "all"), 94),
@@ -244,9 +235,7 @@ def test_eval_takes_any_side_and_any_data(spoiled, tiny_run, tmp_path, capsys, m
 
 
 def test_preview_of_files(spoiled, tmp_path, capsys):
-    assert (
-        said(capsys, "data", "preview", spoiled, "--max-bad-rows", "1", "--out", tmp_path / "p.png")[0] == 0
-    )
+    assert said(capsys, "data", "preview", spoiled, "--max-bad-rows", "1", "--out", tmp_path / "p.png")[0] == 0
     assert Image.open(tmp_path / "p.png").size[0] > 1000
 
 

@@ -59,8 +59,7 @@ def test_what_is_transparent_lies_on_white():
     assert made[5, 30].tolist() == [255, 255, 255]
     palette = image.quantize(8)
     assert (
-        np.asarray(decode(saved(palette, "PNG", transparency=palette.getpixel((30, 5)))))[5, 30].tolist()
-        == [255] * 3
+        np.asarray(decode(saved(palette, "PNG", transparency=palette.getpixel((30, 5)))))[5, 30].tolist() == [255] * 3
     )
 
 
@@ -160,10 +159,7 @@ def bomb(side: int) -> bytes:
 
     head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", head)
-        + chunk(b"IDAT", zlib.compress(bytes(1000)))
-        + chunk(b"IEND", b"")
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
     )
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from m1clip.data.splits import Cached, Part, Split
 from m1clip.evals.examples import examples
 from m1clip.evals.hard_negatives import TIERS, by_difficulty, none_of, places, similarity
-from trained import trained
+from helpers import train_run
 
 CAPTIONS = [
     f"{size} {color} {what}"
@@ -122,14 +122,12 @@ def test_examples_show_the_first_five_the_truth_and_the_worst_errors():
 
 
 def test_training_leaves_the_examples_of_its_latest_evaluation(tiny_run, tmp_path):
-    trained(tiny_run, tmp_path / "run")
+    train_run(tiny_run, tmp_path / "run")
     found = json.loads((tmp_path / "run" / "retrievals.json").read_text())
     assert found["step"] == 8
     for query in found["queries"]:
         assert len(query["top"]) == 5
-        assert [hit["score"] for hit in query["top"]] == sorted(
-            (hit["score"] for hit in query["top"]), reverse=True
-        )
+        assert [hit["score"] for hit in query["top"]] == sorted((hit["score"] for hit in query["top"]), reverse=True)
         assert (query["top"][0]["row"] == query["truth"]) == (query["rank"] == 1)
     evals = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     last = [record for record in evals if record["kind"] == "eval"][-1]

@@ -56,9 +56,7 @@ def test_a_slice_keeps_images_with_their_captions(tmp_path, split):
 
 
 def test_numbers_of_classes_become_prompts(tmp_path):
-    kinds = datasets.Features(
-        {"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "old_dog"])}
-    )
+    kinds = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "old_dog"])})
     some = {"img": [{"bytes": jpeg(i), "path": None} for i in range(4)], "label": [0, 1, 0, 1]}
     datasets.Dataset.from_dict(some, features=kinds).save_to_disk(tmp_path / "classes")
     assert listed(opened(f"hf:{tmp_path}/classes", val_size=1))["row 2"] == ["a photo of an old dog"]

@@ -131,9 +131,7 @@ def test_smoothing_is_the_mean_of_what_is_known_in_the_window():
     rng = np.random.default_rng(0)
     y = np.where(rng.random(200) < 0.1, np.nan, rng.normal(size=200))
     for window in (2, 7, 500):
-        slow = [
-            np.nan if np.isnan(y[i]) else np.nanmean(y[max(0, i - window + 1) : i + 1]) for i in range(200)
-        ]
+        slow = [np.nan if np.isnan(y[i]) else np.nanmean(y[max(0, i - window + 1) : i + 1]) for i in range(200)]
         assert np.allclose(curves.smoothed(y, window), slow, equal_nan=True)
 
 

@@ -124,9 +124,7 @@ def test_a_device_that_computes_the_same_is_trusted(tiny, monkeypatch):
         ("vision.ln_post", "raises", "it failed: this operation is not there"),
     ],
 )
-def test_a_device_that_computes_something_else_is_caught_and_the_module_named(
-    tiny, monkeypatch, module, fault, said
-):
+def test_a_device_that_computes_something_else_is_caught_and_the_module_named(tiny, monkeypatch, module, fault, said):
     fake_gpu(monkeypatch, module, fault)
     found = parity.check(CLIP(tiny), some_batch(8), Plan("mps"))
     assert not found
@@ -162,10 +160,7 @@ def test_a_run_on_a_wrong_device_falls_back_and_says_so(tiny_run, monkeypatch, t
     assert trained(config, tmp_path / "r", console=console).finished
     machine = runs.Run(tmp_path / "r").read("machine.json")
     assert machine["device"] == "cpu"
-    assert (
-        "mps is not trusted: the gradient that comes back through text.blocks.1.mlp.activation"
-        in machine["why"]
-    )
+    assert "mps is not trusted: the gradient that comes back through text.blocks.1.mlp.activation" in machine["why"]
     assert any("The CPU is used instead" in warning for warning in console.warnings)
 
 

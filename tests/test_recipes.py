@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_field import text_folder, vision_file
+from test_pretrained import text_folder, vision_file
 
 import m1clip
 from m1clip import cli
@@ -26,8 +26,8 @@ from m1clip.model.clip import CLIP, load
 from m1clip.training import init, recipes
 from m1clip.training.features import encoded
 from m1clip.training.recipes import Estimate
-from m1clip.training.setup import check
-from trained import Quiet, trained
+from m1clip.training.setup import prepare
+from helpers import QuietConsole, train_run
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def known(tiny, tmp_path) -> Path:
 
 @pytest.fixture
 def start(tiny_run, known) -> TrainConfig:
-    return replace(tiny_run, init=str(known), lr=1e-2, crop=0.6, save_steps=1, log_every=1)
+    return replace(tiny_run, init=str(known), lr=1e-2, crop_scale=0.6, save_every="1", log_every=1)
 
 
 @pytest.fixture
@@ -51,9 +51,9 @@ def borrowed(tiny_run, tmp_path) -> TrainConfig:
     weights = vision_file(tmp_path / "w.safetensors")
     text = text_folder(tmp_path / "bert")
     config = replace(tiny_run, vision="timm:test_vit", vision_weights=str(weights), text=f"hf:{text}")
-    model = replace(config.model, embed=24, head="mlp", inside=16)
+    model = replace(config.model, embed_dim=24, head="mlp", inside=16)
     return replace(
-        config, model=model, lr=1e-2, crop=0.6, save_steps=1, log_every=1, recipe="frozen", head_dropout=0.3
+        config, model=model, lr=1e-2, crop_scale=0.6, save_every="1", log_every=1, recipe="frozen", head_dropout=0.3
     )
 
 
@@ -86,13 +86,13 @@ def moved(run: Path) -> set[str]:
 )
 def test_only_what_a_recipe_lets_learn_moves(changes, want, start, tmp_path):
     config = replace(start, **changes)
-    assert trained(config, tmp_path / "r").finished
+    assert train_run(config, tmp_path / "r").finished
     assert moved(tmp_path / "r") == want
     assert m1clip.load(tmp_path / "r").encode_text("a red circle").shape == (1, 24)
 
 
 def test_unfreeze_lets_the_last_layers_learn(start, tmp_path):
-    trained(replace(start, recipe="full", unfreeze=1), tmp_path / "r")
+    train_run(replace(start, recipe="full", unfreeze=1), tmp_path / "r")
     before, after = weights_of(tmp_path / "r", "start"), weights_of(tmp_path / "r")
     still = [name for name in before if torch.equal(before[name], after[name])]
     assert any("vision.blocks.0." in name for name in still)
@@ -104,22 +104,22 @@ def test_unfreeze_lets_the_last_layers_learn(start, tmp_path):
 @pytest.mark.parametrize("recipe", ["locked", "lora", "full"])
 @pytest.mark.parametrize("more", [{}, {"ema": 0.9}])
 def test_a_run_of_any_recipe_resumes_exactly(recipe, more, start, tmp_path):
-    config = replace(start, recipe=recipe, dropout=0.0 if recipe == "lora" else 0.2, **more)
-    trained(config, tmp_path / "whole")
-    assert not trained(config, tmp_path / "parts", stop_at=3).finished
-    assert trained(from_json(TrainConfig, tmp_path / "parts" / "config.json"), tmp_path / "parts").finished
+    config = replace(start, recipe=recipe if recipe == "lora" else 0.2, **more)
+    train_run(config, tmp_path / "whole")
+    assert not train_run(config, tmp_path / "parts", stop_at=3).finished
+    assert train_run(from_json(TrainConfig, tmp_path / "parts" / "config.json"), tmp_path / "parts").finished
     whole, parts = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 def test_borrowed_towers_resume_exactly_without_their_files(borrowed, tmp_path):
-    trained(borrowed, tmp_path / "whole")
-    trained(borrowed, tmp_path / "parts", stop_at=3)
+    train_run(borrowed, tmp_path / "whole")
+    train_run(borrowed, tmp_path / "parts", stop_at=3)
     (tmp_path / "bert").rename(tmp_path / "gone")
     (tmp_path / "w.safetensors").unlink()
     config = from_json(TrainConfig, tmp_path / "parts" / "config.json")
     assert config.freeze == "both"
-    assert trained(config, tmp_path / "parts").finished
+    assert train_run(config, tmp_path / "parts").finished
     whole, parts = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert moved(tmp_path / "whole") == HEADS
@@ -127,27 +127,27 @@ def test_borrowed_towers_resume_exactly_without_their_files(borrowed, tmp_path):
 
 @pytest.mark.parametrize("recipe", ["lora", "full"])
 def test_borrowed_towers_learn_too(recipe, borrowed, tmp_path):
-    assert trained(replace(borrowed, recipe=recipe, dropout=0.0), tmp_path / "r").finished
+    assert train_run(replace(borrowed, recipe=recipe), tmp_path / "r").finished
     assert {"vision", "text"} < moved(tmp_path / "r")
 
 
 def test_one_borrowed_tower_and_one_of_ours(borrowed, tmp_path):
-    trained(replace(borrowed, text="", dropout=0.0), tmp_path / "r")
+    train_run(replace(borrowed, text=""), tmp_path / "r")
     assert moved(tmp_path / "r") == {*HEADS, "text"}
 
 
 def test_a_divided_batch_learns_the_same_with_adapters(start, tmp_path):
     config = replace(start, recipe="lora")
-    trained(config, tmp_path / "whole")
-    trained(replace(config, chunk=4), tmp_path / "parts")
+    train_run(config, tmp_path / "whole")
+    train_run(replace(config, chunk=4), tmp_path / "parts")
     whole, parts = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts")
     assert all((whole[name] - parts[name]).abs().max() < 1e-4 for name in whole)
 
 
 def test_adapters_kept_apart_come_to_the_same(start, tmp_path):
     config = replace(start, recipe="lora")
-    trained(config, tmp_path / "merged")
-    trained(replace(config, apart=True), tmp_path / "apart")
+    train_run(config, tmp_path / "merged")
+    train_run(replace(config, apart=True), tmp_path / "apart")
     assert (tmp_path / "apart" / "model" / "adapter.safetensors").is_file()
     base, first = weights_of(tmp_path / "apart"), weights_of(tmp_path / "apart", "start")
     assert torch.equal(base["vision.blocks.0.attn.qkv.weight"], first["vision.blocks.0.attn.qkv.weight"])
@@ -156,7 +156,7 @@ def test_adapters_kept_apart_come_to_the_same(start, tmp_path):
 
 
 def test_adapters_of_attention_alone(start, tmp_path):
-    trained(replace(start, recipe="lora", adapt="attention"), tmp_path / "r")
+    train_run(replace(start, recipe="lora", adapt="attention"), tmp_path / "r")
     before, after = weights_of(tmp_path / "r", "start"), weights_of(tmp_path / "r")
     still = {name for name in before if torch.equal(before[name], after[name])}
     assert "vision.blocks.0.mlp.wide.weight" in still
@@ -165,8 +165,8 @@ def test_adapters_of_attention_alone(start, tmp_path):
 
 def test_between_the_start_and_what_was_learned(start, tmp_path):
     config = replace(start, recipe="full")
-    trained(config, tmp_path / "far")
-    trained(replace(config, wise_ft=0.25), tmp_path / "near")
+    train_run(config, tmp_path / "far")
+    train_run(replace(config, wise_ft=0.25), tmp_path / "near")
     first, last, near = (
         weights_of(tmp_path / "far", "start"),
         weights_of(tmp_path / "far"),
@@ -188,10 +188,10 @@ def test_features_are_those_of_the_towers(start):
     config, found = init.find(config, None)
     data = open_splits(config, 32, 40)
     model = init.begin(config, found, found.tokenizer)
-    made = encoded(model, data.train, config, ("vision", "text"), 2, Quiet().working)
+    made = encoded(model, data.train, config, ("vision", "text"), 2, QuietConsole().working)
     assert len(made.views) == 2
     pixels = data.val  # of the size that the tower sees
-    seen = encoded(model, pixels, config, ("vision", "text"), 1, Quiet().working)
+    seen = encoded(model, pixels, config, ("vision", "text"), 1, QuietConsole().working)
     with torch.no_grad():
         want = model.vision(model.normalize(torch.from_numpy(pixels.take(np.arange(5))[1])))
         assert np.allclose(seen.views[0][:5], want.numpy(), atol=2e-3, rtol=2e-3)
@@ -199,7 +199,7 @@ def test_features_are_those_of_the_towers(start):
         assert np.allclose(made.of_captions(made.start_N[7:8]), said.numpy(), atol=2e-3, rtol=2e-3)
     assert not np.allclose(made.views[0], made.views[1])
     batches = BatchStream(data.train, model.tokenize, 16, 0, 32, features=made)
-    one, two = batches.at(3), batches.at(3)
+    one, two = batches.batch(3), batches.batch(3)
     assert torch.equal(one.images_BHWC, two.images_BHWC)
     assert one.images_BHWC.shape == (16, 32)
 
@@ -223,8 +223,8 @@ def told(self, missing, made, progress):
 row_store.Store._write = told
 sys.path.insert(0, sys.argv[3])
 from pathlib import Path
-from trained import trained
-trained(from_json(TrainConfig, Path(sys.argv[1])), Path(sys.argv[2]))
+from helpers import train_run
+train_run(from_json(TrainConfig, Path(sys.argv[1])), Path(sys.argv[2]))
 """
 
 
@@ -239,9 +239,7 @@ def test_encoding_that_is_killed_goes_on_where_it_was(start, tmp_path):
         return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
 
     child = run("killed")
-    lines = [
-        line for line in (child.stdout.readline() for _ in range(3000)) if line.startswith("made features")
-    ]
+    lines = [line for line in (child.stdout.readline() for _ in range(3000)) if line.startswith("made features")]
     child.wait()
     whole = len(lines)
     for path in (tmp_path / "cache").glob("features-*"):
@@ -263,15 +261,15 @@ def test_encoding_that_is_killed_goes_on_where_it_was(start, tmp_path):
 
 def test_features_of_other_weights_are_not_taken(start, known, tmp_path):
     config = replace(start, recipe="frozen")
-    trained(config, tmp_path / "one")
+    train_run(config, tmp_path / "one")
     cache = Path(os.environ["M1CLIP_CACHE"])
     before = set(cache.glob("features-*"))
-    trained(replace(config, seed=config.seed), tmp_path / "two")
+    train_run(replace(config, seed=config.seed), tmp_path / "two")
     assert set(cache.glob("features-*")) == before
     model = load(known)
     model.vision.position.data += 0.1
     model.save(known)
-    trained(config, tmp_path / "three")
+    train_run(config, tmp_path / "three")
     assert len(set(cache.glob("features-*")) - before) == 1 + config.views
 
 
@@ -327,20 +325,16 @@ def test_locked_then_unfrozen_is_one_command(known, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = verb.parse("m1clip train", words_of(known, "--epochs 2 --recipe locked --unfreeze 1"))
     assert verb.main(args) == 0
-    first, second = (
-        from_json(TrainConfig, tmp_path / "runs" / name / "config.json") for name in ("r", "r-unfrozen")
-    )
+    first, second = (from_json(TrainConfig, tmp_path / "runs" / name / "config.json") for name in ("r", "r-unfrozen"))
     assert (first.recipe, second.recipe, second.unfreeze) == ("locked", "full", 1)
     assert {"vision", "text"} < moved(tmp_path / "runs" / "r-unfrozen")
 
 
 def test_a_shape_is_no_wish_one_can_have_of_a_model_that_is_there(capsys):
     for flag in ("--model.text.encoder=bag", "--model.embed-dim=64"):
-        assert cli.run(["train", "--init", "some.pt", flag]) == 2
+        assert cli.run_command(["train", "--init", "some.pt", flag]) == 2
         assert flag.partition("=")[0] in capsys.readouterr().err
-    assert (
-        verb.parse("m1clip train", ["--init", "some.pt", "--model.head", "mlp"]).training.model.head == "mlp"
-    )
+    assert verb.parse("m1clip train", ["--init", "some.pt", "--model.head", "mlp"]).training.model.head == "mlp"
 
 
 def test_without_a_start_nothing_has_changed():
@@ -359,7 +353,7 @@ def test_without_a_start_nothing_has_changed():
 )
 def test_what_does_not_go_together(changes, told, start, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError), match=told):
-        check(replace(start, **changes), tmp_path / "runs", None, Quiet())
+        check(replace(start, **changes), tmp_path / "runs", None, QuietConsole())
 
 
 @pytest.mark.parametrize(
@@ -405,7 +399,7 @@ def test_a_damaged_start_is_a_sentence_on_the_command_line(known, tmp_path):
 
 
 def test_the_result_is_an_ordinary_model_and_telemetry_is_complete(borrowed, tmp_path):
-    trained(borrowed, tmp_path / "r")
+    train_run(borrowed, tmp_path / "r")
     run = runs.Run(tmp_path / "r")
     steps = list(run.records("step"))
     assert [row["step"] for row in steps] == [*range(1, 9)]
@@ -418,11 +412,11 @@ def test_the_result_is_an_ordinary_model_and_telemetry_is_complete(borrowed, tmp
 
 def test_the_activation_is_part_of_a_feature_s_name(start, known, tmp_path):
     cache = Path(os.environ["M1CLIP_CACHE"])
-    trained(replace(start, recipe="frozen"), tmp_path / "one")
+    train_run(replace(start, recipe="frozen"), tmp_path / "one")
     before = set(cache.glob("features-*"))
     config = json.loads((known / "config.json").read_text())
     (known / "config.json").write_text(json.dumps({**config, "activation": "quick_gelu"}))
-    trained(replace(start, recipe="frozen"), tmp_path / "two")
+    train_run(replace(start, recipe="frozen"), tmp_path / "two")
     assert set(cache.glob("features-*")) - before
 
 
@@ -453,13 +447,13 @@ def test_a_second_stage_keeps_flags_and_is_never_a_stale_one(known, tmp_path, mo
 
 def test_a_tower_without_weights_is_not_locked(borrowed, tmp_path):
     config = replace(borrowed, vision_weights="none", head_dropout=0.0)
-    trained(config, tmp_path / "r")
+    train_run(config, tmp_path / "r")
     assert moved(tmp_path / "r") == {*HEADS, "vision"}
-    trained(config, tmp_path / "again")
+    train_run(config, tmp_path / "again")
     one, other = weights_of(tmp_path / "r", "start"), weights_of(tmp_path / "again", "start")
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_wise_ft_of_nothing_is_refused_at_once(tiny_run, tmp_path):
     with pytest.raises(ValueError, match="--wise-ft"):
-        check(replace(tiny_run, wise_ft=0.5), tmp_path / "runs", None, Quiet())
+        check(replace(tiny_run, wise_ft=0.5), tmp_path / "runs", None, QuietConsole())

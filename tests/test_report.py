@@ -32,9 +32,7 @@ def two(tmp_path_factory, own_cache):
 @pytest.fixture(scope="module")
 def written(two):
     assert command(["report", "a", "--runs", str(two)]) == 0
-    return (two / "a" / "report" / "report.md").read_text(), (
-        two / "a" / "report" / "report.html"
-    ).read_text()
+    return (two / "a" / "report" / "report.md").read_text(), (two / "a" / "report" / "report.html").read_text()
 
 
 def lines_of(folder):
@@ -84,9 +82,7 @@ def test_negatives_by_difficulty_are_told_with_their_definition_and_chance(two, 
     rows = table_under(written[0], "Accuracy by difficulty of the negative")
     found = {row[0]: row for row in rows[1:]}
     for name in ("easy", "medium", "hard"):
-        assert float(found[name][4].rstrip(" %")) == pytest.approx(
-            100 * last["negatives"][name]["pairwise"], abs=0.06
-        )
+        assert float(found[name][4].rstrip(" %")) == pytest.approx(100 * last["negatives"][name]["pairwise"], abs=0.06)
     assert found["chance"][3] == "50.0 %"
     assert "tf-idf" in written[0]
 

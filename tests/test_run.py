@@ -8,9 +8,9 @@ from m1clip.run import Run
 
 
 def made(path) -> Run:
-    run = runs.create(path.parent, path.name, "nano", overwrite=False)
+    run = runs.create_run(path.parent, path.name, "nano", overwrite=False)
     run.write("config.json", {"epochs": 1})
-    run.status("running", 0)
+    run.write_status("running", 0)
     return run
 
 
@@ -26,23 +26,23 @@ def test_records_come_back_and_a_cut_line_is_passed_over(tmp_path):
 
 
 def test_new_runs_are_numbered(tmp_path):
-    assert runs.new_path(tmp_path, None, "nano", overwrite=False).name == "nano-1"
+    assert runs.new_run_path(tmp_path, None, "nano", overwrite=False).name == "nano-1"
     for name in ("nano-2", "nano-10", "nano-x", "nano-tiny-50"):
         made(tmp_path / name)
-    assert runs.new_path(tmp_path, None, "nano", overwrite=False).name == "nano-11"
+    assert runs.new_run_path(tmp_path, None, "nano", overwrite=False).name == "nano-11"
 
 
 def test_an_existing_run_is_refused_with_the_ways_out(tmp_path):
     made(tmp_path / "mine")
     with pytest.raises(FileExistsError, match=r"--resume continues it, --overwrite deletes it"):
-        runs.new_path(tmp_path, "mine", "nano", overwrite=False)
-    runs.create(tmp_path, "mine", "nano", overwrite=True)
+        runs.new_run_path(tmp_path, "mine", "nano", overwrite=False)
+    runs.create_run(tmp_path, "mine", "nano", overwrite=True)
     assert not list((tmp_path / "mine").iterdir())
 
 
 def test_an_empty_folder_may_become_a_run(tmp_path):
     (tmp_path / "mine").mkdir()
-    assert runs.create(tmp_path, "mine", "nano", overwrite=False).path == tmp_path / "mine"
+    assert runs.create_run(tmp_path, "mine", "nano", overwrite=False).path == tmp_path / "mine"
 
 
 def test_a_number_taken_meanwhile_is_not_taken_twice(tmp_path, monkeypatch):
@@ -50,7 +50,7 @@ def test_a_number_taken_meanwhile_is_not_taken_twice(tmp_path, monkeypatch):
     names = iter(("nano-1", "nano-2"))
     monkeypatch.setattr(runs, "new_path", lambda *a: tmp_path / next(names))
     monkeypatch.setattr(runs, "is_run", lambda path: False)  # as it was when the number was chosen
-    assert runs.create(tmp_path, None, "nano", overwrite=False).name == "nano-2"
+    assert runs.create_run(tmp_path, None, "nano", overwrite=False).name == "nano-2"
     assert (tmp_path / "nano-1" / "config.json").exists()
 
 
@@ -74,7 +74,7 @@ def test_fresh_never_deletes_what_is_not_a_run(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").touch()
     with pytest.raises(FileExistsError, match="not a run"):
-        runs.new_path(tmp_path, "photos", "nano", overwrite=True)
+        runs.new_run_path(tmp_path, "photos", "nano", overwrite=True)
 
 
 def test_the_newest_run_is_the_default(tmp_path):
@@ -90,8 +90,8 @@ def test_the_newest_run_is_the_default(tmp_path):
 
 def test_an_error_is_written_in_the_status_and_goes_on(tmp_path):
     run = made(tmp_path / "r")
-    run.status("running", 7)
-    with pytest.raises(RuntimeError), run.owned():
+    run.write_status("running", 7)
+    with pytest.raises(RuntimeError), run.locked():
         raise RuntimeError("the disk is full")
     status = json.loads((run.path / "status.json").read_text())
     assert (status["state"], status["reason"], status["step"]) == ("failed", "the disk is full", 7)
@@ -99,7 +99,7 @@ def test_an_error_is_written_in_the_status_and_goes_on(tmp_path):
 
 def test_a_full_disk_is_told_with_its_place(tmp_path):
     run = made(tmp_path / "r")
-    with pytest.raises(OSError, match="No space left") as caught, run.owned():
+    with pytest.raises(OSError, match="No space left") as caught, run.locked():
         raise OSError(28, "No space left on device")
     assert caught.value.filename == str(run.path)
 
@@ -117,7 +117,7 @@ def test_what_a_full_disk_refuses_of_the_log_follows_when_there_is_room(tmp_path
 
     monkeypatch.setattr(os, "write", small)
     run.log("step", 2)
-    run.status("running", 2)
+    run.write_status("running", 2)
     run.log("step", 3)
     assert [record["step"] for record in run.records()] == [1]
     assert (run.path / "metrics.jsonl").read_bytes().endswith(b"\n")  # never half a line
@@ -133,7 +133,7 @@ def test_rewinding_forgets_what_will_be_done_again_and_mends_a_cut_line(tmp_path
     run.log("event", 3, event="skipped")
     with open(run.path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "step", "st')
-    run.rewind(2)
+    run.truncate_log(2)
     run.log("step", 3)
     assert [(one["kind"], one["step"]) for one in run.records()] == [
         *(("step", 1), ("step", 2), ("event", 3), ("step", 3))
@@ -142,13 +142,13 @@ def test_rewinding_forgets_what_will_be_done_again_and_mends_a_cut_line(tmp_path
 
 def test_a_run_that_says_it_runs_and_has_no_process_is_dead(tmp_path):
     run = made(tmp_path / "r")
-    assert run.state()["state"] == "dead"
-    with run.owned():
-        assert Run(run.path).state()["state"] == "running"
-    run.status("finished", 9)
-    assert run.state()["state"] == "finished"
+    assert run.read_status()["state"] == "dead"
+    with run.locked():
+        assert Run(run.path).read_status()["state"] == "running"
+    run.write_status("finished", 9)
+    assert run.read_status()["state"] == "finished"
     (run.path / "status.json").write_text("{")
-    assert run.state()["state"] == "unknown"
+    assert run.read_status()["state"] == "unknown"
 
 
 def test_what_a_killed_process_left_is_swept_and_what_it_moved_is_put_back(tmp_path):
@@ -158,7 +158,7 @@ def test_what_a_killed_process_left_is_swept_and_what_it_moved_is_put_back(tmp_p
     (run.path / ".status.json.77").touch()
     (run.path / ".kept").touch()
     (run.path / ".model.77.old" / "weights").touch()
-    with run.owned():
+    with run.locked():
         pass
     assert {path.name for path in run.path.iterdir()} == {
         *("config.json", "status.json", "model", "checkpoints", ".kept")
@@ -169,12 +169,12 @@ def test_what_a_killed_process_left_is_swept_and_what_it_moved_is_put_back(tmp_p
 
 def test_a_run_has_one_owner(tmp_path):
     run = made(tmp_path / "r")
-    with run.owned():
-        with pytest.raises(RuntimeError, match="another process"), Run(run.path).owned():
+    with run.locked():
+        with pytest.raises(RuntimeError, match="another process"), Run(run.path).locked():
             pass
         with pytest.raises(FileExistsError, match="another process"):
-            runs.new_path(tmp_path, "r", "nano", overwrite=True)
-    with run.owned():
+            runs.new_run_path(tmp_path, "r", "nano", overwrite=True)
+    with run.locked():
         pass
 
 

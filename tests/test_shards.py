@@ -51,11 +51,7 @@ def test_captions_in_json_and_names_with_folders_and_dots(tmp_path):
 
 
 def test_what_a_mac_adds_is_passed_over_and_a_key_that_comes_twice_is_two_pairs(tmp_path):
-    members = {
-        name: data
-        for key, value in pairs(0, 3).items()
-        for name, data in ((f"._{key}", b"mac"), (key, value))
-    }
+    members = {name: data for key, value in pairs(0, 3).items() for name, data in ((f"._{key}", b"mac"), (key, value))}
     assert not opened(tar(tmp_path / "mac.tar", members), val_size=1).faults
     twice = tmp_path / "twice.tar"
     with tarfile.open(twice, "w") as file:
@@ -115,9 +111,7 @@ def test_a_hostile_shard_is_refused(tmp_path, words):
         opened(tmp_path / "s.tar")
 
 
-@pytest.mark.parametrize(
-    ("size", "first"), [(-512, False), (-5, False), (-1024, False), (-512, True), (-1024, True)]
-)
+@pytest.mark.parametrize(("size", "first"), [(-512, False), (-5, False), (-1024, False), (-512, True), (-1024, True)])
 def test_a_member_with_less_than_no_bytes_is_refused(tmp_path, size, first):
     """Such a size once sent tarfile back to where it had been, for ever (CVE-2025-8194)."""
     path = tar(tmp_path / "s.tar", pairs(0, 2))
@@ -159,9 +153,7 @@ def test_links_that_leave_the_folder_are_refused_unless_asked_for(tmp_path):
     table.unlink()
     os.symlink(tmp_path / "set", tmp_path / "set" / "circle")
     os.symlink(tmp_path / "set", tmp_path / "set" / "cat" / "circle")
-    assert {"cat/out.jpg", "dog/0001.jpg"} <= listed(
-        opened(tmp_path / "set", val_size=1, allow=("links",))
-    ).keys()
+    assert {"cat/out.jpg", "dog/0001.jpg"} <= listed(opened(tmp_path / "set", val_size=1, allow=("links",))).keys()
 
 
 @pytest.fixture

@@ -102,9 +102,7 @@ def test_tables_of_many_dialects(tmp_path, name):
 def test_columns_can_be_said(tmp_path):
     images = photos(tmp_path, 2)
     table = tmp_path / "t.csv"
-    table.write_text(
-        f"image,thumb,caption,alt\n{images[0]},{images[1]},long,short\n{images[1]},{images[0]},l2,s2\n"
-    )
+    table.write_text(f"image,thumb,caption,alt\n{images[0]},{images[1]},long,short\n{images[1]},{images[0]},l2,s2\n")
     source = opened(table, val_size=1, image_column="thumb", caption_column="alt")
     assert listed(source) == {images[1]: ["short"], images[0]: ["s2"]}
     with pytest.raises(ValueError, match="no column 'nope'; it has 'thumb', 'caption', 'alt'"):
@@ -123,9 +121,7 @@ def test_several_captions_as_repeated_rows_lists_or_numbered_columns(tmp_path):
     assert listed(opened(repeated, val_size=1)) == {a: ["one", "three", "four"], b: ["two"], c: ["x"]}
     lists = tmp_path / "lists.jsonl"
     lists.write_text(
-        json.dumps({"image": a, "captions": ["one", "three"]})
-        + "\n"
-        + json.dumps({"image": b, "captions": ["two"]})
+        json.dumps({"image": a, "captions": ["one", "three"]}) + "\n" + json.dumps({"image": b, "captions": ["two"]})
     )
     assert listed(opened(lists, val_size=1)) == {a: ["one", "three"], b: ["two"]}
     written = tmp_path / "written.csv"
@@ -197,9 +193,7 @@ def test_faults_are_counted_against_what_they_cost(tmp_path):
 def test_broken_json_lines_are_named(tmp_path):
     images = photos(tmp_path, 4)
     lines = [json.dumps({"image": name, "caption": f"scene {i}"}).encode() for i, name in enumerate(images)]
-    (tmp_path / "t.jsonl").write_bytes(
-        b"\n".join([lines[0], lines[1][:20], b"[1]", b'{"image": "\xff"}', *lines[2:]])
-    )
+    (tmp_path / "t.jsonl").write_bytes(b"\n".join([lines[0], lines[1][:20], b"[1]", b'{"image": "\xff"}', *lines[2:]]))
     assert found(opened(tmp_path / "t.jsonl", val_size=1)) == {
         ("broken line", "t.jsonl line 2"),
         ("broken line", "t.jsonl line 3"),
@@ -391,9 +385,7 @@ def test_folders_of_known_sets_are_recognized_and_generic_names_are_no_labels(tm
     some = photos(tmp_path / "flickr" / "images", 4)
     with pytest.raises(ValueError, match="has images but no captions"):
         opened(tmp_path / "flickr")
-    (tmp_path / "flickr" / "captions.txt").write_text(
-        "image,caption\n" + "\n".join(f"{n},scene {n}" for n in some)
-    )
+    (tmp_path / "flickr" / "captions.txt").write_text("image,caption\n" + "\n".join(f"{n},scene {n}" for n in some))
     assert listed(opened(tmp_path / "flickr", val_size=1))["0001.jpg"] == ["scene 0001.jpg"]
     some = photos(tmp_path / "coco" / "train2014", 4)
     (tmp_path / "coco" / "annotations").mkdir()
@@ -408,9 +400,7 @@ def test_what_users_write_by_hand(tmp_path):
         (tmp_path / "set" / "images" / f"plain{i}").write_bytes(jpeg(i))
     tables = tmp_path / "set" / "annotations"
     tables.mkdir()
-    (tables / "slash.csv").write_text(
-        "image,caption\n" + "\n".join(f"images\\000{i}.jpg,scene {i}" for i in range(4))
-    )
+    (tables / "slash.csv").write_text("image,caption\n" + "\n".join(f"images\\000{i}.jpg,scene {i}" for i in range(4)))
     (tables / "bare.csv").write_text("image,caption\n" + "\n".join(f"plain{i},scene {i}" for i in range(4)))
     (tables / "wide.csv").write_text(
         "image\tcaption\n" + "\n".join(f"000{i}.jpg\tscene, {i}" for i in range(4)), "utf-16"

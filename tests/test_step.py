@@ -12,16 +12,16 @@ from m1clip.model.clip import CLIP
 from m1clip.training.optim import Muon, make_optimizers
 from m1clip.training.state import TrainState
 from m1clip.training.step import STATS, embed_captions, train_step
-from trained import some_batch, some_state
+from helpers import random_pairs, make_state
 
 
 def config_of(tiny, loss: str = "softmax", **changes) -> TrainConfig:
-    return TrainConfig(model=replace(tiny, loss=loss), batch=12, grad_clip=1e9, **changes)
+    return TrainConfig(model=replace(tiny, loss=loss), batch_size=12, grad_clip=1e9, **changes)
 
 
 def gradients(config: TrainConfig, chunk: int, duplicate_BB=None) -> dict[str, torch.Tensor]:
-    state = some_state(config, chunk)
-    train_step(state, some_batch(12, duplicate_BB=duplicate_BB))
+    state = make_state(config, chunk)
+    train_step(state, random_pairs(12, duplicate_BB=duplicate_BB))
     return {name: weight.grad for name, weight in state.weights.items()}
 
 
@@ -34,10 +34,10 @@ def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
 def test_a_divided_batch_gives_the_gradients_of_the_whole(tiny, loss, chunk, grad_checkpointing):
     """With dropout and dropped tokens: noise belongs to the rows, so all passes see the same."""
-    noisy = config_of(tiny, loss, dropout=0.3, patch_dropout=0.5, label_smoothing=0.1)
+    noisy = config_of(tiny, loss, patch_dropout=0.5, label_smoothing=0.1)
     whole = gradients(noisy, chunk=12)
     assert furthest(gradients(replace(noisy, grad_checkpointing=grad_checkpointing), chunk), whole) < 2e-5
-    without = gradients(replace(noisy, dropout=0.0, patch_dropout=0.0), chunk=12)
+    without = gradients(replace(noisy, patch_dropout=0.0), chunk=12)
     assert furthest(without, whole) > 1e-2  # the noise was really there
 
 
@@ -51,20 +51,20 @@ def test_duplicates_are_masked_in_a_divided_batch_too(tiny):
 
 def told_thrice(batch: Batch) -> Batch:
     """The same images with three captions each."""
-    others = [some_batch(len(batch), seed).tokens_BL for seed in (8, 9)]
+    others = [random_pairs(len(batch), seed).tokens_BL for seed in (8, 9)]
     return replace(batch, tokens_BL=torch.stack([batch.tokens_BL, *others], dim=1))
 
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
 def test_several_captions_of_a_image_are_the_mean_of_their_losses(tiny, loss):
-    config, batch = config_of(tiny, loss), told_thrice(some_batch(12))
+    config, batch = config_of(tiny, loss), told_thrice(random_pairs(12))
     apart: dict[str, list[torch.Tensor]] = {}
     for k in range(3):
-        state = some_state(config)
+        state = make_state(config)
         train_step(state, replace(batch, tokens_BL=batch.tokens_BL[:, k]))
         for name, weight in state.weights.items():
             apart.setdefault(name, []).append(weight.grad)
-    state = some_state(config)
+    state = make_state(config)
     train_step(state, batch)
     mean = {name: torch.stack(grads).mean(0) for name, grads in apart.items()}
     assert furthest({name: weight.grad for name, weight in state.weights.items()}, mean) < 1e-5
@@ -74,36 +74,36 @@ def test_several_captions_of_a_image_are_the_mean_of_their_losses(tiny, loss):
 def test_several_captions_in_a_divided_batch(tiny, chunk):
     found = []
     for size in (12, chunk):
-        state = some_state(config_of(tiny, dropout=0.3), size)
-        train_step(state, told_thrice(some_batch(12)))
+        state = make_state(config_of(tiny), size)
+        train_step(state, told_thrice(random_pairs(12)))
         found.append({name: weight.grad for name, weight in state.weights.items()})
     assert furthest(*found) < 1e-5
 
 
 def test_captions_of_one_image_have_noise_of_their_own(tiny):
-    state = some_state(config_of(tiny, dropout=0.3))
-    batch = some_batch(12)
+    state = make_state(config_of(tiny))
+    batch = random_pairs(12)
     same_BKL = batch.tokens_BL[:, None].repeat(1, 2, 1)
     text_BKE = embed_captions(state, replace(batch, tokens_BL=same_BKL))
     assert (text_BKE[:, 0] - text_BKE[:, 1]).abs().amax(1).min() > 1e-3
 
 
 def test_recomputing_alone_changes_no_bit(tiny):
-    noisy = config_of(tiny, dropout=0.2)
+    noisy = config_of(tiny)
     assert furthest(gradients(noisy, 12), gradients(replace(noisy, grad_checkpointing=True), 12)) == 0
 
 
 def one_step(config: TrainConfig, optimizer=None) -> tuple[TrainState, dict[str, float]]:
-    state = some_state(config)
+    state = make_state(config)
     if optimizer:
         state.optimizers = [optimizer(state.model.parameters())]
-    stats = train_step(state, some_batch(12))[0]
+    stats = train_step(state, random_pairs(12))[0]
     return state, dict(zip(STATS, stats.tolist(), strict=True))
 
 
 def test_a_step_moves_no_further_than_the_clipped_gradient_allows(tiny):
     config = replace(config_of(tiny), grad_clip=0.01)
-    before = some_state(config).weights
+    before = make_state(config).weights
     state, stats = one_step(config, lambda weights: torch.optim.SGD(weights, lr=1.0, fused=True))
     moved = torch.cat([(state.weights[name] - before[name]).flatten() for name in before])
     assert stats["grad_norm"] > 1  # what is reported is the length before the cut
@@ -111,17 +111,17 @@ def test_a_step_moves_no_further_than_the_clipped_gradient_allows(tiny):
 
 
 def test_a_step_clamps_the_temperature(tiny):
-    state = some_state(config_of(tiny))
+    state = make_state(config_of(tiny))
     state.model.logit_scale.data.fill_(6.0)
-    stats = train_step(state, some_batch(12))[0]
+    stats = train_step(state, random_pairs(12))[0]
     assert stats[STATS.index("temperature")].item() == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_batch_that_is_not_finite_moves_nothing_and_says_so(tiny, optimizer):
-    state = some_state(config_of(tiny, optimizer=optimizer, ema=0.9))
-    train_step(state, some_batch(12))
-    batch = some_batch(12, seed=2)
+    state = make_state(config_of(tiny, optimizer=optimizer, ema=0.9))
+    train_step(state, random_pairs(12))
+    batch = random_pairs(12, seed=2)
     nonsense = replace(batch, images_BHWC=batch.images_BHWC.float().fill_(float("nan")))
     before = {name: tensor.clone() for name, tensor in everything(state).items()}
     stats = train_step(state, nonsense)[0]
@@ -130,16 +130,16 @@ def test_a_batch_that_is_not_finite_moves_nothing_and_says_so(tiny, optimizer):
 
 
 def everything(state: TrainState) -> dict[str, torch.Tensor]:
-    mean = {f"mean of {name}": tensor for name, tensor in state.mean.items()}
+    mean = {f"mean of {name}": tensor for name, tensor in state.ema.items()}
     return {**state.tensors(), **mean}
 
 
 def test_the_mean_of_the_weights_is_scored_and_the_moving_ones_go_on(tiny):
-    state = some_state(config_of(tiny, ema=0.5))
+    state = make_state(config_of(tiny, ema=0.5))
     start = state.weights["text_projection.weight"].detach().clone()
-    train_step(state, some_batch(12))
+    train_step(state, random_pairs(12))
     moving = state.weights["text_projection.weight"].detach().clone()
-    with state.averaged() as model:
+    with state.averaged_model() as model:
         mean = model.text_projection.weight.detach().clone()
     memory = 2 / 11  # of the first step, where there is little to remember
     assert torch.allclose(mean, memory * start + (1 - memory) * moving, atol=1e-6)
@@ -187,7 +187,7 @@ def test_rates_fall_layer_by_layer_towards_the_pixels(tiny):
     model = CLIP(tiny)
     names = {id(weight): name for name, weight in model.named_parameters()}
     state = TrainState(model, config_of(tiny, layer_decay=0.5))
-    state.set_rate(0.8)
+    state.set_lr(0.8)
     groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
     lr = {names[id(weight)]: group["lr"] for group in groups for weight in group["params"]}
     assert lr["vision_projection.weight"] == lr["vision.ln_post.weight"] == lr["logit_scale"] == 0.8
@@ -203,10 +203,7 @@ def test_noise_is_even_and_differs_by_row_salt_and_place():
     assert drawn.std().item() == pytest.approx(12**-0.5, abs=0.01)
     assert torch.equal(drawn[0], drawn[2])
     assert abs(torch.corrcoef(drawn[:2].flatten(1))[0, 1].item()) < 0.05
-    assert (
-        abs(torch.corrcoef(torch.stack([drawn[0], rng.uniform(key_B, 4, (100, 100))[0]]).flatten(1))[0, 1])
-        < 0.05
-    )
+    assert abs(torch.corrcoef(torch.stack([drawn[0], rng.uniform(key_B, 4, (100, 100))[0]]).flatten(1))[0, 1]) < 0.05
     assert len(drawn[0].unique()) > 9_990
 
 

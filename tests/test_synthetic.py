@@ -42,9 +42,7 @@ def test_no_two_scenes_say_the_same(split):
 
 def test_val_combinations_are_never_seen_in_training_whatever_the_seed():
     seen = {combination(SyntheticScenes(20000, seed=s).look(i)) for s in (0, 1) for i in range(20000)}
-    held = {
-        combination(SyntheticScenes(5000, seed=s, split="val").look(i)) for s in (0, 7) for i in range(5000)
-    }
+    held = {combination(SyntheticScenes(5000, seed=s, split="val").look(i)) for s in (0, 7) for i in range(5000)}
     assert not seen & held
     assert len(seen) + len(held) == len(scenes.COMBINATIONS)
 

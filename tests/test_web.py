@@ -74,9 +74,7 @@ def test_a_run_is_described_and_an_unknown_one_is_not_found(client):
     assert client.get("/api/run/nobody").status_code == 404
 
 
-@pytest.mark.parametrize(
-    "name", ["..", ".", "%2e%2e", "..%2foutside", "new%2f..%2f..%2foutside", "%5coutside", "%00"]
-)
+@pytest.mark.parametrize("name", ["..", ".", "%2e%2e", "..%2foutside", "new%2f..%2f..%2foutside", "%5coutside", "%00"])
 def test_no_name_leads_out_of_the_folder(folder, name):
     """Beside the folder that is served there is another run."""
     inner = folder / "inner"

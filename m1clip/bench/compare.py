@@ -49,9 +49,7 @@ class Contestant:
     @property
     def why(self) -> str:
         machine = self.run.read("machine.json")
-        return f"{machine['device']}: {machine['why']}" + (
-            f"; {machine['parity']}" if machine["parity"] else ""
-        )
+        return f"{machine['device']}: {machine['why']}" + (f"; {machine['parity']}" if machine["parity"] else "")
 
     def record(self, first: "Contestant") -> Row:
         """Flat; what could not be read is None."""
@@ -74,9 +72,7 @@ class Contestant:
             "high_ms": high,
             "pairs_per_s": 1e3 * self.run.read("config.json")["batch"] / middle,
             "speed": median(first.counted) / middle,
-            "peak_gb": max(
-                (max(look["peak_rss_gb"], look["device_gb"] or 0.0) for look in looks), default=None
-            ),
+            "peak_gb": max((max(look["peak_rss_gb"], look["device_gb"] or 0.0) for look in looks), default=None),
             "joules": joules,
             "watts": None if joules is None else joules / seconds,
             "last_loss": mean(losses[-10:]) if losses else None,

@@ -22,8 +22,7 @@ def lines_of(rows: Sequence[Row]) -> dict[Plan, list[Row]]:
     """The rows of each plan, by batch."""
     plans = dict.fromkeys(plan_of(row) for row in rows)
     return {
-        plan: sorted((row for row in rows if plan_of(row) == plan), key=lambda row: int(row["batch"]))
-        for plan in plans
+        plan: sorted((row for row in rows if plan_of(row) == plan), key=lambda row: int(row["batch"])) for plan in plans
     }
 
 
@@ -69,9 +68,7 @@ def ratios(rows: Sequence[Row], found: Sequence[Crossing], path: Path) -> Path:
         base = plan_of(mine[0])
         first = {row["time_plans"]: row["step_ms"] for row in mine if plan_of(row) == base}
         for plan, line in lines_of(mine).items():
-            line = [
-                row for row in line if row["time_plans"] in first
-            ]  # the plain plan may have failed in one
+            line = [row for row in line if row["time_plans"] in first]  # the plain plan may have failed in one
             speed = [first[row["time_plans"]] / row["step_ms"] for row in line]
             panel.plot([row["batch"] for row in line], speed, "o-", color=color[plan], ms=4, label=str(plan))
         for one in found:
@@ -99,9 +96,7 @@ def phases(rows: Sequence[Row], path: Path) -> Path:
     shown.sort(key=lambda row: (row["device"], row["parameters"], row["batch"]))
     figure, (panel,) = axes(1, 9.5, 1.6 + 0.3 * len(shown))
     many = len({row["device"] for row in shown}) > 1
-    names = [
-        f"{row['preset']}, batch {row['batch']}" + (f", {row['device']}" if many else "") for row in shown
-    ]
+    names = [f"{row['preset']}, batch {row['batch']}" + (f", {row['device']}" if many else "") for row in shown]
     left = np.zeros(len(shown))
     whole = np.array([sum(row["phases_ms"].values()) for row in shown])
     for phase, color in PHASES.items():
@@ -110,9 +105,7 @@ def phases(rows: Sequence[Row], path: Path) -> Path:
         part = np.array([row["phases_ms"].get(phase, 0.0) for row in shown]) / whole * 100
         bars = panel.barh(names, part, left=left, color=color, label=phase)
         words = [f"{value:.0f} %" if value >= 6 else "" for value in part]
-        panel.bar_label(
-            bars, words, label_type="center", fontsize=8, color="white" if phase == "backward" else "black"
-        )
+        panel.bar_label(bars, words, label_type="center", fontsize=8, color="white" if phase == "backward" else "black")
         left += part
     for number, row in enumerate(shown):
         panel.text(101, number, f"{row['step_ms']:,.0f} ms", va="center", fontsize=8)
@@ -155,9 +148,7 @@ def roofline(operations: Sequence[Row], steps: Sequence[Row], path: Path) -> Pat
 
 
 def draw_roofs(panel: Axes, peak: float, band: float) -> None:
-    panel.text(
-        2500, peak * 1.1, f"best product: {peak:,.0f} GFLOP/s", ha="right", fontsize=8, in_layout=False
-    )
+    panel.text(2500, peak * 1.1, f"best product: {peak:,.0f} GFLOP/s", ha="right", fontsize=8, in_layout=False)
     if not band:
         return
     x = np.geomspace(1, 3000, 200)

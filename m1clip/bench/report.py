@@ -69,9 +69,7 @@ class Sweep:
 
 
 def read(known: Measurements, session: str, machine: dict[str, Any]) -> Sweep:
-    done, steps, skipped, refused = (
-        of(known, session, kind) for kind in ("operation", "step", "skipped", "refused")
-    )
+    done, steps, skipped, refused = (of(known, session, kind) for kind in ("operation", "step", "skipped", "refused"))
     return Sweep(session, machine, done, steps, skipped, refused, peaks(known.rows("operation")))
 
 

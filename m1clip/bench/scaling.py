@@ -131,9 +131,7 @@ def table(
                 short(one.gflop),
                 str(one.batch) if one.measured else "–",
                 short(ms),
-                "–"
-                if one.fitted_ms is None
-                else f"{short(one.fitted_ms)} ({short(one.low_ms)}–{short(one.high_ms)})",
+                "–" if one.fitted_ms is None else f"{short(one.fitted_ms)} ({short(one.low_ms)}–{short(one.high_ms)})",
                 "–" if used is None else f"{100 * used:.0f} %",
                 f"{one.memory_gb:.1f}" + ("" if one.measured else " planned"),
                 "–" if seconds is None else duration(seconds) + ("" if ms else " extrapolated"),
@@ -150,9 +148,7 @@ def image(made: Sequence[Size], devices: Sequence[str], path: Path) -> Path:
     draw_times(times, made, devices)
     draw_memory(memories, made)
     for panel, what in ((times, "ms a pair, forward, backward and update"), (memories, "GB of a step")):
-        plots.log_axis(
-            panel, "x", [tick for tick in (1, 10, 100, 1000) if tick <= 3 * made[-1].parameters / 1e6]
-        )
+        plots.log_axis(panel, "x", [tick for tick in (1, 10, 100, 1000) if tick <= 3 * made[-1].parameters / 1e6])
         plots.log_axis(panel, "y")
         panel.set_xlabel("million parameters")
         panel.set_ylabel(what)
@@ -167,9 +163,7 @@ def draw_times(panel: Axes, made: Sequence[Size], devices: Sequence[str]) -> Non
             panel.plot(*zip(*points, strict=True), "o", color=color, label=f"measured, {device}")
     fitted = [one for one in made if one.fitted_ms]
     if fitted:
-        told, low, high = np.array(
-            [(one.fitted_ms, one.low_ms, one.high_ms) for one in fitted], dtype=float
-        ).T
+        told, low, high = np.array([(one.fitted_ms, one.low_ms, one.high_ms) for one in fitted], dtype=float).T
         style: dict[str, Any] = {"fmt": "_", "color": plots.COLORS[6], "ms": 14, "capsize": 3, "zorder": 0}
         at = [one.parameters / 1e6 for one in fitted]
         panel.errorbar(at, told, [told - low, high - told], label="extrapolated by the others", **style)
@@ -202,9 +196,7 @@ def page(
 ) -> Path:
     document = Page("How training a CLIP grows with its size on this machine")
     machine = sensors.machine()
-    document.text(
-        f"{machine['chip']}, {machine['cores']} cores, {machine['ram_gb']:.0f} GB, {machine['os']}."
-    )
+    document.text(f"{machine['chip']}, {machine['cores']} cores, {machine['ram_gb']:.0f} GB, {machine['os']}.")
     document.image(image(made, devices, folder / "scaling.png"), "time and memory over parameters")
     document.table(COLUMNS, table(made, devices, peaks, pairs))
     document.text(

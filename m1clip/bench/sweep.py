@@ -134,10 +134,7 @@ def run_operations(
     gains: dict[str, list[str]],
     step: Callable[[str], None],
 ) -> None:
-    done = {
-        (row["operation"], row["size"], row["device"], row["precision"])
-        for row in of(known, name, "operation")
-    }
+    done = {(row["operation"], row["size"], row["device"], row["precision"]) for row in of(known, name, "operation")}
     for one in operations.operations(settings.sizes):
         for device, faster in gains.items():
             for precision in ("fp32", *faster):

@@ -45,7 +45,7 @@ class Args:
 
 
 def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+    args = flags.parse_flags(Args, prog, words)
     get_preset(args.preset)
     for key in ("pairs", "epochs"):
         value = getattr(args, key)
@@ -55,9 +55,7 @@ def parse(prog: str, words: list[str]) -> Args:
         raise ValueError(f"tokens must be 0 or at least 3 (start, one symbol, end), not {args.tokens}")
     config = get_preset(args.preset)
     if (args.batch or config.batch_size) > args.pairs:
-        raise ValueError(
-            f"batch {args.batch or config.batch_size:,} is larger than the {args.pairs:,} pairs (--pairs)"
-        )
+        raise ValueError(f"batch {args.batch or config.batch_size:,} is larger than the {args.pairs:,} pairs (--pairs)")
     if args.tokens > config.model.text.context_length:
         raise ValueError(f"{args.preset} reads {config.model.text.context_length} tokens, not {args.tokens}")
     if args.batch is not None:

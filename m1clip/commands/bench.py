@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # they bring torch
 
 
 @dataclass(frozen=True)
-class Args(flags.Kept):
+class Args(flags.OutputFlags):
     """Compare this machine's devices on the real training step: speed, memory, where one overtakes another.
 
     m1clip bench --quick                            a first look, in under a minute
@@ -49,7 +49,7 @@ class Args(flags.Kept):
 
 
 def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+    args = flags.parse_flags(Args, prog, words)
     for name in args.presets:
         get_preset(name)
     if any(not 1 <= number <= 1024 for number in args.threads):
@@ -62,9 +62,7 @@ def parse(prog: str, words: list[str]) -> Args:
         raise ValueError(f"tokens must be 0 or at least 3 (start, one symbol, end), not {args.tokens}")
     for precision in args.precisions:
         if precision not in ("bf16", "fp16"):
-            raise ValueError(
-                f"no precision {precision!r}; there are bf16 and fp16, and fp32 is always measured"
-            )
+            raise ValueError(f"no precision {precision!r}; there are bf16 and fp16, and fp32 is always measured")
     return args
 
 
@@ -92,7 +90,7 @@ def main(args: Args) -> int:
     known, console = measurements.here(), Console()
     groups = sweep.groups(settings, gains)
     count = 0 if args.no_operations else sweep.operation_count(settings, gains)
-    with sweep.alone(known), console.going_through(count + len(groups)) as step:
+    with sweep.alone(known), console.progress_items(count + len(groups)) as step:
         session = sweep.session(known, settings, "bench", args.again)
         if count:
             sweep.run_operations(known, session, settings, gains, step)

@@ -12,7 +12,7 @@ from m1clip.config import PRESETS, get_preset
 
 
 @dataclass(frozen=True)
-class Args(flags.Kept):
+class Args(flags.OutputFlags):
     """A few real steps of every preset that fits; of the rest, what these extrapolate and what memory they need.
 
     m1clip bench scaling                            about five minutes on two cores
@@ -29,7 +29,7 @@ class Args(flags.Kept):
 
 
 def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+    args = flags.parse_flags(Args, prog, words)
     for name in args.presets:
         get_preset(name)
     if args.pairs < 1:

@@ -39,7 +39,7 @@ class Args:
 
 
 def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words, default=Args(train.defaults(words)))
+    args = flags.parse_flags(Args, prog, words, default=Args(train.defaults(words)))
     if args.training.device != "auto":
         raise ValueError("compare takes its devices with --on, not with --device")
     if len(set(args.on)) != len(args.on):
@@ -96,9 +96,7 @@ def trained(folder: Path, requested: str) -> tuple[runs.Run, dict[str, Any], str
         name,
     ]
     print(f"\n{requested}", file=sys.stderr)
-    child = subprocess.run(
-        [sys.executable, "-m", "m1clip", *map(str, words), "--json"], stdout=subprocess.PIPE
-    )
+    child = subprocess.run([sys.executable, "-m", "m1clip", *map(str, words), "--json"], stdout=subprocess.PIPE)
     run = runs.Run(folder / name)
     if child.returncode == 0:
         return run, json.loads(child.stdout), None

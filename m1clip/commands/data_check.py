@@ -46,7 +46,7 @@ class Args(DataConfig):
 
 
 def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+    args = flags.parse_flags(Args, prog, words)
     if not args.data:
         raise ValueError("data check needs a SPEC, such as a folder or a table; see m1clip data check --help")
     check_data(args)
@@ -59,7 +59,7 @@ def main(args: Args) -> int:
     from m1clip.console import Console
     from m1clip.data.sources import NoUsablePairs, open_sources
 
-    progress, reports = Console().working, list[Report]()
+    progress, reports = Console().progress, list[Report]()
     try:
         sources = open_sources(replace(args, max_bad_rows=1.0), progress)
     except NoUsablePairs as error:
@@ -105,10 +105,7 @@ def check_source(source: "Source", args: Args, sheet: Path, progress: "ProgressF
         "largest": None if not width else [width, height, pairs.location(largest)],
         "megabytes": round(int(stats["bytes"].sum()) / 1e6, 1),
         "unusual": check.trait_counts(stats),
-        **{
-            kind: [list(map(pairs.location, pair)) for pair in found[:1000]]
-            for kind, found in duplicates.items()
-        },
+        **{kind: [list(map(pairs.location, pair)) for pair in found[:1000]] for kind, found in duplicates.items()},
         **check.caption_stats(pairs, progress),
         **token_stats(source, args),
         "sheet": str(sheet),
@@ -119,12 +116,12 @@ def token_stats(source: "Source", args: Args) -> Report:
     """Caption lengths with the tokenizer that training would use; of large datasets, from a sample."""
     import numpy as np
 
-    from m1clip.model.tokenizer import make
+    from m1clip.model.tokenizer import make_tokenizer
 
     text = get_preset(args.preset).model.text
     rows = range(0, len(source.train), max(1, len(source.train) // MAX_TOKENIZED_IMAGES))
     captions = [caption for row in rows for caption in islice(source.train.captions(row), 20)]
-    tokenizer = make(args.tokenizer, captions, text.vocab_size)
+    tokenizer = make_tokenizer(args.tokenizer, captions, text.vocab_size)
     lengths = np.array(tokenizer.lengths(captions))
     return {
         "tokens_per_caption": {"median": int(np.median(lengths)), "max": int(lengths.max())},

@@ -36,7 +36,7 @@ class Args(DataConfig):
 
 
 def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+    args = flags.parse_flags(Args, prog, words)
     if not args.data or args.out is None:
         raise ValueError("data convert needs a SPEC and a folder OUT; see m1clip data convert --help")
     check_data(args)
@@ -52,8 +52,8 @@ def main(args: Args) -> int:
 
     assert args.out is not None
     console = Console()
-    sources = open_sources(args, console.working)
-    done = convert_dataset(sources, args.out, args.to, args.per_file, args.max_bad_rows, console.working)
+    sources = open_sources(args, console.progress)
+    done = convert_dataset(sources, args.out, args.to, args.per_file, args.max_bad_rows, console.progress)
     if args.json:
         print(json.dumps(done))
         return 0
@@ -61,9 +61,7 @@ def main(args: Args) -> int:
     for row in bad["examples"][:10]:
         console.warn(f"skipped {row['location']}: {row['reason']}")
     size = file_size(done["bytes"])
-    print(
-        f"{args.out}: {done['pairs']:,} pairs in {done['files']:,} files, {size}; {bad['count']:,} bad rows"
-    )
+    print(f"{args.out}: {done['pairs']:,} pairs in {done['files']:,} files, {size}; {bad['count']:,} bad rows")
     spec = args.out / ("*.tar" if args.to == "shards" else "*.parquet")
     print(f"next:  {tables.command('train', '--data', spec)}")
     return 0

@@ -32,7 +32,7 @@ class Args(DataConfig):
 
 
 def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+    args = flags.parse_flags(Args, prog, words)
     check_data(args)
     if args.columns < 1 or args.rows < 1 or args.columns * args.rows > 1000:
         raise ValueError(f"a contact sheet has 1 to 1000 images, not {args.columns} × {args.rows}")
@@ -54,7 +54,7 @@ def main(args: Args) -> int:
     from m1clip.data.sources import open_sources
 
     count, tiles = args.columns * args.rows, []
-    sources = open_sources(args, Console().working)
+    sources = open_sources(args, Console().progress)
     for source in sources:
         pairs = source.train if args.split == "train" else source.val
         tiles += sample_tiles(pairs, -(-count // len(sources)))

@@ -57,7 +57,7 @@ class Finding:
 
 
 def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+    args = flags.parse_flags(Args, prog, words)
     get_preset(args.preset)
     return args
 
@@ -127,9 +127,7 @@ def memory() -> Finding:
         return Finding("memory", "fail", told, "close other programs; nano needs about 1 GB, seed 5 GB")
     if free < 4 or swapped > 2:
         more = f", {swapped:.1f} GB are swapped out" if swapped > 2 else ""
-        return Finding(
-            "memory", "warn", told + more, "close other programs, or use a small preset and --chunk"
-        )
+        return Finding("memory", "warn", told + more, "close other programs, or use a small preset and --chunk")
     return Finding("memory", "ok", told)
 
 
@@ -168,13 +166,7 @@ def heat() -> Finding:
         )
     if degrees is not None and degrees >= 90:
         return Finding("heat", "warn", f"{degrees:.0f} °C", "let it cool before comparing speeds")
-    told = (
-        f"{degrees:.0f} °C"
-        if degrees is not None
-        else "not slowed by heat"
-        if limit
-        else "cannot be read here"
-    )
+    told = f"{degrees:.0f} °C" if degrees is not None else "not slowed by heat" if limit else "cannot be read here"
     return Finding("heat", "ok", told)
 
 

@@ -50,7 +50,7 @@ class Args:
 
 
 def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+    args = flags.parse_flags(Args, prog, words)
     if args.json and not args.once:
         raise ValueError("--json goes with --once")
     if args.once and args.web:

@@ -33,7 +33,7 @@ class Args:
 
 
 def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+    args = flags.parse_flags(Args, prog, words)
     if len(set(args.run)) != len(args.run):
         raise ValueError("each run once")
     return args
@@ -44,9 +44,7 @@ def main(args: Args) -> int:
     if len({run.path.resolve() for run in runs}) != len(runs):
         raise ValueError("each run once: two of these are the same folder")
     out = args.out or (
-        runs[0].path / "report"
-        if len(runs) == 1
-        else Path("reports") / "-".join(run.name for run in runs)[:100]
+        runs[0].path / "report" if len(runs) == 1 else Path("reports") / "-".join(run.name for run in runs)[:100]
     )
     with tables.loading("drawing"):
         from m1clip.monitor import comparison, report

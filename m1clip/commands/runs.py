@@ -24,7 +24,7 @@ class Args:
 
 
 def parse(prog: str, words: list[str]) -> Args:
-    return flags.read(Args, prog, words)
+    return flags.parse_flags(Args, prog, words)
 
 
 def main(args: Args) -> int:

@@ -26,9 +26,7 @@ def loading(what: str = "getting ready") -> Status:
 
 def command(*words: object) -> str:
     """A command line of this program as it can be typed here: the program may not be on the path."""
-    program = (
-        ["m1clip"] if shutil.which("m1clip") else [min(os.path.relpath(sys.argv[0]), sys.argv[0], key=len)]
-    )
+    program = ["m1clip"] if shutil.which("m1clip") else [min(os.path.relpath(sys.argv[0]), sys.argv[0], key=len)]
     if program[0].endswith("__main__.py"):
         program = ["python", "-m", "m1clip"]
     return shlex.join([*program, *map(str, words)])

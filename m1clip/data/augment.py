@@ -101,8 +101,7 @@ def flip_half(images_BHWC: Tensor, uniform_B: Uniform) -> Tensor:
 def jitter_color(images_BHWC: Tensor, uniform_3B: Uniform, strength: float) -> Tensor:
     """Multiply brightness, contrast and saturation, each by a factor in 1 ± strength."""
     brightness, contrast, saturation = (
-        torch.from_numpy(1 + strength * (2 * draw_B - 1)).float()[:, None, None, None]
-        for draw_B in uniform_3B
+        torch.from_numpy(1 + strength * (2 * draw_B - 1)).float()[:, None, None, None] for draw_B in uniform_3B
     )
     x_BHWC = images_BHWC.float() * brightness
     gray_BHW1 = (x_BHWC @ torch.tensor([0.299, 0.587, 0.114]))[..., None]

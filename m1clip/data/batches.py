@@ -216,9 +216,7 @@ class BatchStream:
         key_B = (uniform(self.seed, epoch, samples, DROPOUT_KEY) * 2.0**32).astype(np.int64)
         return Batch(image, text, torch.from_numpy(key_B), duplicate_BB, rows)
 
-    def _images(
-        self, epoch: int, samples: RowIndices
-    ) -> tuple[RowIndices, Images | ImageFeatures, Sequence[Hashable]]:
+    def _images(self, epoch: int, samples: RowIndices) -> tuple[RowIndices, Images | ImageFeatures, Sequence[Hashable]]:
         """Rows whose images could be decoded, the images, and ids that are equal for equal images."""
         rows = samples % len(self.pairs)
         if (table := self.features.images) is not None:

@@ -53,9 +53,7 @@ class RowStore:
         written = self.data.stat().st_size if self.data.exists() else 0
         return max(0, self.rows * self.row_bytes - written)
 
-    def build(
-        self, produce: Produce, max_bytes: float, progress: Advance, contents: str = "decoded images"
-    ) -> bool:
+    def build(self, produce: Produce, max_bytes: float, progress: Advance, contents: str = "decoded images") -> bool:
         """Verify what exists and produce the missing chunks; False if a cache of `max_bytes` is too small."""
         self._lock_folder()
         try:

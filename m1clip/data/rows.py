@@ -148,9 +148,7 @@ class BadRows:
 
     def require_at_most(self, max_fraction: float) -> None:
         if self.fraction > max_fraction:
-            raise ValueError(
-                f"{self}; --max-bad-rows allows {max_fraction:.2%}, `m1clip data check` lists all"
-            )
+            raise ValueError(f"{self}; --max-bad-rows allows {max_fraction:.2%}, `m1clip data check` lists all")
 
 
 def is_utf8(text: str) -> bool:

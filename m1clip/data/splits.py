@@ -195,27 +195,28 @@ def open_splits(
         _open_part(source.train, stored_size, config, bad_rows, progress, max_gb, source.weight)
         for source, max_gb in zip(sources, limits, strict=True)
     ]
-    val_pairs = (validation_subset(source.val, config) for source in sources)
-    val = [open_eval_split(pairs, image_size, config, bad_rows, progress) for pairs in val_pairs]
+    val_pairs = [validation_subset(source.val, config) for source in sources]
+    val = open_eval_split(val_pairs, image_size, config, bad_rows, progress)
     bad_rows.require_at_most(config.max_bad_rows)
-    if not all(len(part.rows) for part in (*train, *val)):
+    if not all(len(part.rows) for part in (*train, *val.parts)):
         raise ValueError(f"{config.data}: a split has no image that can be decoded; see `m1clip data check`")
     facts = {"split": "; ".join(dict.fromkeys(source.split_reason for source in sources))}
     parts = zip(sources, train, strict=True)
     if uncached := [source.spec for source, part in parts if isinstance(part.images, OnTheFlyImages)]:
         facts["images"] = f"{', '.join(uncached)} decoded on the fly: above --cache-gb {config.cache_gb:g}"
-    return Splits(Split(train), Split(val), bad_rows, facts)
+    return Splits(Split(train), val, bad_rows, facts)
 
 
 def open_eval_split(
-    pairs: PairDataset,
+    pairs: Sequence[PairDataset],
     image_size: int,
     config: DataConfig,
     bad_rows: BadRows,
     progress: ProgressFactory = no_progress,
-) -> SplitPart:
-    """Cached images, or decoded to memory if the cache limit is too small."""
-    return _open_part(pairs, image_size, config, bad_rows, progress, config.cache_gb, in_memory=True)
+) -> Split:
+    """One split of several datasets, cached, or decoded to memory if the cache limit is too small."""
+    settings = (image_size, config, bad_rows, progress, config.cache_gb)
+    return Split([_open_part(dataset, *settings, in_memory=True) for dataset in pairs])
 
 
 def _open_part(

@@ -1,12 +1,14 @@
-"""Images and captions of a whole set to unit vectors, a chunk at a time.
+"""Embeddings of a whole split, a chunk at a time. Results are on the CPU.
 
-Shapes: N images, M captions, E embedding.
+Shapes: N images, M captions, B of a chunk, D features, E embedding.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from m1clip import devices
@@ -14,38 +16,36 @@ from m1clip.data.splits import Split
 from m1clip.model.clip import CLIP
 
 CHUNK = 256
+FEATURE_CHUNK = 4096
 
 
 @torch.inference_mode()
-def embed_images(model: CLIP, pairs: Split, most: int = CHUNK) -> Tensor:
-    """(N, E) on the CPU."""
-    device = model.places[0]
-    parts = []
-    for start in range(0, len(pairs), most):
-        _, pixels = pairs.take(np.arange(start, min(start + most, len(pairs))))
-        images_BHWC = devices.copy_to(torch.from_numpy(pixels), device)
-        parts.append(model.embed_images(model.normalize(images_BHWC)).cpu())
-    return torch.cat(parts)
+def embed_split_images(model: CLIP, pairs: Split, chunk: int = CHUNK) -> Tensor:
+    """(N, E)"""
+    outputs = []
+    for start in range(0, len(pairs), chunk):
+        _, pixels = pairs.take(np.arange(start, min(start + chunk, len(pairs))))
+        images_BHWC = devices.copy_to(torch.from_numpy(pixels), model.devices[0])
+        outputs.append(model.embed_images(model.normalize(images_BHWC)).cpu())
+    return torch.cat(outputs)
 
 
 @torch.inference_mode()
-def embed_captions(model: CLIP, captions: Sequence[str], most: int = CHUNK) -> Tensor:
-    """(M, E) on the CPU."""
-    parts = []
-    for start in range(0, len(captions), most):
-        chunk = slice(start, start + most)
-        tokens_BL = model.tokenize(captions[chunk])
-        parts.append(model.embed_tokens(devices.copy_to(tokens_BL, model.places[1])).cpu())
-    return torch.cat(parts)
+def embed_captions(model: CLIP, captions: Sequence[str], chunk: int = CHUNK) -> Tensor:
+    """(M, E)"""
+    outputs = []
+    for start in range(0, len(captions), chunk):
+        tokens_BL = devices.copy_to(model.tokenize(captions[start : start + chunk]), model.devices[1])
+        outputs.append(model.embed_tokens(tokens_BL).cpu())
+    return torch.cat(outputs)
 
 
-def embed_pairs(model: CLIP, pairs: Split, most: int = CHUNK) -> tuple[Tensor, Tensor, Tensor]:
-    """Images (N, E), all their captions (M, E), and which image each caption belongs to (M).
-
-    At most `most` of them, and never more than CHUNK, are in memory at once.
-    """
-    most = min(most, CHUNK)
-    captions = [pairs.captions(row) for row in range(len(pairs))]
-    owner_M = torch.tensor([row for row, some in enumerate(captions) for _ in some])
-    flat = [caption for some in captions for caption in some]
-    return embed_images(model, pairs, most), embed_captions(model, flat, most), owner_M
+@torch.inference_mode()
+def embed_feature_rows(model: CLIP, tower: str, features_ND: NDArray[Any]) -> Tensor:
+    """(N, E) of stored features of a frozen tower."""
+    device = model.devices[0] if tower == "vision" else model.devices[1]
+    outputs = []
+    for start in range(0, len(features_ND), FEATURE_CHUNK):
+        features_BD = torch.from_numpy(np.array(features_ND[start : start + FEATURE_CHUNK])).float()
+        outputs.append(model.embed_features(tower, devices.copy_to(features_BD, device)).cpu())
+    return torch.cat(outputs)

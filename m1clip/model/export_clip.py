@@ -1,192 +1,167 @@
-"""Our model as others know it: a transformers folder, or open_clip's configuration and weights."""
+"""A model of m1clip as a folder that transformers or open_clip can load."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from m1clip.config import TextConfig, VisionConfig
+from m1clip.config import ModelConfig, TextConfig, VisionConfig
 from m1clip.files import atomic_folder
 from m1clip.model.clip import CLIP
+from m1clip.model.import_clip import OPEN_CLIP, OPENAI_VOCAB_SIZE, TRANSFORMERS
 from m1clip.model.safe_load import save_tensors
 from m1clip.model.tokenizer import END, PAD, START, Tokenizer
-from m1clip.model.weight_names import OPEN_CLIP, TRANSFORMERS, Layout
-
-OPENAI_VOCAB = 49408
 
 
-def convert(model: CLIP, library: str, folder: Path) -> None:
-    """Make or replace the folder, all at once."""
-    vision, text = towers_of(model)
-    if library == "transformers" and model.logit_bias is not None:
-        raise ValueError(
-            "transformers' CLIP has no bias, and this model was trained with --model.loss sigmoid"
-        )
+def export_clip(model: CLIP, library: str, folder: Path) -> None:
+    """Write or replace a folder for `transformers` or `open_clip`, atomically."""
+    vision, text = exportable_towers(model.config, library)
     assert model.tokenizer is not None
-    words, row = with_end_last(model.tokenizer)
+    end_id, tokenizer = model.tokenizer.end_id, with_end_last(model.tokenizer)
     weights = {name: weight.detach().cpu().float() for name, weight in model.state_dict().items()}
-    table_VD = weights["text.token.weight"]
-    weights["text.token.weight"] = table_VD[swapped(len(table_VD), model.tokenizer.end_id, row)]
-    with atomic_folder(folder) as aside:
-        if library == "transformers":
-            save(weights, TRANSFORMERS, aside / "model.safetensors")
-            write(aside / "config.json", transformers_config(model, vision, text, words))
-            write(aside / "preprocessor_config.json", preprocessor(vision))
-        else:
-            save(weights, OPEN_CLIP, aside / "open_clip_model.safetensors")
-            write(aside / "open_clip_config.json", open_clip_config(model, vision, text, words))
-        write(aside / "tokenizer.json", words.with_marks())
-        write(aside / "tokenizer_config.json", tokenizer_config(words, text.context_length))
+    order = list(range(text.vocab_size))
+    order[end_id], order[tokenizer.end_id] = tokenizer.end_id, end_id
+    weights["text.token.weight"] = weights["text.token.weight"][order]
+    if library == "transformers":
+        layout, weights_file = TRANSFORMERS, "model.safetensors"
+        files = {
+            "config.json": transformers_config(model.config, vision, text, tokenizer),
+            "preprocessor_config.json": preprocessor_config(vision),
+        }
+    else:
+        layout, weights_file = OPEN_CLIP, "open_clip_model.safetensors"
+        files = {"open_clip_config.json": open_clip_config(model, vision, text, tokenizer)}
+    files["tokenizer.json"] = tokenizer.to_clip_json()
+    files["tokenizer_config.json"] = tokenizer_config(tokenizer, text.context_length)
+    tensors = {name: tensor.clone().contiguous() for name, tensor in layout.from_ours(weights).items()}
+    with atomic_folder(folder) as partial:
+        save_tensors(partial / weights_file, tensors, {"format": "pt"})
+        for name, values in files.items():
+            (partial / name).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def towers_of(model: CLIP) -> tuple[VisionConfig, TextConfig]:
-    vision, text = model.config.vision, model.config.text
+def exportable_towers(config: ModelConfig, library: str) -> tuple[VisionConfig, TextConfig]:
+    """The towers of a model that the library's CLIP can represent; ValueError for any other model."""
+    vision, text = config.vision, config.text
     if not isinstance(vision, VisionConfig) or not isinstance(text, TextConfig):
-        raise ValueError(
-            "this model has a tower of timm or transformers, for which their CLIPs have no place; "
-            "m1clip.load and its export work with it as it is"
-        )
-    if model.config.head != "linear":
-        raise ValueError(f"this model has {model.config.head} heads, where both libraries have one matrix")
-    if vision.stem != "patch" or vision.pool != "class":
-        raise ValueError(
-            f"this model has a {vision.stem} stem and takes the {vision.pool} of its tokens, which neither "
-            "library knows; train with --model.vision.stem patch --model.vision.pool class to convert"
-        )
-    if text.encoder != "transformer":
-        raise ValueError(
-            "this model takes captions for bags of words, which neither library knows; "
-            "train with --model.text.encoder transformer to convert"
-        )
+        raise ValueError(f"a CLIP of {library} cannot have the timm or transformers tower of this model")
+    train = "to convert a model, train it with"
+    for unsupported, reason in (
+        (config.head != "linear", f"a {config.head} head; {train} --model.head linear"),
+        (
+            (vision.stem, vision.pool) != ("patch", "class"),
+            f"a {vision.stem} stem and {vision.pool} pooling; {train} --preset small or --preset base",
+        ),
+        (
+            text.encoder != "transformer",
+            f"a {text.encoder} text encoder; {train} --model.text.encoder transformer",
+        ),
+        (
+            library == "transformers" and config.loss == "sigmoid",
+            f"a logit bias; convert it with --to open_clip, or {train} --model.loss softmax",
+        ),
+    ):
+        if unsupported:
+            raise ValueError(f"a CLIP of {library} cannot have {reason}")
     return vision, text
 
 
-def with_end_last(tokenizer: Tokenizer) -> tuple[Tokenizer, int]:
-    """The same tokenizer, but no token's number is above the end's: there both libraries look for it."""
+def with_end_last(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer with the highest id for the end token, where both libraries look for it."""
     state = json.loads(tokenizer.core.to_str())
     vocab: dict[str, int] = state["model"]["vocab"]
-    last = max(vocab.values())
-    top = next(token for token, number in vocab.items() if number == last)
-    vocab[top], vocab[END] = vocab[END], last
-    return Tokenizer.from_state(state), last
+    last = max(vocab, key=lambda token: vocab[token])
+    vocab[last], vocab[END] = vocab[END], vocab[last]
+    return Tokenizer.from_state(state)
 
 
-def swapped(rows: int, one: int, other: int) -> list[int]:
-    order = list(range(rows))
-    order[one], order[other] = order[other], order[one]
-    return order
-
-
-def save(weights: dict[str, Tensor], layout: Layout, path: Path) -> None:
-    save_tensors(path, dict(layout.from_ours(weights)), {"format": "pt"})
-
-
-def write(path: Path, held: dict[str, Any]) -> None:
-    path.write_text(json.dumps(held, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def is_openai(words: Tokenizer) -> bool:
-    return len(words) == OPENAI_VOCAB and words.end_id == OPENAI_VOCAB - 1
+def is_openai(tokenizer: Tokenizer) -> bool:
+    return len(tokenizer) == OPENAI_VOCAB_SIZE and tokenizer.end_id == OPENAI_VOCAB_SIZE - 1
 
 
 def transformers_config(
-    model: CLIP, vision: VisionConfig, text: TextConfig, words: Tokenizer
+    config: ModelConfig, vision: VisionConfig, text: TextConfig, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    shared = {"hidden_act": model.config.activation, "projection_dim": model.config.embed_dim}
+    def tower(kind: str, shape: VisionConfig | TextConfig) -> dict[str, Any]:
+        return {
+            "model_type": kind,
+            "hidden_size": shape.width,
+            "intermediate_size": shape.mlp_width or 4 * shape.width,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "hidden_act": config.activation,
+            "projection_dim": config.embed_dim,
+        }
+
     return {
         "architectures": ["CLIPModel"],
         "model_type": "clip",
-        "projection_dim": model.config.embed_dim,
-        "dtype": "float32",
+        "projection_dim": config.embed_dim,
         "vision_config": {
-            "model_type": "clip_vision_model",
-            "hidden_size": vision.width,
-            "intermediate_size": vision.mlp_width or 4 * vision.width,
-            "num_hidden_layers": vision.layers,
-            "num_attention_heads": vision.heads,
+            **tower("clip_vision_model", vision),
             "image_size": vision.image_size,
             "patch_size": vision.patch_size,
-            **shared,
         },
         "text_config": {
-            "model_type": "clip_text_model",
+            **tower("clip_text_model", text),
             "vocab_size": text.vocab_size,
-            "hidden_size": text.width,
-            "intermediate_size": text.mlp_width or 4 * text.width,
-            "num_hidden_layers": text.layers,
-            "num_attention_heads": text.heads,
             "max_position_embeddings": text.context_length,
-            "bos_token_id": words.start_id,
-            "eos_token_id": words.end_id,
-            "pad_token_id": words.end_id if is_openai(words) else 0,
-            **shared,
+            "bos_token_id": tokenizer.start_id,
+            "eos_token_id": tokenizer.end_id,
+            "pad_token_id": tokenizer.end_id if is_openai(tokenizer) else 0,
         },
     }
 
 
-def preprocessor(vision: VisionConfig) -> dict[str, Any]:
-    side = vision.image_size
+def preprocessor_config(vision: VisionConfig) -> dict[str, Any]:
+    """The rest is the default of CLIPImageProcessor: bicubic scaling, center crop, RGB in 0 to 1."""
+    size = vision.image_size
     return {
         "image_processor_type": "CLIPImageProcessor",
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "size": {"shortest_edge": side},
-        "resample": 3,  # bicubic
-        "do_center_crop": True,
-        "crop_size": {"height": side, "width": side},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
+        "size": {"shortest_edge": size},
+        "crop_size": {"height": size, "width": size},
         "image_mean": list(vision.mean),
         "image_std": list(vision.std),
     }
 
 
-def open_clip_config(model: CLIP, vision: VisionConfig, text: TextConfig, words: Tokenizer) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "embed_dim": model.config.embed_dim,
-        "quick_gelu": model.config.activation == "quick_gelu",
-        "vision_cfg": {
-            "image_size": vision.image_size,
-            "layers": vision.layers,
-            "width": vision.width,
-            "head_width": vision.width // vision.heads,
-            "patch_size": vision.patch_size,
-            **ratio(vision),
-        },
-        "text_cfg": {
-            "context_length": text.context_length,
-            "vocab_size": text.vocab_size,
-            "width": text.width,
-            "heads": text.heads,
-            "layers": text.layers,
-            **ratio(text),
-        },
+def open_clip_config(model: CLIP, vision: VisionConfig, text: TextConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    def tower(shape: VisionConfig | TextConfig) -> dict[str, Any]:
+        # open_clip multiplies and rounds down, so half a feature is added.
+        ratio = {"mlp_ratio": (shape.mlp_width + 0.5) / shape.width} if shape.mlp_width else {}
+        return {"width": shape.width, "layers": shape.layers, **ratio}
+
+    vision_cfg = {
+        **tower(vision),
+        "image_size": vision.image_size,
+        "patch_size": vision.patch_size,
+        "head_width": vision.width // vision.heads,
     }
-    if not is_openai(words):  # theirs otherwise
-        made["text_cfg"] |= {"hf_tokenizer_name": "tokenizer.json", "tokenizer_kwargs": {"clean": "lower"}}
-    if model.logit_bias is not None:
-        made["init_logit_bias"] = model.logit_bias.item()
-    colors = {"mean": list(vision.mean), "std": list(vision.std)}
+    text_cfg = {
+        **tower(text),
+        "context_length": text.context_length,
+        "vocab_size": text.vocab_size,
+        "heads": text.heads,
+    }
+    if not is_openai(tokenizer):
+        text_cfg |= {"hf_tokenizer_name": "tokenizer.json", "tokenizer_kwargs": {"clean": "lower"}}
+    bias = {} if model.logit_bias is None else {"init_logit_bias": model.logit_bias.item()}
     return {
-        "model_cfg": made,
-        "preprocess_cfg": {**colors, "interpolation": "bicubic", "resize_mode": "shortest"},
+        "model_cfg": {
+            "embed_dim": model.config.embed_dim,
+            "quick_gelu": model.config.activation == "quick_gelu",
+            "vision_cfg": vision_cfg,
+            "text_cfg": text_cfg,
+            **bias,
+        },
+        "preprocess_cfg": {"mean": list(vision.mean), "std": list(vision.std)},
     }
 
 
-def ratio(tower: VisionConfig | TextConfig) -> dict[str, float]:
-    """They multiply and round down: half a feature more is on the safe side."""
-    return {"mlp_ratio": (tower.mlp_width + 0.5) / tower.width} if tower.mlp_width else {}
-
-
-def tokenizer_config(words: Tokenizer, length: int) -> dict[str, Any]:
+def tokenizer_config(tokenizer: Tokenizer, context_length: int) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": length,
+        "model_max_length": context_length,
         "bos_token": START,
         "eos_token": END,
-        "pad_token": END if is_openai(words) else PAD,
-        "padding_side": "right",
-        "truncation_side": "right",
+        "pad_token": END if is_openai(tokenizer) else PAD,
     }

@@ -56,9 +56,7 @@ def caution(runs: Sequence[Followed]) -> str:
     elif comparable(runs):
         words.append("They learned from the same rows and were scored on as many validation images.")
     else:
-        words.append(
-            "They differ in their data or in how many images were validation: recalls do not compare."
-        )
+        words.append("They differ in their data or in how many images were validation: recalls do not compare.")
     if len({str(one.machine.get("chip")) for one in runs}) > 1:
         words.append("They ran on different machines, so times are about machines as well as about runs.")
     words.append("One run of each says nothing of how much another seed would change.")
@@ -79,9 +77,7 @@ def differences(page: Page, runs: Sequence[Followed]) -> None:
         return
     rows = [[name, *(str(each.get(name, "–")) for each in flats)] for name in unlike]
     page.table(["setting", *(one.name for one in runs)], rows)
-    page.text(
-        "From `config.json`, `data.json` and `machine.json`; whatever else they say is equal.", note=True
-    )
+    page.text("From `config.json`, `data.json` and `machine.json`; whatever else they say is equal.", note=True)
 
 
 def flat(tree: Record, before: str = "") -> Record:

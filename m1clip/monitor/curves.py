@@ -136,6 +136,4 @@ def said(key: str) -> Callable[..., str]:
     if unit == "%":
         return lambda value, digits=3: f"{100 * value:.{digits}g} %"
     behind = f" {unit}" if unit else ""
-    return lambda value, digits=3: (
-        f"{value:,.0f}{behind}" if 1e3 <= abs(value) < 1e7 else f"{value:.{digits}g}{behind}"
-    )
+    return lambda value, digits=3: f"{value:,.0f}{behind}" if 1e3 <= abs(value) < 1e7 else f"{value:.{digits}g}{behind}"

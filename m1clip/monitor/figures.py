@@ -42,9 +42,7 @@ def dress(panel: Axes, runs: Sequence[Followed], key: str, over: str = "step") -
     about = curves.CURVES[key]
     panel.set_title(about.title, fontsize=10)
     panel.set_xlabel("minutes of training" if over == "minutes" else "step")
-    panel.xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}")
-    )
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"))
     if about.unit:
         panel.set_ylabel(about.unit)
     for guess in {curves.chance(one.log, key) for one in runs} - {None}:
@@ -147,9 +145,7 @@ def retrievals(queries: Sequence[dict[str, Any]], shown: dict[str, Any], path: P
             panel.set_axis_on()
             panel.tick_params(bottom=False, left=False, labelbottom=False, labelleft=False)
             panel.grid(visible=False)
-            panel.spines[:].set(
-                visible=True, color=COLORS[2] if true else "#cccccc", linewidth=3 if true else 1
-            )
+            panel.spines[:].set(visible=True, color=COLORS[2] if true else "#cccccc", linewidth=3 if true else 1)
     return save(figure, path)
 
 

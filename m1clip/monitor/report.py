@@ -64,17 +64,13 @@ def verdict(row: Record) -> str:
         return "Its last evaluation has no score."
     low, high = interval(score, int(of))
     if not math.isfinite(guess):
-        return (
-            f"Its last evaluation (line {row['line']}) gives {percent(score)}, but not what guessing gives."
-        )
+        return f"Its last evaluation (line {row['line']}) gives {percent(score)}, but not what guessing gives."
     words = (
         f"At its last evaluation (step {row['step']:,}, line {row['line']}) the right one of {of:,.0f} "
         f"validation images or captions came first in {percent(score)} of cases (95 % interval "
         f"{100 * low:.1f} to {100 * high:.1f} %); guessing gives {percent(guess)}. "
     )
-    return words + (
-        "That cannot be told from guessing." if low <= guess else "The interval lies above chance."
-    )
+    return words + ("That cannot be told from guessing." if low <= guess else "The interval lies above chance.")
 
 
 def facts(page: Page, one: Followed) -> None:
@@ -212,16 +208,11 @@ def happened(page: Page, one: Followed, folder: Path) -> None:
     found = [event for event in one.log.events if event.get("event") == "diagnosis"]
     rest = [event for event in one.log.events if event.get("event") != "diagnosis"]
     if found:
-        page.points(
-            [f"Step {event['step']:,}, line {event['line']}: {terminal_views.told(event)}" for event in found]
-        )
+        page.points([f"Step {event['step']:,}, line {event['line']}: {terminal_views.told(event)}" for event in found])
     else:
         page.text("The run's own diagnoses found nothing to say.")
     if kept := picked(rest):
-        rows = [
-            [when(one.get("time")), f"{one['step']:,}", terminal_views.told(one), str(one["line"])]
-            for one in kept
-        ]
+        rows = [[when(one.get("time")), f"{one['step']:,}", terminal_views.told(one), str(one["line"])] for one in kept]
         page.table(["when", "step", "what", "line"], rows)
     notes = [note for note in (left_out(len(rest), len(kept), "events").strip(), *oddities(one)) if note]
     if notes:
@@ -242,9 +233,7 @@ def oddities(one: Followed) -> list[str]:
         notes.append(f"Steps come again in {log.repeated} places, as after a restart; the later lines count.")
     if log.broken:
         named = ", ".join(map(str, log.broken[:5]))
-        notes.append(
-            f"Lines that cannot be read: {len(log.broken)} ({named}{', …' * (len(log.broken) > 5)})."
-        )
+        notes.append(f"Lines that cannot be read: {len(log.broken)} ({named}{', …' * (len(log.broken) > 5)}).")
     return notes
 
 

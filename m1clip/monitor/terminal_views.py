@@ -43,9 +43,7 @@ def header(one: Followed, width: int) -> Text:
     first = Text.assemble((printable(one.name), "bold"), "  ", (state, STATES.get(state, "yellow")))
     first.append(f"  step {step:,}" + (f" of {total:,}" if total else ""))
     if total:
-        first.append(f"  {percent(step / total)} ").append(
-            bar(step / total, max(4, min(30, width - 62))), "green"
-        )
+        first.append(f"  {percent(step / total)} ").append(bar(step / total, max(4, min(30, width - 62))), "green")
     if now.get("eta_s") is not None:
         first.append(f" {duration(now['eta_s'])} to go")
     first.append(f"  {printable(now.get('device') or '')}", "dim")
@@ -116,9 +114,7 @@ def curve(runs: Sequence[Followed], key: str, width: int, height: int, smooth: i
         if (level := curves.chance(one.log, key)) is not None:
             levels[level] = None
     kind, log = curves.CURVES[key].kind, runs[0].log
-    now = (
-        log.recent(key, AS_OF.get(key, RECENT)) if kind == "step" else number((log.last(kind) or {}).get(key))
-    )
+    now = log.recent(key, AS_OF.get(key, RECENT)) if kind == "step" else number((log.last(kind) or {}).get(key))
     title = f"{curves.CURVES[key].title.partition(',')[0]} {said(now, key)}"
     title += f"  (chance {', '.join(said(level, key) for level in levels)})" if levels else ""
     say = curves.said(key)
@@ -166,9 +162,7 @@ def memory(one: Followed, width: int) -> list[Text]:
         made = Text(f"{name[:11]:>11} ").append(bar(value / most if most else 0, max(4, width - 24)), "cyan")
         lines.append(made.append(f" {gb(value):>9}"))
     device = f", device {gb(last['device_gb'])}" if last.get("device_gb") is not None else ""
-    lines.append(
-        Text(f"free {gb(last.get('available_gb'))}, swap {gb(last.get('swap_used_gb'))}{device}", "dim")
-    )
+    lines.append(Text(f"free {gb(last.get('available_gb'))}, swap {gb(last.get('swap_used_gb'))}{device}", "dim"))
     return lines
 
 
@@ -180,9 +174,7 @@ def machine(one: Followed, width: int) -> list[Text]:
     if len(cores) > 8:  # two a line
         wide = max(3, width // 2 - 12)
     cells = [
-        Text(f"core {place:>2} ")
-        .append(bar(number(value) / 100, wide), "green")
-        .append(f"{number(value):4.0f}%")
+        Text(f"core {place:>2} ").append(bar(number(value) / 100, wide), "green").append(f"{number(value):4.0f}%")
         for place, value in enumerate(cores)
         if math.isfinite(number(value))
     ]
@@ -259,9 +251,7 @@ def events(one: Followed, width: int, most: int | None = None) -> Text:
         when = datetime.fromtimestamp(time).strftime("%d %b %H:%M:%S") if 0 < time < 1e11 else "–"
         words = told(event)
         bad = event.get("event") not in ("start", "resume", "chunk", "saved again", "loss scale halved")
-        lines.append(
-            Text.assemble((f"{when}  step {event['step']:>6,}  ", "dim"), (words, "yellow" if bad else ""))
-        )
+        lines.append(Text.assemble((f"{when}  step {event['step']:>6,}  ", "dim"), (words, "yellow" if bad else "")))
     if broken := one.log.broken:
         words = "one line" if len(broken) == 1 else f"{len(broken):,} lines"
         lines.append(Text(f"{words} of metrics.jsonl cannot be read (the first: {broken[0]:,})", "red"))

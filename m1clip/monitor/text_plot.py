@@ -66,8 +66,7 @@ def plot(
         draw(canvas, line, across, up)
     places = {0: names[0], (rows - 1) // 2: names[1], rows - 1: names[2]} if rows > 2 else {0: names[0]}
     body = [
-        Text.assemble((f"{places.get(number, ''):>{label - 1}} ", "dim"), canvas.row(number))
-        for number in range(rows)
+        Text.assemble((f"{places.get(number, ''):>{label - 1}} ", "dim"), canvas.row(number)) for number in range(rows)
     ]
     first, last = f"{across[0]:,.0f}", f"{across[1]:,.0f}"
     below = " " * label + first + last.rjust(max(1, canvas.width - len(first)))

@@ -81,9 +81,7 @@ class Runs:
         """A value for each that changes when the run does; nothing is parsed for it."""
         found = {}
         for name in filter(self.has, names):
-            files = [
-                self.folder / name / file for file in ("metrics.jsonl", "status.json", "retrievals.json")
-            ]
+            files = [self.folder / name / file for file in ("metrics.jsonl", "status.json", "retrievals.json")]
             found[name] = [(stat.st_mtime_ns, stat.st_size) for file in files if (stat := status_of(file))]
         return found
 
@@ -244,9 +242,7 @@ def flow(one: Followed, most: int = 120) -> dict[str, Any]:
     return {"step": [row["step"] for row in rows], "block": list(norms[-1]), "norm": found}
 
 
-def series(
-    one: Followed, key: str, over: str, smooth: int, most: int, window: tuple[float, float]
-) -> dict[str, Any]:
+def series(one: Followed, key: str, over: str, smooth: int, most: int, window: tuple[float, float]) -> dict[str, Any]:
     """A curve as the console can show it: smoothed over all steps, cut to the window, thinned."""
     x, y = curves.points(one.log, key, "minutes" if over == "minutes" else "step", smooth)
     inside = np.flatnonzero((x >= window[0]) & (x <= window[1]))
@@ -284,9 +280,7 @@ async def news(request: Request, runs: Runs, names: list[str]) -> AsyncIterator[
     told: dict[str, Any] = {}
     quiet_since = time.monotonic()
     while not (runs.closing() or await request.is_disconnected()):
-        table, versions = await asyncio.gather(
-            asyncio.to_thread(runs.all), asyncio.to_thread(runs.versions, names)
-        )
+        table, versions = await asyncio.gather(asyncio.to_thread(runs.all), asyncio.to_thread(runs.versions, names))
         for kind, value in (("runs", table), ("changed", versions)):
             if told.get(kind) != value:
                 told[kind] = value

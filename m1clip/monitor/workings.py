@@ -146,9 +146,7 @@ def energy(page: Page, one: Followed, folder: Path) -> None:
     else:
         points.append("Power was not measured: no counter of it could be read (`m1clip[energy]` helps).")
     if drawn:
-        points.append(
-            f"Drawn up to step {drawn['step']:,}: {drawn['joules'] / 3600:.2f} Wh (line {drawn['line']})."
-        )
+        points.append(f"Drawn up to step {drawn['step']:,}: {drawn['joules'] / 3600:.2f} Wh (line {drawn['line']}).")
     else:
         points.append("EnergyMeter was not measured.")
     if heats:

@@ -12,12 +12,12 @@ from m1clip import advisor, devices, measurements, sensors
 from m1clip.advisor import RequestedPlan
 from m1clip.config import TrainConfig
 from m1clip.console import Console
-from m1clip.data.batches import Batch, BatchStream, ImageFeatures, TextFeatures
+from m1clip.data.batches import Batch, BatchStream
 from m1clip.devices import Plan
 from m1clip.estimates import Work, identity
 from m1clip.measurements import Measurements
 from m1clip.model.clip import CLIP
-from m1clip.model.cost import cost
+from m1clip.model.cost import model_cost
 from m1clip.training import memory, parity, timing
 from m1clip.training.state import TrainState
 from m1clip.training.step import embed_captions, embed_images
@@ -43,8 +43,8 @@ def settle(
     config: TrainConfig, model: CLIP, batch: Batch, steps: int, before: Plan | None, console: Console
 ) -> PlanChoice:
     """The plan of a run. The model ends where it says."""
-    if isinstance(batch.image, ImageFeatures) and isinstance(batch.text, TextFeatures) and before is None:
-        before = Plan(str(model.places[0]), threads=config.threads)
+    if batch.images_BHWC.ndim == 2 and batch.tokens_BL.is_floating_point() and before is None:
+        before = Plan(str(model.devices[0]), threads=config.threads)
         return PlanChoice(before, "the heads learn where their features were encoded")
     choice = keep(before, config) if before else decide(config, batch, steps, console)
     return choice if SKIP_PARITY else trusted(choice, model, batch, console, config)
@@ -56,8 +56,8 @@ def for_encoding(config: TrainConfig, model: CLIP, batches: BatchStream, console
     asked = devices.default_device("auto")[0].type if config.device == "auto" else config.device
     choice = PlanChoice(Plan(asked), "")
     if not SKIP_PARITY:
-        choice = trusted(choice, model, batches.batch(0).split(TRIED)[0], console, config)
-    model.place(*choice.plan.places)
+        choice = trusted(choice, model, batches.at(0).split(TRIED)[0], console, config)
+    model.to_devices(*choice.plan.devices)
 
 
 def trusted(
@@ -67,7 +67,7 @@ def trusted(
     plan = choice.plan
     if set(devices.tower_devices(plan.device)) == {"cpu"}:
         return choice
-    with console.working(f"comparing {plan.device} with the CPU", None):
+    with console.progress(f"comparing {plan.device} with the CPU", None):
         found = parity.check(model, batch, plan, config)
     if found:
         return replace(choice, parity=str(found))
@@ -84,7 +84,7 @@ def compiled(choice: PlanChoice, state: TrainState, batch: Batch, console: Conso
     try:
         if able:
             state.use(choice.plan)
-            with console.working("compiling the blocks", None):
+            with console.progress("compiling the blocks", None):
                 some = state.take(batch.split(state.chunk)[0])
                 for embed in (embed_images, embed_captions):
                     embed(state, some).sum().backward()  # type: ignore[no-untyped-call]
@@ -138,7 +138,7 @@ def decide(config: TrainConfig, batch: Batch, steps: int, console: Console) -> P
     undecided = requested.device is None and len(here) > 1
     if not rows and not undecided:  # nothing to choose by, and nothing worth a wait
         return PlanChoice(plain(requested), advisor.advise(nothing(config), [], here, requested).why())
-    work = work_of(config, len(batch), batch.text[0].shape[-1], known)
+    work = work_of(config, len(batch), batch.tokens_BL.shape[-1], known)
     if undecided and not measured(rows, here, work):
         rows = try_now(config, batch, work, known, here, console)
     if known.unkept:  # a full disk is no reason not to train
@@ -171,7 +171,7 @@ def work_of(config: TrainConfig, batch: int, tokens: int, known: Measurements) -
     model = identity(config)
     for row in known.rows("cost", model=model, tokens=tokens):
         return Work(model, config.preset, row["parameters"], row["gflop"], batch, row["activation_gb"])
-    made = cost(config.model, tokens=tokens, captions=config.captions_per_image)
+    made = model_cost(config.model, tokens=tokens, captions=config.captions_per_image)
     kept_gb = made.activation_mb / 1e3
     counted = {"parameters": made.total, "gflop": made.step_gflop, "activation_gb": kept_gb}
     known.add("cost", model=model, tokens=tokens, **counted)
@@ -185,12 +185,12 @@ def try_now(
     plans = [Plan(name) for name in here] + splits(here)
     plans += [Plan(name, precision) for name in here for precision in paying(name)]
     for size in affordable(work):
-        with console.working(f"trying {size} pairs at a time on {', '.join(here)}", None):
+        with console.progress(f"trying {size} pairs at a time on {', '.join(here)}", None):
             timings = timing.time_plans(config, plans, batch.split(size)[0], MOMENT_S)
         for one in timings:
             if one.failed:
                 console.warn(f"{one.plan}: {one.failed}; left out")
-        keep_contest(known, config, replace(work, batch=size), batch.text[0].shape[-1], timings)
+        keep_contest(known, config, replace(work, batch=size), batch.tokens_BL.shape[-1], timings)
     return known.rows("step")
 
 

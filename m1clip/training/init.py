@@ -1,4 +1,4 @@
-"""What a run begins with: nothing, a known CLIP, or towers from the field with heads that are new."""
+"""The initial model: random, a pretrained CLIP, or pretrained towers with new projection heads."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -7,7 +7,7 @@ import torch
 
 from m1clip.config import TrainConfig
 from m1clip.model.clip import CLIP, load
-from m1clip.model.heads import Head
+from m1clip.model.heads import ProjectionHead
 from m1clip.model.import_clip import import_clip
 from m1clip.model.pretrained import HFText, TimmVision, load_hf_text, load_timm
 from m1clip.model.tokenizer import Tokenizer
@@ -16,58 +16,57 @@ from m1clip.run import Run
 
 @dataclass(frozen=True)
 class InitModel:
-    known: CLIP | None = None
+    clip: CLIP | None = None
     vision: TimmVision | None = None
     text: HFText | None = None
     tokenizer: Tokenizer | None = None
-    """Where it comes with the text tower."""
-    blank: bool = False
-    """The image tower is only a shape, without weights."""
-    told: str = ""
-    """What had to be guessed about it."""
+    """Where the text tower brings one."""
+    random_vision: bool = False
+    """The vision tower has no pretrained weights."""
+    note: str = ""
+    """What had to be guessed about the checkpoint."""
 
     @property
-    def learned(self) -> tuple[str, ...]:
-        """The towers that have been trained before."""
-        if self.known is not None:
+    def pretrained(self) -> tuple[str, ...]:
+        """Names of the towers with pretrained weights."""
+        if self.clip is not None:
             return ("vision", "text")
-        towers = {"vision": None if self.blank else self.vision, "text": self.text}
+        towers = {"vision": None if self.random_vision else self.vision, "text": self.text}
         return tuple(name for name, tower in towers.items() if tower is not None)
 
     def __bool__(self) -> bool:
-        return bool(self.known or self.vision or self.text)
+        return bool(self.clip or self.vision or self.text)
 
 
-def find(config: TrainConfig, resumed: Run | None) -> tuple[TrainConfig, InitModel]:
-    """What is at hand, and the configuration with the model's shape as that has it."""
-    torch.manual_seed(config.seed)  # what is new in it is a function of the seed
-    if resumed and (resumed.path / "start").is_dir():  # what it began with is its own
-        known = load(resumed.path / "start")
-        return config, InitModel(known, tokenizer=known.tokenizer)
+def load_init(config: TrainConfig, resumed: Run | None) -> tuple[TrainConfig, InitModel]:
+    """Load what the config names, and the config with that model's shape."""
+    torch.manual_seed(config.seed)  # new heads depend on the seed alone
+    if resumed and (resumed.path / "start").is_dir():  # a run keeps its initial model
+        clip = load(resumed.path / "start")
+        return config, InitModel(clip, tokenizer=clip.tokenizer)
     if resumed or not config.is_pretrained:
         return config, InitModel()
     if config.init:
         requested = config.model
-        known, told = import_clip(config.init, config.tokenizer, requested.activation == "quick_gelu")
-        if requested.loss == "sigmoid" and known.config.loss == "softmax":
-            raise ValueError(
-                "--init is a CLIP of the softmax loss; --model.loss sigmoid cannot go on with it"
-            )
-        if requested.head != "linear" and known.config.head == "linear":
-            known = with_head(known, requested.head, requested.head_hidden)
-        return replace(config, model=known.config), InitModel(known, tokenizer=known.tokenizer, told=told)
-    vision = load_timm(config.vision, True) if config.vision else None
-    text, words = load_hf_text(config.text, True) if config.text else (None, None)
+        clip, note = import_clip(config.init, config.tokenizer, requested.activation == "quick_gelu")
+        if requested.loss == "sigmoid" and clip.config.loss == "softmax":
+            raise ValueError("--init was trained with the softmax loss; --model.loss sigmoid cannot continue it")
+        if requested.head != "linear" and clip.config.head == "linear":
+            clip = replace_heads(clip, requested.head, requested.head_hidden)
+        return replace(config, model=clip.config), InitModel(clip, tokenizer=clip.tokenizer, note=note)
+    vision = load_timm(config.vision) if config.vision else None
+    text, tokenizer = load_hf_text(config.text) if config.text else (None, None)
     shape: dict[str, Any] = {} if vision is None else {"vision": vision.config}
     shape |= {} if text is None else {"text": text.config}
-    blank = config.vision.endswith("?weights=none")
-    return replace(config, model=replace(config.model, **shape)), InitModel(None, vision, text, words, blank)
+    random_vision = config.vision.endswith("?weights=none")
+    init = InitModel(None, vision, text, tokenizer, random_vision)
+    return replace(config, model=replace(config.model, **shape)), init
 
 
-def begin(config: TrainConfig, init: InitModel, tokenizer: Tokenizer) -> CLIP:
-    """The model as it is before the first step; what is new in it is a function of the seed."""
-    if init.known is not None:
-        return init.known
+def build_model(config: TrainConfig, init: InitModel, tokenizer: Tokenizer | None) -> CLIP:
+    """The model before the first step; new parameters depend on the seed alone."""
+    if init.clip is not None:
+        return init.clip
     torch.manual_seed(config.seed)
     model = CLIP(config.model, tokenizer)
     for name in ("vision", "text"):
@@ -77,15 +76,14 @@ def begin(config: TrainConfig, init: InitModel, tokenizer: Tokenizer) -> CLIP:
     return model
 
 
-def with_head(known: CLIP, kind: Literal["standardized", "mlp"], inside: int) -> CLIP:
-    """The same model with heads that can learn more; until they do, they are the matrices they replace."""
-    config = replace(known.config, head=kind, head_hidden=inside)
-    model = CLIP(config, known.tokenizer)
-    state = known.state_dict()
+def replace_heads(clip: CLIP, kind: Literal["standardized", "mlp"], hidden: int) -> CLIP:
+    """The same model with larger projection heads, which compute the same until they are trained."""
+    model = CLIP(replace(clip.config, head=kind, head_hidden=hidden), clip.tokenizer)
+    weights = clip.state_dict()
     for name in ("vision_projection", "text_projection"):
         head = getattr(model, name)
-        assert isinstance(head, Head)
-        head.linear.weight.data.copy_(state.pop(f"{name}.weight"))
+        assert isinstance(head, ProjectionHead)
+        head.linear.weight.data.copy_(weights.pop(f"{name}.weight"))
         head.linear.bias.data.zero_()
-    model.load_state_dict(state, strict=False)
+    model.load_state_dict(weights, strict=False)
     return model.eval()

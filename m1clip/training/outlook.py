@@ -26,7 +26,7 @@ class Outlook:
 
 
 def outlook(work: Work, advice: Advice, rows: Sequence[Row], pairs: int) -> Outlook:
-    chunk, at_once = _chunk(work, memory.free_gb(advice.plan.places[0]))
+    chunk, at_once = _chunk(work, memory.free_gb(advice.plan.devices[0]))
     mine = [row for row in rows if plan_of(row) == advice.plan and row["peak_gb"]]
     memory_gb, held = _memory(work, chunk, mine)
     if advice.step is None:

@@ -78,7 +78,7 @@ def everything(model: CLIP, few: Batch, many: Batch, plan: Plan, config: TrainCo
     seen = run(model, few, plan)
     if config:
         seen |= whole_step(model, few, plan, config)
-    vision, text = plan.places
+    vision, text = plan.devices
     here = many.to(vision, text)
     with torch.no_grad():  # shapes as in a run: some faults show only beyond a few rows
         with devices.autocast(vision, plan.precision):
@@ -130,11 +130,11 @@ def first_of(text: Tokens | TextFeatures) -> Tokens | TextFeatures:
 
 def run(model: CLIP, batch: Batch, plan: Plan) -> Seen:
     """What passes through every module, both ways, in the order of its making, on the CPU."""
-    model.place(*plan.places)
+    model.to_devices(*plan.devices)
     model.zero_grad()
-    here = batch.to(*plan.places)
+    here = batch.to(*plan.devices)
     with watched(model) as seen:
-        vision, text = plan.places
+        vision, text = plan.devices
         with devices.autocast(vision, plan.precision):
             image_BE = of_images(model, here.image).float()
         with devices.autocast(text, plan.precision):
@@ -167,9 +167,7 @@ def watched(model: CLIP) -> Iterator[Seen]:
             module.register_forward_pre_hook(lambda m, x, name=name: tell(name, "into", x)),
             module.register_forward_hook(lambda m, x, y, name=name: tell(name, "out of", y)),
             module.register_full_backward_pre_hook(lambda m, g, name=name: tell(name, "gradient into", g)),
-            module.register_full_backward_hook(
-                lambda m, gx, gy, name=name: tell(name, "gradient out of", gx)
-            ),
+            module.register_full_backward_hook(lambda m, gx, gy, name=name: tell(name, "gradient out of", gx)),
         ]
     try:
         with warnings.catch_warnings():

@@ -88,7 +88,7 @@ def time_plans(config: TrainConfig, plans: list[Plan], batch: Batch, seconds: fl
     for timing in timings:
         timing.busy = others.share()
     states.clear()
-    for place in {place for plan in plans for place in plan.places}:
+    for place in {place for plan in plans for place in plan.devices}:
         devices.release(place)
     sensors.trim_malloc()
     devices.apply_plan(Plan())
@@ -116,7 +116,7 @@ def warm_up(timing: Timing, states: dict[str, TrainState], config: TrainConfig, 
     timing.peak_gb, timing.steady_s = peak_of(state, batch)
     if timing.steady_s < 2:
         timing.steady_s = timed(state, batch)[0] / 1e3
-    queued = any(devices.is_async(place) for place in state.model.places)
+    queued = any(devices.is_async(place) for place in state.model.devices)
     timing.burst = max(1, min(20, round(BURST_S / timing.steady_s))) if queued else 1
 
 
@@ -128,7 +128,7 @@ def peak_of(state: TrainState, batch: Batch) -> tuple[float, float]:
     state.zero_grad()
     memory.release(state)
     sensors.trim_malloc()
-    places = set(state.model.places)
+    places = set(state.model.devices)
     gpus = [place for place in places if devices.memory_gb(place) is not None]
     for place in gpus:
         devices.reset_peak(place)
@@ -163,9 +163,7 @@ def ready(state: TrainState, plan: Plan, batch: Batch) -> TrainState:
     return state
 
 
-def timed(
-    state: TrainState, batch: Batch, burst: int = 1, exact: bool = False
-) -> tuple[float, dict[str, float]]:
+def timed(state: TrainState, batch: Batch, burst: int = 1, exact: bool = False) -> tuple[float, dict[str, float]]:
     """Milliseconds of a step, from an empty queue to an empty queue, and of the phases of the last one."""
     exact = exact or devices.has_event_timer(state.device)
     stamps: dict[str, Any] = {}
@@ -174,7 +172,7 @@ def timed(
         if exact:
             stamps[phase] = devices.timestamp(state.device)
 
-    for place in state.model.places:
+    for place in state.model.devices:
         devices.synchronize(place)
     began = time.perf_counter()
     for _ in range(burst):
@@ -182,7 +180,7 @@ def timed(
         here = state.take(batch)
         mark("copy")
         train_step(state, here, mark)
-    for place in state.model.places:
+    for place in state.model.devices:
         devices.synchronize(place)
     ms = 1e3 * (time.perf_counter() - began) / burst
     names = list(stamps)

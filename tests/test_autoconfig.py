@@ -15,11 +15,11 @@ from m1clip.model.clip import load
 from m1clip.model.towers import Vision
 from m1clip.training import autoconfig, loop, schedule, timing
 from m1clip.training.autoconfig import Candidate, Time, TokenizedCaptions, decide
-from m1clip.training.optim import rate
+from m1clip.training.optim import learning_rate
 from m1clip.training.schedule import Schedule
-from m1clip.training.setup import check
+from m1clip.training.setup import prepare
 from photos import photos
-from trained import Quiet, trained
+from helpers import QuietConsole, train_run
 
 CARE = ((0, {"crop": 0.9}), (20, {"crop": 0.5}))
 LADDER = [
@@ -46,7 +46,7 @@ def steps_of(clock: Clock, pace_: Schedule, seconds) -> list[float]:
     """Take steps until the last; the rates they were taken at, of 1 at most."""
     config, rates, step, ended = TrainConfig(lr=1.0, warmup=0.1), [], 0, False
     while not ended:
-        rates.append(rate(*pace_.place(step), config))
+        rates.append(learning_rate(*pace_.place(step), config))
         clock.now += seconds(step)
         step += 1
         ended = pace_.count(step)
@@ -155,17 +155,16 @@ def test_where_no_model_can_take_a_step_the_reason_is_told(tmp_path, monkeypatch
 
     monkeypatch.setattr(timing, "train_step", step)
     with pytest.raises(ValueError, match="no step of 5 pairs could be taken on cpu: it ran out of memory"):
-        autoconfig.pick(config, lambda changes: replace(config, **changes), Quiet())
+        autoconfig.pick(config, lambda changes: replace(config, **changes), QuietConsole())
     most = 32
-    picked = autoconfig.pick(config, lambda changes: replace(config, **changes), Quiet())
+    picked = autoconfig.pick(config, lambda changes: replace(config, **changes), QuietConsole())
     assert picked.changes["model"] == autoconfig.BAGS[0].changes["model"]
 
 
 def test_what_is_learned_from_is_known_by_a_sample(tmp_path):
     """Of images at equal distances, not of the first."""
     lines = [
-        f"{name}\ta dog on the {'left' if i > 30 else 'grass'} of it"
-        for i, name in enumerate(photos(tmp_path, 60))
+        f"{name}\ta dog on the {'left' if i > 30 else 'grass'} of it" for i, name in enumerate(photos(tmp_path, 60))
     ]
     (tmp_path / "all.tsv").write_text("\n".join(["filepath\ttitle", *lines]))
     told = TokenizedCaptions.of(open_sources(TrainConfig(data=str(tmp_path / "all.tsv"), val_size=10)))
@@ -213,7 +212,7 @@ def test_a_run_ends_on_time_with_its_schedule_complete(tmp_path, capsys, monkeyp
         "--name",
         "it",
     ]
-    assert cli.run([*words, "--json", "--crop-scale", "0.7", "--model.text.encoder", "attention"]) == 0
+    assert cli.run_command([*words, "--json", "--crop-scale", "0.7", "--model.text.encoder", "attention"]) == 0
     took = time.monotonic() - began
     assert 14.4 < took < 17.6
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -228,14 +227,14 @@ def test_a_run_ends_on_time_with_its_schedule_complete(tmp_path, capsys, monkeyp
 
 
 def test_a_budget_and_a_number_of_epochs_contradict_each_other(capsys):
-    assert cli.run(["train", "--budget", "5m", "--epochs", "3"]) == 2
+    assert cli.run_command(["train", "--budget", "5m", "--epochs", "3"]) == 2
     assert "give one of them" in capsys.readouterr().err
 
 
 def test_a_resumed_schedule_goes_on_where_it_was(clock):
     config = TrainConfig(lr=1.0, warmup=0.1)
     mine = Schedule(100, clock.now + 50, 100, spent_s=50.0)
-    assert rate(*mine.place(40), config) < 0.6  # half of the time is gone: the climb is long over
+    assert learning_rate(*mine.place(40), config) < 0.6  # half of the time is gone: the climb is long over
 
 
 def test_an_evaluation_that_the_last_one_would_follow_at_once_is_left_out(clock):
@@ -255,7 +254,7 @@ def test_an_evaluation_that_the_last_one_would_follow_at_once_is_left_out(clock)
 def test_a_late_start_never_makes_the_rate_negative(clock):
     mine = Schedule(10, clock.now + 10, 10)
     clock.now += 20
-    assert 0 <= rate(*mine.place(0), TrainConfig(lr=1.0)) < 0.01
+    assert 0 <= learning_rate(*mine.place(0), TrainConfig(lr=1.0)) < 0.01
 
 
 @pytest.fixture
@@ -264,27 +263,27 @@ def timed_run(tiny_run):
 
 
 def test_a_run_that_its_budget_ended_is_finished_until_it_gets_more(timed_run, tmp_path):
-    first = trained(timed_run, tmp_path / "r")
+    first = train_run(timed_run, tmp_path / "r")
     assert first.finished
-    again = trained(timed_run, tmp_path / "r")
+    again = train_run(timed_run, tmp_path / "r")
     assert again.finished
     assert again.step == first.step
-    more = trained(replace(timed_run, budget="7s"), tmp_path / "r")
+    more = train_run(replace(timed_run, budget="7s"), tmp_path / "r")
     assert more.finished
     assert more.step > first.step
 
 
 def test_a_budget_that_is_over_before_the_first_step_is_a_sentence(timed_run, tmp_path):
     with pytest.raises(ValueError, match="over before a step"):
-        trained(replace(timed_run, budget="0.001s"), tmp_path / "r")
+        train_run(replace(timed_run, budget="0.001s"), tmp_path / "r")
 
 
 def test_what_was_stopped_just_before_its_end_is_finished_without_a_step(timed_run, tmp_path):
     long = replace(timed_run, budget="60s")
-    first = trained(long, tmp_path / "r", stop_at=2)
+    first = train_run(long, tmp_path / "r", stop_at=2)
     assert not first.finished
-    run, console = runs.Run(tmp_path / "r"), Quiet()
-    with run.owned():
+    run, console = runs.Run(tmp_path / "r"), QuietConsole()
+    with run.locked():
         setup = check(long, tmp_path, run, console, began=time.monotonic() - 60)
         result = loop.train(setup, run, console)
     assert result.finished
@@ -295,8 +294,8 @@ def test_what_was_stopped_just_before_its_end_is_finished_without_a_step(timed_r
 
 def test_what_is_learned_already_gets_no_more_than_its_recipe_has(tiny_run, tmp_path):
     config = replace(tiny_run, budget="1h", recipe="full", epochs=2, init=str(tmp_path / "a" / "model"))
-    trained(tiny_run, tmp_path / "a")
-    result = trained(config, tmp_path / "b")
+    train_run(tiny_run, tmp_path / "a")
+    result = train_run(config, tmp_path / "b")
     assert result.finished
     assert result.step == 8
 
@@ -319,7 +318,7 @@ def test_a_image_with_several_captions_that_is_not_finite_is_passed_over(tiny_ru
         return made.where(torch.arange(len(made))[:, None] != 3, torch.nan) if key_B is not None else made
 
     monkeypatch.setattr(Vision, "forward", broken)
-    result = trained(replace(tiny_run, captions=2, steps=2), tmp_path / "r")
+    result = train_run(replace(tiny_run, captions=2, steps=2), tmp_path / "r")
     assert result.finished
     skipped = [row for row in runs.Run(tmp_path / "r").records("event") if row["event"] == "skipped"]
     assert len(skipped) == 2
@@ -329,6 +328,6 @@ def test_a_image_with_several_captions_that_is_not_finite_is_passed_over(tiny_ru
 def test_adapters_find_a_place_in_a_bag_of_words(tiny_run, tmp_path):
     pytest.importorskip("peft")
     bag = replace(tiny_run.model, text=replace(tiny_run.model.text, encoder="bag_of_words"))
-    trained(replace(tiny_run, model=bag), tmp_path / "a")
+    train_run(replace(tiny_run, model=bag), tmp_path / "a")
     config = replace(tiny_run, recipe="lora", init=str(tmp_path / "a" / "model"), epochs=1)
-    assert trained(config, tmp_path / "b").finished
+    assert train_run(config, tmp_path / "b").finished

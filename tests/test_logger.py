@@ -16,7 +16,7 @@ from m1clip.evals.health import effective_rank, health, uniformity
 from m1clip.training import logger, trackers
 from m1clip.training.diagnose import History, diagnose
 from m1clip.training.metrics import PHASES, StepMetrics
-from trained import Quiet, some_batch, some_state, trained
+from helpers import QuietConsole, random_pairs, make_state, train_run
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def told(tmp_path_factory):
     from conftest import tiny_config, tiny_run_config
 
     path = tmp_path_factory.mktemp("told") / "r"
-    trained(replace(tiny_run_config(tiny_config()), epochs=3, inspect_every=5), path)
+    train_run(replace(tiny_run_config(tiny_config()), epochs=3), path)
     lines = (path / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
@@ -53,7 +53,7 @@ def test_the_phases_add_up_to_the_step(told):
 
 def test_the_steps_add_up_to_the_clock(tiny_run):
     """Waiting, working and pausing of known length: what is told is what a clock outside has seen."""
-    metrics, batch = StepMetrics(tiny_run, torch.device("cpu")), some_batch(16)
+    metrics, batch = StepMetrics(tiny_run, torch.device("cpu")), random_pairs(16)
     spent = {"waiting": 0.0, "working": 0.0, "pausing": 0.0}  # sleep may take longer than it was asked to
 
     def sleep(seconds, what):
@@ -78,7 +78,7 @@ def test_the_steps_add_up_to_the_clock(tiny_run):
                 sleep(0.05, "pausing")
     told = metrics.epoch()
     assert told["seconds"] == pytest.approx(time.perf_counter() - began - spent["pausing"], rel=0.1)
-    assert told["wait_ms"] == pytest.approx(1e3 * spent["waiting"] / 6, rel=0.1)
+    assert told["data_ms"] == pytest.approx(1e3 * spent["waiting"] / 6, rel=0.1)
     assert told["step_ms"] == pytest.approx(1e3 * (spent["waiting"] + spent["working"]) / 6, rel=0.1)
 
 
@@ -87,9 +87,7 @@ def test_a_look_inside_has_norms_by_block_health_memory_and_the_machine(told):
     assert look["step"] == 5
     blocks = {f"{tower}.blocks.{i}" for tower in ("vision", "text") for i in range(2)}
     for norms in (look["grad_norms"], look["weight_norms"]):
-        assert (
-            blocks | {"vision.patch", "text.token", "vision_projection", "logit_scale"} <= norms.keys()
-        )
+        assert blocks | {"vision.patch", "text.token", "vision_projection", "logit_scale"} <= norms.keys()
         assert all(norm > 0 for norm in norms.values())
     whole = math.sqrt(sum(norm**2 for norm in look["grad_norms"].values()))
     assert whole == pytest.approx(of_kind(told, "step")[4]["grad_norm"], rel=1e-3)  # as before clipping
@@ -136,7 +134,7 @@ def test_health_of_known_spaces():
 
 
 def test_norms_are_those_written_out(tiny_run):
-    state = some_state(tiny_run)
+    state = make_state(tiny_run)
     for weight in state.weights.values():
         weight.grad = torch.full_like(weight, 2.0)
     state.weights["logit_scale"].grad = None
@@ -150,7 +148,7 @@ def test_norms_are_those_written_out(tiny_run):
 def rows(count: int, start: int = 0, **values) -> list[dict]:
     plain = {
         **{"loss": 2.0, "chance_loss": math.log(256), "accuracy": 0.5, "chance_accuracy": 1 / 256},
-        **{"temperature": 0.07, "wait_ms": 0.0, "step_ms": 100.0, "side": 64, "chunk": 256},
+        **{"temperature": 0.07, "data_ms": 0.0, "step_ms": 100.0, "image_size": 64, "chunk": 256},
     }
     return [{"step": start + i + 1, **plain, **values} for i in range(count)]
 
@@ -199,9 +197,9 @@ def test_a_healthy_run_has_no_findings():
 
 
 def test_a_run_says_what_is_wrong_and_writes_it_down(tiny_run, tmp_path):
-    console = Quiet()
-    stuck = replace(tiny_run, epochs=20, lr=1e-9, inspect_every=10)
-    trained(stuck, tmp_path / "r", console=console)
+    console = QuietConsole()
+    stuck = replace(tiny_run, epochs=20, lr=1e-9)
+    train_run(stuck, tmp_path / "r", console=console)
     events = [row for row in runs.Run(tmp_path / "r").records("event") if row["event"] == "diagnosis"]
     assert any("at chance" in row["about"] for row in events)
     assert any("at chance" in text for text in console.warnings)
@@ -264,7 +262,7 @@ def test_a_containers_limit_is_the_memory_that_can_be_had(tmp_path, monkeypatch)
 
 def test_tensorboard_gets_the_same_numbers(tiny_run, tmp_path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    trained(replace(tiny_run, track="tensorboard", inspect_every=4), tmp_path / "r")
+    train_run(replace(tiny_run, track="tensorboard"), tmp_path / "r")
     events = reader.EventAccumulator(str(tmp_path / "r" / "tensorboard"))
     events.Reload()
     shown = {event.step: event.value for event in events.Scalars("step/loss")}
@@ -278,7 +276,7 @@ def test_wandb_takes_the_records_offline(tiny_run, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    trained(replace(tiny_run, track="wandb"), tmp_path / "r")
+    train_run(replace(tiny_run, track="wandb"), tmp_path / "r")
     (stored,) = (tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb")
     content = stored.read_bytes()
     assert b"step/loss" in content
@@ -297,8 +295,8 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(tiny_run, tmp_path
         return send, lambda: None
 
     monkeypatch.setitem(trackers.OPEN, "tensorboard", broken)
-    console = Quiet()
-    assert trained(replace(tiny_run, track="tensorboard"), tmp_path / "r", console=console).finished
+    console = QuietConsole()
+    assert train_run(replace(tiny_run, track="tensorboard"), tmp_path / "r", console=console).finished
     assert len(calls) == 1
     assert any("the service is gone" in text for text in console.warnings)
 
@@ -311,8 +309,8 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_extra(monkeypatch):
 
 def test_telemetry_costs_less_than_a_hundredth_of_a_step(tiny_run, tmp_path):
     """All that a step pays for being told: stamps, its line, a share of the looks. Nano has 400 ms."""
-    state, run = some_state(tiny_run), runs.create(tmp_path, "r", "x", False)
-    metrics, batch = StepMetrics(tiny_run, torch.device("cpu")), some_batch(16)
+    state, run = make_state(tiny_run), runs.create_run(tmp_path, "r", "x", False)
+    metrics, batch = StepMetrics(tiny_run, torch.device("cpu")), random_pairs(16)
     image_BE, text_BE = (torch.nn.functional.normalize(torch.randn(256, 128), dim=1) for _ in range(2))
     for weight in state.weights.values():
         weight.grad = torch.ones_like(weight)
@@ -324,7 +322,7 @@ def test_telemetry_costs_less_than_a_hundredth_of_a_step(tiny_run, tmp_path):
         if step % 10 == 0:
             for row in metrics.read():
                 run.log("step", **row)
-            run.status("running", step)
+            run.write_status("running", step)
         if step % 50 == 0:
             run.log("logger", step, norms=logger.norms(state), **health(image_BE, text_BE))
             sensors.readings(tmp_path)

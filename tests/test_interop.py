@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 import m1clip
 from m1clip.config import ModelConfig, TextConfig, VisionConfig
 from m1clip.model.clip import CLIP
-from m1clip.model.export_clip import convert
-from m1clip.model.fit import WeightMismatch
+from m1clip.model.export_clip import export_clip
+from m1clip.model.safe_load import WeightMismatch
 from m1clip.model.import_clip import OPEN_CLIP, VOCABULARY, Hints, shape_of
 from m1clip.model.import_clip import import_clip as open_and_tell
 from m1clip.model.safe_load import load_tensors
@@ -31,12 +31,8 @@ SAID = ["a photo of a cat", "Ünïcode &amp; <b>marks</b>!", "two dogs   run\tin
 SHAPES = {
     "quick": ModelConfig(VisionConfig(32, 8, 48, 2, 4), TextConfig(49408, 77, 32, 2, 2), 24, "quick_gelu"),
     "exact": ModelConfig(VisionConfig(42, 14, 64, 3, 1), TextConfig(49408, 20, 128, 1, 2), 40),
-    "odd mlp": ModelConfig(
-        VisionConfig(32, 16, 66, 2, 3, mlp=287), TextConfig(49408, 16, 30, 2, 5, mlp=71), 16
-    ),
-    "biased": ModelConfig(
-        VisionConfig(16, 16, 32, 1, 2), TextConfig(49408, 32, 64, 2, 4), 32, loss="sigmoid"
-    ),
+    "odd mlp": ModelConfig(VisionConfig(32, 16, 66, 2, 3, mlp=287), TextConfig(49408, 16, 30, 2, 5, mlp=71), 16),
+    "biased": ModelConfig(VisionConfig(16, 16, 32, 1, 2), TextConfig(49408, 32, 64, 2, 4), 32, loss="sigmoid"),
 }
 USUAL = [
     "ViT-B-32",
@@ -90,9 +86,7 @@ def by_open_clip(folder: Path, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     words = open_clip.get_tokenizer(f"local-dir:{folder}")
     with torch.no_grad():
         pixels = torch.stack([prepare(one) for one in images(size)])
-        return theirs.eval().encode_image(pixels, normalize=True), theirs.encode_text(
-            words(SAID), normalize=True
-        )
+        return theirs.eval().encode_image(pixels, normalize=True), theirs.encode_text(words(SAID), normalize=True)
 
 
 def by_transformers(folder: Path, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +114,7 @@ BY = {"open_clip": by_open_clip, "transformers": by_transformers}
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("library", BY)
 def test_what_goes_out_gives_the_same_there_and_comes_back_the_same(library, shape, vocabulary, tmp_path):
-    ours = some(SHAPES[shape], Tokenizer.clip(vocabulary))
+    ours = some(SHAPES[shape], Tokenizer.from_clip_vocabulary(vocabulary))
     if library == "transformers" and shape == "biased":
         with pytest.raises(ValueError, match="has no bias"):
             convert(ours, library, tmp_path / "out")
@@ -139,11 +133,7 @@ def test_what_goes_out_gives_the_same_there_and_comes_back_the_same(library, sha
 @pytest.mark.parametrize("library", BY)
 @pytest.mark.parametrize("kind", ["bpe", "char"])
 def test_a_vocabulary_of_our_own_goes_with_the_model(library, kind, tmp_path):
-    words = (
-        Tokenizer.characters()
-        if kind == "char"
-        else Tokenizer.learned(["a red dog", "a cat on a mat"] * 40, 300)
-    )
+    words = Tokenizer.characters() if kind == "char" else Tokenizer.train_bpe(["a red dog", "a cat on a mat"] * 40, 300)
     ours = some(replace(SHAPES["quick"], text=TextConfig(320, 24, 32, 2, 2)), words)
     convert(ours, library, tmp_path / "out")
     image, text = BY[library](tmp_path / "out", 32)
@@ -220,9 +210,7 @@ def test_checkpoint_files_of_open_clip_and_openai(form, theirs, tmp_path):
         theirs = copy.deepcopy(theirs).half().float()
     pixels = ours.normalize(torch.from_numpy(np.stack([np.asarray(one) for one in images(32)])))
     with torch.no_grad():
-        assert (
-            ours.embed_images(pixels) - theirs.encode_image(pixels, normalize=True)
-        ).abs().max() <= TOLERANCE
+        assert (ours.embed_images(pixels) - theirs.encode_image(pixels, normalize=True)).abs().max() <= TOLERANCE
         text = theirs.encode_text(open_clip.tokenize(SAID), normalize=True)
         assert (ours.encode_text(SAID) - text).abs().max() <= TOLERANCE
     assert torch.equal(ours.tokenizer(SAID, 77), open_clip.tokenize(SAID))
@@ -391,8 +379,6 @@ def test_a_damaged_archive_never_hangs_or_crashes(theirs, tmp_path):
 
 
 def test_new_heads_have_no_counterpart(tmp_path):
-    model = some(
-        replace(SHAPES["quick"], text=TextConfig(40, 24, 32, 2, 2), head="mlp"), Tokenizer.characters()
-    )
+    model = some(replace(SHAPES["quick"], text=TextConfig(40, 24, 32, 2, 2), head="mlp"), Tokenizer.characters())
     with pytest.raises(ValueError, match="mlp heads"):
         convert(model, "open_clip", tmp_path / "out")

@@ -1,7 +1,4 @@
-"""The truth test: the same weights in open_clip's and in transformers' CLIP give the same numbers.
-
-Gradients too, which is why it stands beside test_known.py.
-"""
+"""The same weights in open_clip's and transformers' CLIP give the same embeddings, loss and gradients."""
 
 import pytest
 import torch
@@ -10,19 +7,17 @@ import torch.nn.functional as F
 from m1clip import losses
 from m1clip.config import ModelConfig, TextConfig, VisionConfig
 from m1clip.model.clip import CLIP
-from m1clip.model.weight_names import OPEN_CLIP, TRANSFORMERS
+from m1clip.model.import_clip import OPEN_CLIP, TRANSFORMERS
 
 TOLERANCE = 1e-5
 
 SHAPES = {
     "small": ModelConfig(VisionConfig(32, 8, 48, 3, 4), TextConfig(99, 20, 32, 2, 2), 24),
-    "quick": ModelConfig(
-        VisionConfig(48, 16, 64, 2, 1), TextConfig(300, 16, 64, 3, 4), 40, activation="quick_gelu"
-    ),
+    "quick": ModelConfig(VisionConfig(48, 16, 64, 2, 1), TextConfig(300, 16, 64, 3, 4), 40, activation="quick_gelu"),
 }
 
 
-def open_clip_twin(ours: CLIP) -> torch.nn.Module:
+def to_open_clip(ours: CLIP) -> torch.nn.Module:
     import open_clip
 
     vision, text = ours.config.vision, ours.config.text
@@ -41,11 +36,11 @@ def open_clip_twin(ours: CLIP) -> torch.nn.Module:
         ),
         quick_gelu=ours.config.activation == "quick_gelu",
     )
-    theirs.load_state_dict(dict(OPEN_CLIP.from_ours(ours.state_dict())))
+    theirs.load_state_dict(OPEN_CLIP.from_ours(ours.state_dict()))
     return theirs
 
 
-def transformers_twin(ours: CLIP) -> torch.nn.Module:
+def to_transformers(ours: CLIP) -> torch.nn.Module:
     from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
     vision, text, act = ours.config.vision, ours.config.text, ours.config.activation
@@ -75,39 +70,37 @@ def transformers_twin(ours: CLIP) -> torch.nn.Module:
             projection_dim=ours.config.embed_dim,
         )
     )
-    missing, unexpected = theirs.load_state_dict(
-        dict(TRANSFORMERS.from_ours(ours.state_dict())), strict=False
-    )
+    missing, unexpected = theirs.load_state_dict(TRANSFORMERS.from_ours(ours.state_dict()), strict=False)
     assert not unexpected
     assert all("position_ids" in key for key in missing)
     return theirs
 
 
-def encoded_by_open_clip(theirs, pixels, tokens):
+def encode_with_open_clip(theirs, pixels, tokens):
     return theirs.encode_image(pixels, normalize=True), theirs.encode_text(tokens, normalize=True)
 
 
-def encoded_by_transformers(theirs, pixels, tokens):
+def encode_with_transformers(theirs, pixels, tokens):
     out = theirs(input_ids=tokens, pixel_values=pixels)
     return out.image_embeds, out.text_embeds
 
 
-TWINS = {
-    "open_clip": (open_clip_twin, encoded_by_open_clip),
-    "transformers": (transformers_twin, encoded_by_transformers),
+PEERS = {
+    "open_clip": (to_open_clip, encode_with_open_clip),
+    "transformers": (to_transformers, encode_with_transformers),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("library", TWINS)
+@pytest.mark.parametrize("library", PEERS)
 def test_embeddings_loss_and_gradients_equal_the_peers(library, shape):
     torch.manual_seed(0)
     ours = CLIP(SHAPES[shape])
     ours.text.end_id = ours.config.text.vocab_size - 1  # open_clip looks for the highest id
-    for weight in ours.parameters():  # biases and norms away from 0 and 1, so that none can be confused
+    for weight in ours.parameters():  # biases and norms away from 0 and 1, so that none are interchangeable
         weight.data += 0.02 * torch.randn_like(weight)
-    duplicate, encode = TWINS[library]
-    theirs = duplicate(ours)
+    convert, encode = PEERS[library]
+    theirs = convert(ours)
     text = ours.config.text
     tokens = torch.randint(1, ours.text.end_id, (6, text.context_length))
     for row, end in zip(tokens, (text.context_length - 1, 3, 7, 9, 2, 5), strict=True):
@@ -121,17 +114,15 @@ def test_embeddings_loss_and_gradients_equal_the_peers(library, shape):
 
     our_loss = losses.softmax_loss(ours.logits(our_image, our_text))
     logits = theirs.logit_scale.exp() * their_image @ their_text.T
-    true = torch.arange(6)
-    their_loss = (F.cross_entropy(logits, true) + F.cross_entropy(logits.T, true)) / 2
+    target = torch.arange(6)
+    their_loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
     assert abs(our_loss - their_loss) <= TOLERANCE
     our_loss.backward()
     their_loss.backward()
 
-    # The peers' gradients, laid out as ours by the same mapping that carried the weights over.
+    # Our gradients under the peer's names, by the mapping that converted the weights.
     grads = CLIP(ours.config)
     grads.load_state_dict({name: weight.grad for name, weight in ours.named_parameters()})
-    expected = {
-        name: value for name, value in duplicate(grads).state_dict().items() if "position_ids" not in name
-    }
+    expected = {name: value for name, value in convert(grads).state_dict().items() if "position_ids" not in name}
     for name, weight in theirs.named_parameters():
         assert (weight.grad - expected[name]).abs().max() <= TOLERANCE, name

@@ -1,7 +1,7 @@
-"""A run whose process is killed over and over: python tests/killed.py CONFIG RUNS SEED KILLS
+"""Kill and resume a run repeatedly: python tests/kill_loop.py CONFIG RUNS SEED KILLS
 
-Each life is a forked process (torch is imported once) that goes on with the run until SIGKILL ends it, by the
-clock or at the very call of a save that SEED names. Prints how the lives ended.
+Each attempt is a forked process (torch is imported once) that resumes the run until SIGKILL ends it, at a random
+time or at a chosen call inside a save. Prints how the attempts ended.
 """
 
 import os
@@ -13,11 +13,11 @@ import threading
 import time
 from pathlib import Path
 
-import torch._dynamo  # noqa: F401  the optimizers import it at their first step, which takes each life seconds
+import torch._dynamo  # noqa: F401  the optimizers import it at their first step, which would take seconds in every attempt
 
-from m1clip import run as runs
+from m1clip import files
 from m1clip.config import TrainConfig, from_json
-from trained import trained
+from helpers import train_run
 
 
 def main(config_file: str, folder: str, seed: str, kills: str) -> None:
@@ -27,13 +27,13 @@ def main(config_file: str, folder: str, seed: str, kills: str) -> None:
         random.Random(int(seed)),
     )
     ends = []
-    for life in range(int(kills) + 1):
-        how = rng.choice(["clock", "fsync", "rename", "replace", "rmtree"]) if life < int(kills) else "never"
-        when = rng.uniform(0, 0.6) if how == "clock" else rng.randrange(1, 30 if how == "fsync" else 6)
+    for attempt in range(int(kills) + 1):
+        method = rng.choice(["clock", "fsync", "rename", "replace", "rmtree"]) if attempt < int(kills) else "never"
+        when = rng.uniform(0, 0.6) if method == "clock" else rng.randrange(1, 30 if method == "fsync" else 6)
         pid = os.fork()
         if pid == 0:
-            arm(how, when)
-            done = trained(config, path).finished
+            arm(method, when)
+            done = train_run(config, path).finished
             os._exit(0 if done else 1)
         _, status = os.waitpid(pid, 0)
         ends.append("killed" if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}")
@@ -42,24 +42,24 @@ def main(config_file: str, folder: str, seed: str, kills: str) -> None:
     print(" ".join(ends))
 
 
-def arm(how: str, when: float) -> None:
+def arm(method: str, when: float) -> None:
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if how == "clock":
+    if method == "clock":
         threading.Thread(target=lambda: (time.sleep(when), die()), daemon=True).start()
-    elif how == "fsync":
-        count_down(runs, "_fsync", int(when), die)
-    elif how == "rename":
+    elif method == "fsync":
+        count_down(files, "fsync", int(when), die)
+    elif method == "rename":
         count_down(Path, "rename", int(when), die)
-    elif how == "replace":
+    elif method == "replace":
         count_down(os, "replace", int(when), die)
-    elif how == "rmtree":
+    elif method == "rmtree":
         count_down(shutil, "rmtree", int(when), die)
 
 
 def count_down(owner: object, name: str, calls: int, die) -> None:
-    """Die when the function has been called so many times; every other time just before it does its work."""
+    """Die at the given call of a function: for odd numbers just before it does its work, for even ones after."""
     plain, left = getattr(owner, name), [calls]
 
     def counted(*args, **kwargs):

@@ -12,8 +12,8 @@ from tokenizers import models, pre_tokenizers, processors
 import m1clip
 from m1clip.config import ModelConfig, TextConfig
 from m1clip.model.clip import CLIP
-from m1clip.model.cost import cost
-from m1clip.model.fit import WeightMismatch
+from m1clip.model.cost import model_cost
+from m1clip.model.safe_load import WeightMismatch
 from m1clip.model.pretrained import image_features, load_hf_text, load_timm, require_extra
 from m1clip.model.tokenizer import HFTokenizer
 from m1clip.training.features import inference_form
@@ -48,9 +48,7 @@ def text_folder(folder: Path, kind: str = "bert", pool: str = "mean") -> Path:
     if pool != "none":
         (folder / "1_Pooling").mkdir()
         modes = {"pooling_mode_mean_tokens": pool == "mean", "pooling_mode_cls_token": pool == "first"}
-        (folder / "1_Pooling" / "config.json").write_text(
-            json.dumps({"word_embedding_dimension": 32, **modes})
-        )
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **modes}))
         (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 16}))
     return folder
 
@@ -217,9 +215,7 @@ def test_the_real_minilm_as_sentence_transformers_has_it():
     said = [*SAID, "A man's dog, naïve & old!"]
     with torch.no_grad():
         ours = torch.nn.functional.normalize(tower(words(said, tower.config.length)), dim=-1)
-    theirs = sentences.SentenceTransformer(str(packaged.MODEL_DIR), device="cpu").encode(
-        said, convert_to_tensor=True
-    )
+    theirs = sentences.SentenceTransformer(str(packaged.MODEL_DIR), device="cpu").encode(said, convert_to_tensor=True)
     assert (ours - theirs).abs().max() <= 1e-5
 
 
@@ -240,9 +236,7 @@ def test_early_names_of_bert_and_heads_for_other_tasks(tmp_path):
     old = {key.replace("LayerNorm.bias", "LayerNorm.beta"): value for key, value in old.items()}
     save_file({**old, "cls.predictions.decoder.weight": torch.zeros(40, 32)}, folder / "model.safetensors")
     tower, _ = load_hf_text(f"hf:{folder}", every=False)
-    assert torch.equal(
-        tower.net.state_dict()["embeddings.LayerNorm.weight"], held["embeddings.LayerNorm.weight"]
-    )
+    assert torch.equal(tower.net.state_dict()["embeddings.LayerNorm.weight"], held["embeddings.LayerNorm.weight"])
 
 
 def test_an_encoder_without_fused_attention(tmp_path):
