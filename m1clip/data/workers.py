@@ -75,8 +75,8 @@ class WorkerPool(Generic[T]):
             return future.result()
         except BrokenProcessPool:
             raise RuntimeError(
-                f"a worker process was killed while decoding images {rows[0]} to {rows[-1]}: out of memory "
-                "(--workers 1 needs less), or a file that crashes the decoder"
+                f"a worker process was killed near image {rows[0]}: out of memory (--workers 1 needs less), "
+                "or a file that crashes the decoder"
             ) from None
 
     def close(self) -> None:

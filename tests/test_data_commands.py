@@ -28,7 +28,7 @@ def said(capsys, *words: str) -> tuple[int, str, str]:
 def spoiled(tmp_path):
     """100 images of which six rows are unusable, two are copies, one is on both sides, three are odd."""
     folder = tmp_path / "set"
-    names = photos(folder, 100)
+    names = write_photos(folder, 100)
     sides = ["val" if i % 10 == 9 else "train" for i in range(100)]
     lines = [f"{name},scene {i},{side}" for i, (name, side) in enumerate(zip(names, sides, strict=True))]
     (folder / names[3]).write_bytes(jpeg(3)[:400])
@@ -130,7 +130,7 @@ def test_convert_keeps_bytes_captions_and_sides(spoiled, tmp_path, capsys, to):
     done = json.loads(told)
     assert (code, done["pairs"], done["files"], done["skipped"]) == (0, 94, 4, 6)
     ending = "tar" if to == "shards" else "parquet"
-    source, back = opened(spoiled), opened(out / f"*.{ending}")
+    source, back = open_source(spoiled), open_source(out / f"*.{ending}")
     assert (len(back.train), len(back.val)) == (84, 10)
     for ours, theirs in ((source.train, back.train), (source.val, back.val)):
         before = {ours.captions(i)[0]: ours.read(i) for i in range(len(ours))}
@@ -170,7 +170,7 @@ def test_a_conversion_of_other_captions_or_sides_is_not_continued(spoiled, tmp_p
 
 
 def test_a_run_passes_over_bad_rows_and_says_so(spoiled, tiny_run, tmp_path):
-    config = replace(tiny_run, data=str(spoiled), val_size="auto", max_bad=0.1, workers=1)
+    config = replace(tiny_run, data=str(spoiled), val_size="auto", max_bad_rows=0.1, workers=1)
     console = Quiet()
     result = trained(config, tmp_path / "r", console=console)
     assert (result.finished, result.scores.images) == (True, 10)
@@ -178,12 +178,12 @@ def test_a_run_passes_over_bad_rows_and_says_so(spoiled, tiny_run, tmp_path):
     kept = json.loads((tmp_path / "r" / "data.json").read_text())
     assert (kept["train"], kept["val"], sum(kept["skipped"].values())) == (84, 10, 6)
     with pytest.raises(ValueError, match=r"3 of 100 rows are unusable.*--max-bad-rows allows 1\.00%"):
-        trained(replace(config, max_bad=0.01), tmp_path / "s")
+        trained(replace(config, max_bad_rows=0.01), tmp_path / "s")
 
 
 @pytest.mark.parametrize("how", [{"cache_gb": 0.0}, {"crop": 0.5, "flip": True, "color": 0.3}])
 def test_a_run_on_files_resumes_exactly_stored_or_live(spoiled, tiny_run, tmp_path, how):
-    config = replace(tiny_run, data=str(spoiled), val_size="auto", max_bad=0.1, workers=2, **how)
+    config = replace(tiny_run, data=str(spoiled), val_size="auto", max_bad_rows=0.1, workers=2, **how)
     trained(config, tmp_path / "whole")
     trained(config, tmp_path / "broken", stop_at=6)
     trained(config, tmp_path / "broken")
@@ -192,7 +192,7 @@ def test_a_run_on_files_resumes_exactly_stored_or_live(spoiled, tiny_run, tmp_pa
 
 
 def test_stored_and_live_images_train_the_same_model(tiny_run, tmp_path):
-    names = photos(tmp_path / "set", 64)
+    names = write_photos(tmp_path / "set", 64)
     (tmp_path / "set" / "t.csv").write_text(
         "image,caption\n" + "\n".join(f"{n},scene {i}" for i, n in enumerate(names))
     )
@@ -204,7 +204,7 @@ def test_stored_and_live_images_train_the_same_model(tiny_run, tmp_path):
 
 
 def test_a_resumed_run_has_its_images_as_before_whatever_the_cache_allows_now(spoiled, tiny_run, tmp_path):
-    config = replace(tiny_run, data=str(spoiled), val_size="auto", max_bad=0.1, workers=2, cache_gb=0.0)
+    config = replace(tiny_run, data=str(spoiled), val_size="auto", max_bad_rows=0.1, workers=2, cache_gb=0.0)
     trained(config, tmp_path / "whole")
     trained(config, tmp_path / "broken", stop_at=3)
     trained(replace(config, cache_gb=5.0), tmp_path / "broken")
@@ -213,7 +213,7 @@ def test_a_resumed_run_has_its_images_as_before_whatever_the_cache_allows_now(sp
 
 
 def test_a_run_is_not_resumed_on_other_data(spoiled, tiny_run, tmp_path):
-    config = replace(tiny_run, data=str(spoiled), val_size="auto", max_bad=0.1, workers=1)
+    config = replace(tiny_run, data=str(spoiled), val_size="auto", max_bad_rows=0.1, workers=1)
     trained(config, tmp_path / "r", stop_at=3)
     spoiled.write_text(spoiled.read_text().replace("scene 50,", "scene fifty,"))
     with pytest.raises(ValueError, match=r"the data is not what .* began with"):
@@ -222,7 +222,7 @@ def test_a_run_is_not_resumed_on_other_data(spoiled, tiny_run, tmp_path):
 
 def test_eval_takes_any_side_and_any_data(spoiled, tiny_run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trained(replace(tiny_run, data=str(spoiled), val_size="auto", max_bad=0.1, workers=1), tmp_path / "runs" / "r")
+    trained(replace(tiny_run, data=str(spoiled), val_size="auto", max_bad_rows=0.1, workers=1), tmp_path / "runs" / "r")
     for words, images in (
         ((), 10),
         (("--split", "all"), 94),
