@@ -1,37 +1,40 @@
-"""Are false negatives worth masking? Scenes told by one word or two, so that batches are full of duplicates.
+"""What masking false negatives gains: scenes with captions of one or two words, so that batches are full of duplicates.
 
     python benchmarks/duplicates.py --out /tmp/duplicates --seeds 0 1
 
-Trains `nano` on the same images with and without the mask, and scores how many validation images find their
-words among all that occur.
+Trains `nano` on the same images with and without the mask, and counts the validation images whose own caption scores
+highest among all captions.
 """
 
 import argparse
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from m1clip import run as runs
 from m1clip.config import get_preset
 from m1clip.console import Console
+from m1clip.data.batches import BatchStream
 from m1clip.data.rows import BadRows
-from m1clip.data.splits import Split, open_part
+from m1clip.data.splits import open_eval_split
 from m1clip.data.synthetic.scenes import SyntheticScenes
-from m1clip.evals.embed import embed_captions, embed_images
+from m1clip.evals.embed import embed_captions, embed_split_images
 from m1clip.model.clip import load
+from m1clip.run import create_run
 from m1clip.training import loop
-from m1clip.training.setup import check
+from m1clip.training.setup import prepare
 
 
 @dataclass(frozen=True)
-class Labelled(SyntheticScenes):
-    """The same images, of which only the subject, or its color too, is told."""
+class LabeledScenes(SyntheticScenes):
+    """The same images with the subject, or its color and subject, as caption."""
 
     words: int = 1
 
     def captions(self, index: int) -> list[str]:
-        look = self.look(index)
-        return [f"a {look.color} {look.subject}" if self.words == 2 else f"a {look.subject}"]
+        scene = self.scene(index)
+        return [f"a {scene.color} {scene.subject}" if self.words == 2 else f"a {scene.subject}"]
 
     def edits(self, index: int) -> Iterator[tuple[str, str]]:
         return iter(())
@@ -42,31 +45,34 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--words", type=int, choices=[1, 2], default=1, help="told of each image")
+    parser.add_argument("--words", type=int, choices=[1, 2], default=1, help="words per caption")
     args = parser.parse_args()
-    print("| mask_duplicates | seed | right words | chance |\n|---|---|---|---|")
+    print("| mask_duplicates | seed | accuracy | chance |\n|---|---|---|---|")
     for seed in args.seeds:
         for mask in (True, False):
-            right, kinds = measure(args, seed, mask)
-            print(f"| {mask} | {seed} | {right:.1%} | {1 / kinds:.1%} |", flush=True)
+            accuracy, labels = measure(args, seed, mask)
+            print(f"| {mask} | {seed} | {accuracy:.1%} | {1 / labels:.1%} |", flush=True)
 
 
 def measure(args: argparse.Namespace, seed: int, mask: bool) -> tuple[float, int]:
-    config = replace(get_preset("nano"), seed=seed, epochs=args.epochs, count_duplicates=not mask)
-    pairs = Labelled(12000, seed, words=args.words), Labelled(1000, seed, "val", words=args.words)
+    """Zero-shot accuracy and the number of labels."""
+    config = replace(get_preset("nano"), seed=seed, epochs=args.epochs)
     console, size = Console(), config.model.vision.image_size
-    train, val = (Split([open_part(one, size, config, BadRows(), console.working)]) for one in pairs)
-    setup = check(config, args.out, None, console)
-    setup = replace(setup, data=replace(setup.data, train=train, val=val))
-    run = runs.create(args.out, f"{args.words}-{mask}-{seed}", "nano", overwrite=False)
-    with run.owned():
-        loop.train(setup, run, console)
+    train, val = (
+        open_eval_split([pairs], size, config, BadRows(), console.progress)
+        for pairs in (LabeledScenes(12000, seed, words=args.words), LabeledScenes(1000, seed, "val", args.words))
+    )
+    setup = prepare(config, {}, args.out, None, console, time.monotonic(), is_final=True)
+    setup = replace(setup, splits=replace(setup.splits, train=train, val=val))
+    loop.BatchStream = partial(BatchStream, mask_duplicates=mask)  # type: ignore[misc, assignment]
+    run = create_run(args.out, f"{args.words}-{mask}-{seed}", "nano", overwrite=False)
+    with run.locked():
+        loop.fit(setup, run, console)
     model = load(run.path)
-    words = sorted({caption for row in range(len(val)) for caption in val.captions(row)})
-    image_NE = embed_images(model, val)
-    chosen = (image_NE @ embed_captions(model, words).T).argmax(1).tolist()
-    right = sum(words[word] in val.captions(row) for row, word in enumerate(chosen))
-    return right / len(chosen), len(words)
+    labels = sorted({caption for row in range(len(val)) for caption in val.captions(row)})
+    best = (embed_split_images(model, val) @ embed_captions(model, labels).T).argmax(1).tolist()
+    correct = sum(labels[label] in val.captions(row) for row, label in enumerate(best))
+    return correct / len(best), len(labels)
 
 
 if __name__ == "__main__":
