@@ -54,7 +54,7 @@ def one(name: str, batch: int, chunk: int, grad_checkpointing: int) -> dict[str,
 
     from m1clip import sensors
     from m1clip.config import get_preset
-    from m1clip.data.batches import Batch
+    from m1clip.data.batches import Batch, Images, Tokens
     from m1clip.model.clip import CLIP
     from m1clip.training.state import TrainState
     from m1clip.training.step import train_step
@@ -66,7 +66,7 @@ def one(name: str, batch: int, chunk: int, grad_checkpointing: int) -> dict[str,
     images = torch.randint(0, 256, (batch, vision.image_size, vision.image_size, 3), dtype=torch.uint8)
     tokens = torch.randint(3, text.vocab_size, (batch, text.context_length))
     tokens[:, -1] = state.model.text.end_id
-    data = Batch(images, tokens, torch.arange(batch), None, np.arange(batch))
+    data = Batch(Images(images), Tokens(tokens[:, None]), torch.arange(batch), None, np.arange(batch))
     before_gb, began = sensors.memory_gb(), time.perf_counter()
     train_step(state, data)
     return {

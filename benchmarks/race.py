@@ -301,9 +301,11 @@ def ready(args: Args, side: int) -> dict[str, str]:
     home = args.out.absolute() / f"images-{side}"
     tables = {"train": str(home / "train.tsv"), "val": str(home / "val.json")}
     if not (home / "val.json").exists():
+        from m1clip.data.sources import open_sources
         from m1clip.data.splits import open_splits
 
-        data = open_splits(TrainConfig(data=args.data), side, side)
+        config = TrainConfig(data=args.data)
+        data = open_splits(open_sources(config), config, side, side)
         found: dict[str, list[tuple[str, list[str]]]] = {}
         for name, pairs in (("train", data.train), ("val", data.val)):
             (home / name).mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from m1clip import devices, sensors
 from m1clip.config import PRESETS, TrainConfig, VisionConfig
-from m1clip.data.batches import Batch, BatchStream
+from m1clip.data.batches import Batch, BatchStream, Images, Tokens
+from m1clip.data.sources import open_sources
 from m1clip.data.splits import open_splits
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP, load
@@ -118,7 +119,7 @@ def rows(name: str, size: int, args: Args) -> list[list[str]]:
 def prepared(config: TrainConfig, folder: Path) -> None:
     """The same model as everybody reads it, and a batch of real pairs."""
     side = config.model.vision.image_size
-    data = open_splits(config, side, side)
+    data = open_splits(open_sources(config), config, side, side)
     words = make_tokenizer(config.tokenizer, captions(data.train), config.model.text.vocab_size)
     torch.manual_seed(0)
     model = CLIP(config.model, words)
@@ -127,11 +128,11 @@ def prepared(config: TrainConfig, folder: Path) -> None:
         export_clip(model, library, folder / library)
     batch = BatchStream(
         data.train, lambda texts: words(texts, config.model.text.context_length), config.batch_size, 0, side
-    ).at(0)
+    ).batch(0)
     told = [data.train.captions(int(row))[0] for row in batch.rows]
-    batch = replace(batch, tokens_BL=words(told, config.model.text.context_length), duplicate_BB=None)
+    tokens_BL = words(told, config.model.text.context_length)
     (folder / "captions.json").write_text(json.dumps(told))
-    torch.save({"bytes": batch.images_BHWC, "tokens": batch.tokens_BL}, folder / "batch.pt")
+    torch.save({"bytes": batch.image[0], "tokens": tokens_BL}, folder / "batch.pt")
     (folder / "config.json").write_text(json.dumps({"preset": config.preset, "batch": config.batch_size}))
 
 
@@ -187,7 +188,8 @@ def ours(folder: Path, held: dict[str, torch.Tensor]) -> Any:
     config = replace(PRESETS[about["preset"]], batch=about["batch"], optimizer="adamw")
     state = TrainState(load(folder / "m1clip").train(), config)
     rows_ = np.arange(len(held["bytes"]))
-    batch = Batch(held["bytes"], held["tokens"], torch.from_numpy(rows_), None, rows_)
+    image, text = Images(held["bytes"]), Tokens(held["tokens"][:, None])
+    batch = Batch(image, text, torch.from_numpy(rows_), None, rows_)
 
     def step(only_loss: bool) -> float:
         state.set_rate(0.0 if only_loss else 1e-5)
