@@ -230,11 +230,7 @@ def test_eval_takes_any_split_and_any_data(bad_table, tiny_run, tmp_path, capsys
     train_run(
         replace(tiny_run, data=str(bad_table), val_size="auto", max_bad_rows=0.1, workers=1), tmp_path / "runs" / "r"
     )
-    for options, images in (
-        ((), 10),
-        (("--split", "all"), 94),
-        (("--data", "synthetic", "--val-size", "12"), 12),
-    ):
+    for options, images in (((), 10), (("--split", "all"), 94), (("--data", "synthetic", "--val-size", "12"), 12)):
         code, out, _ = run_command(capsys, "eval", "runs/r", "--device", "cpu", "--json", *options)
         assert (code, json.loads(out)["images"]) == (0, images)
     code, _, err = run_command(capsys, "eval", "runs/r", "--split", "test")

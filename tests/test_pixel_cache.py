@@ -132,12 +132,9 @@ def test_worker_processes_decode_what_the_main_process_does():
 
 
 def test_rows_that_cannot_be_decoded_are_listed():
-    bad = {row: ("truncated", f"row {row}") for row in (3, 4, 39)}
-    for rows in (
-        build_pixel_cache(BrokenScenes(), 16, 1, 1).bad_rows(),
-        decode_to_memory(BrokenScenes(), 16, 1, lambda done: None)[1],
-    ):
-        assert {row: (bad_row.kind, bad_row.location) for row, bad_row in rows.items()} == bad
+    bad = {row: ("truncated", "the file ends before the image does") for row in (3, 4, 39)}
+    assert build_pixel_cache(BrokenScenes(), 16, 1, 1).bad_images() == bad
+    assert decode_to_memory(BrokenScenes(), 16, 1, lambda done: None).bad == bad
 
 
 def test_a_bad_row_whose_cause_may_be_gone_is_tried_again(monkeypatch):
@@ -149,9 +146,9 @@ def test_a_bad_row_whose_cause_may_be_gone_is_tried_again(monkeypatch):
         return SyntheticScenes(40).image(index)
 
     monkeypatch.setattr(BrokenScenes, "image", image)
-    assert list(build_pixel_cache(BrokenScenes(), 16, 1, 1).bad_rows()) == [3]
+    assert list(build_pixel_cache(BrokenScenes(), 16, 1, 1).bad_images()) == [3]
     installed = True
-    assert not build_pixel_cache(BrokenScenes(), 16, 1, 1).bad_rows()
+    assert not build_pixel_cache(BrokenScenes(), 16, 1, 1).bad_images()
 
 
 def test_a_failed_build_releases_its_lock(monkeypatch):

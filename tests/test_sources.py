@@ -9,16 +9,7 @@ import pytest
 from m1clip.config import DataConfig
 from m1clip.data.folders import label_caption
 from m1clip.data.sources import open_sources, parse_spec
-from photos import (
-    bad_rows,
-    captions_by_image,
-    coco_json,
-    image_names,
-    jpeg,
-    karpathy_json,
-    open_source,
-    write_photos,
-)
+from photos import bad_rows, captions_by_image, coco_json, image_names, jpeg, karpathy_json, open_source, write_photos
 
 
 def test_caption_files_beside_the_images(tmp_path):

@@ -13,14 +13,12 @@ from m1clip.images import Pixels
 Uniform = NDArray[np.float64]
 
 STORED_SCALE = 1.25  # stored size over image size: few crops have to be enlarged
-# Independent streams of random numbers for one sample.
+# Independent streams of random numbers of a sample.
 CAPTION, DROPOUT_KEY, CROP, FLIP, COLOR, VIEW = 0, 3, (4, 5, 6, 7), 8, (9, 10, 11), 12
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """As in config.py."""
-
     crop_scale: float = 1.0
     hflip: bool = False
     color_jitter: float = 0.0
@@ -42,12 +40,7 @@ def uniform(seed: int, epoch: int, samples: NDArray[np.int64], stream: int) -> U
 
 
 def augment_images(
-    pixels: Pixels,
-    augmentation: Augmentation,
-    image_size: int,
-    seed: int,
-    epoch: int,
-    samples: NDArray[np.int64],
+    pixels: Pixels, augmentation: Augmentation, image_size: int, seed: int, epoch: int, samples: NDArray[np.int64]
 ) -> Tensor:
     """images_BHWC as one epoch of training sees them."""
 

@@ -28,8 +28,6 @@ TokenIds = Sequence[Sequence[int] | NDArray[np.int32]]
 
 
 # Inputs of a tower: pixels or token ids, or for a frozen tower its precomputed features.
-
-
 class Images(NamedTuple):
     images_BHWC: Tensor  # uint8
 
@@ -133,18 +131,16 @@ class FeatureTables:
 
 @dataclass(frozen=True)
 class TokenizedCaptions:
-    """All captions of a split as token ids, one after the other."""
+    """All captions of a split as token ids."""
 
-    ids: NDArray[np.int32]
-    end_M: RowIndices
+    ids_M: Sequence[NDArray[np.int32]]
     start_N: RowIndices
     """First caption of each image, and at the end M."""
     pad: Callable[[TokenIds], Tensor]
 
     def take(self, captions: RowIndices) -> tuple[Tensor, list[bytes]]:
         """Padded ids of some captions, and an id for each that is equal for equal captions."""
-        starts, ends = (self.end_M[captions - 1] * (captions > 0)).tolist(), self.end_M[captions].tolist()
-        ids = [self.ids[start:end] for start, end in zip(starts, ends, strict=True)]
+        ids = [self.ids_M[caption] for caption in captions.tolist()]
         return self.pad(ids), [caption.tobytes() for caption in ids]
 
 
@@ -161,8 +157,7 @@ def tokenize_captions(
     ids: list[NDArray[np.int32]] = []
     while chunk := list(islice(captions, 4096)):
         ids += [np.array(caption, np.int32) for caption in encode(chunk)]
-    ends = np.cumsum([len(caption) for caption in ids])
-    return TokenizedCaptions(np.concatenate(ids), ends, np.cumsum([0, *counts]), pad)
+    return TokenizedCaptions(ids, np.cumsum([0, *counts]), pad)
 
 
 @dataclass(frozen=True)
@@ -173,7 +168,7 @@ class BatchStream:
     seed: int
     image_size: int
     """Input resolution of the model; stored images may be larger."""
-    augmentation: Augmentation = Augmentation()
+    augmentation: Augmentation = Augmentation()  # noqa: RUF009 - frozen
     captions_per_image: int = 1
     tokenized: TokenizedCaptions | None = None
     features: FeatureTables = FeatureTables()

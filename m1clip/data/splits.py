@@ -10,7 +10,7 @@ import numpy as np
 from m1clip.config import DataConfig
 from m1clip.data.index import IndexedPairs, RowIndices
 from m1clip.data.pixel_cache import build_pixel_cache, decode_to_memory
-from m1clip.data.rows import BadRow, BadRows, PairDataset, ProgressFactory, no_progress
+from m1clip.data.rows import BadRows, PairDataset, ProgressFactory, no_progress
 from m1clip.data.sources import Source, validation_subset
 from m1clip.data.workers import WorkerPool, decode_rows
 from m1clip.images import Pixels
@@ -44,9 +44,8 @@ class OnTheFlyImages:
             results = self.pool.map([rows[chunk].tolist() for chunk in chunks])
             for chunk, decoded in zip(chunks, results, strict=True):
                 pixels[chunk] = decoded.pixels
-                for row, (kind, reason) in decoded.bad.items():
-                    self.bad.add(row)
-                    self.bad_rows.add(BadRow(kind, self.pairs.location(row), reason), image=True)
+                self.bad.update(decoded.bad)
+                self.bad_rows.add_images(self.pairs, decoded.bad)
             self.bad_rows.require_at_most(self.max_bad_rows)
             todo = np.flatnonzero(np.isin(rows, list(self.bad)))
             rows[todo] = [self._next_good(int(row)) for row in rows[todo]]
@@ -208,11 +207,7 @@ def open_splits(
 
 
 def open_eval_split(
-    pairs: Sequence[PairDataset],
-    image_size: int,
-    config: DataConfig,
-    bad_rows: BadRows,
-    progress: ProgressFactory = no_progress,
+    pairs: Sequence[PairDataset], image_size: int, config: DataConfig, bad_rows: BadRows, progress: ProgressFactory
 ) -> Split:
     """One split of several datasets, cached, or decoded to memory if the cache limit is too small."""
     settings = (image_size, config, bad_rows, progress, config.cache_gb)
@@ -231,13 +226,12 @@ def _open_part(
 ) -> SplitPart:
     with progress("decoding images", len(pairs)) as advance:
         if cache := build_pixel_cache(pairs, image_size, max_gb, config.workers, advance):
-            pixels, bad = cache.pixels(), cache.bad_rows()
+            pixels, bad = cache.pixels(), cache.bad_images()
         elif in_memory:
             pixels, bad = decode_to_memory(pairs, image_size, config.workers, advance)
         else:
             images = OnTheFlyImages(pairs, image_size, config.workers, config.max_bad_rows)
             return SplitPart(pairs, np.arange(len(pairs)), images, weight)
-    for row in bad.values():
-        bad_rows.add(row, image=True)
+    bad_rows.add_images(pairs, bad)
     good_rows = np.setdiff1d(np.arange(len(pairs)), list(bad)).astype(np.int64)
     return SplitPart(pairs, good_rows, CachedImages(pixels, good_rows), weight)

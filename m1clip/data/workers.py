@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from m1clip.data.decode import BadImage
-from m1clip.data.rows import PairDataset
+from m1clip.data.rows import BadImages, PairDataset
 from m1clip.images import Pixels, center_crop
 
 T = TypeVar("T")
@@ -24,12 +24,12 @@ TASKS_PER_WORKER = 4  # queued, running or done but not yet consumed: bounds the
 
 class Decoded(NamedTuple):
     pixels: Pixels
-    bad: dict[int, tuple[str, str]]
-    """Kind and reason by row that cannot be decoded; its pixels are black."""
+    """(rows, height, width, 3); black where an image cannot be decoded."""
+    bad: BadImages
 
 
 def decode_rows(pairs: PairDataset, image_size: int, rows: Rows) -> Decoded:
-    pixels, bad = np.zeros((len(rows), image_size, image_size, 3), np.uint8), dict[int, tuple[str, str]]()
+    pixels, bad = np.zeros((len(rows), image_size, image_size, 3), np.uint8), BadImages()
     for i, row in enumerate(rows):
         try:
             pixels[i] = center_crop(pairs.image(row, 2 * image_size), image_size)

@@ -127,16 +127,6 @@ def parse_sketch(text: str) -> Sketch:
     return tuple(polygons)
 
 
-SIZES = {"small": 0.2, "large": 0.3}  # of the image's width
-POSITIONS = {"left": 0.28, "middle": 0.5, "right": 0.72}
-# Where the subjects of a group stand, in steps from its center: across, and back from the front row.
-GROUPS: dict[int, tuple[Point, ...]] = {
-    1: ((0, 0),),
-    2: ((-0.5, 0), (0.5, 0)),
-    3: ((0, -1), (-0.5, 0), (0.5, 0)),
-    4: ((-0.5, -1), (0.5, -1), (-0.5, 0), (0.5, 0)),
-}
-
 FILE = Path(__file__).with_suffix(".toml")
 _toml: dict[str, Any] = tomllib.loads(FILE.read_text(encoding="utf-8"))
 
@@ -152,8 +142,9 @@ def _parse(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-COLORS, FIXED, PAINTS, TRIMS, SUBJECTS, SKIES = (
-    _values(_toml[table]) for table in ("colors", "fixed", "paints", "trims", "subjects", "skies")
+SIZES, POSITIONS, COLORS, FIXED, PAINTS, TRIMS, SUBJECTS, SKIES = (
+    _values(_toml[table]) for table in ("sizes", "positions", "colors", "fixed", "paints", "trims", "subjects", "skies")
 )
+GROUPS: dict[int, list[Point]] = {int(count): points for count, points in _toml["groups"].items()}
 TIMES = {name: TimeOfDay(**_values(table)) for name, table in _toml["times"].items()}
 PLACES = {name: Place(**_values(table)) for name, table in _toml["places"].items()}

@@ -8,18 +8,7 @@ from random import Random
 from PIL import Image, ImageDraw
 
 from m1clip.data.synthetic import drawings
-from m1clip.data.synthetic.drawings import (
-    COLORS,
-    FIXED,
-    PLACES,
-    RGB,
-    SIZES,
-    SKIES,
-    SUBJECTS,
-    TIMES,
-    Sketch,
-    Tones,
-)
+from m1clip.data.synthetic.drawings import COLORS, FIXED, PLACES, RGB, SIZES, SKIES, SUBJECTS, TIMES, Sketch, Tones
 
 Draw = ImageDraw.ImageDraw
 Box = tuple[float, float, float, float]  # center x, bottom y, width (negative: mirrored) and height

@@ -80,9 +80,7 @@ class SyntheticScenes:
     def fingerprint(self) -> str:
         return f"synthetic/{_code_hash()}/{self.split}/{self.seed}/{self.size}"
 
-    @property
-    def identity(self) -> str:
-        return self.fingerprint
+    identity = fingerprint
 
     def __len__(self) -> int:
         return self.size
