@@ -19,13 +19,13 @@ class Args(DataConfig):
 
     m1clip data convert coco:~/coco shards/
     m1clip data convert photos/ parquet/ --to parquet
-    Image bytes are copied; bad rows are skipped and counted. An interrupted conversion continues when the command
-    is repeated. manifest.jsonl has the SHA-256 of each file.
+    Image bytes are copied; bad rows are skipped and counted. Repeat the command to continue an interrupted
+    conversion: manifest.jsonl has the SHA-256 of each file.
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")] = ""
-    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar, hf:NAME
-    or synthetic:N, as in `m1clip train --data`."""
+    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
+    hf:NAME or synthetic:N, as in `m1clip train --data`."""
     out: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = None
     """Output folder."""
     to: Literal["shards", "parquet"] = "shards"
@@ -62,7 +62,7 @@ def main(args: Args) -> int:
     for row in bad["examples"][:10]:
         console.warn(f"skipped {row['location']}: {row['reason']}")
     size = file_size(done["bytes"])
-    print(f"{args.out}: {done['pairs']:,} pairs in {done['files']:,} files, {size}; {bad['count']:,} rows skipped")
+    print(f"{args.out}: {done['pairs']:,} pairs in {done['files']:,} files, {size}; {bad['count']:,} bad rows")
     spec = args.out / ("*.tar" if args.to == "shards" else "*.parquet")
     print(f"next:  {command('train', '--data', spec)}")
     return 0

@@ -90,7 +90,7 @@ def prepare(
     check_disk_space(config, runs, resumed)
     record = _read_data_record(resumed) if resumed else {}
     size = config.model.vision.image_size
-    stored, on_the_fly = stored_size(size, config.crop_scale), record.get("live", ())
+    stored, on_the_fly = stored_size(size, config.crop_scale), record.get("on_the_fly", ())
     splits = open_splits(sources, config, size, stored, console.progress, on_the_fly)
     pairs = splits.train.pairs_per_epoch
     config = settle(config, init, pairs)
