@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from helpers import QuietConsole, train_run
 from m1clip import cli
-from m1clip.config import DataConfig, check_data
+from m1clip.config import DataConfig, check_config
 from m1clip.data.check import examine_rows, near_duplicates
 from photos import SCENES, jpeg, open_source, write_photos
 
@@ -251,7 +251,7 @@ def test_data_flags_are_checked(tmp_path, capsys):
         {"workers": -1},
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            check_data(DataConfig(**wrong))
+            check_config(DataConfig(**wrong))
     write_photos(tmp_path / "cat", 3)
     for command in ("check", "preview", "convert"):
         code, _, err = run_command(

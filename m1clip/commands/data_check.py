@@ -10,7 +10,7 @@ import tyro
 
 from m1clip.commands import flags
 from m1clip.commands.data_preview import require_image_path
-from m1clip.config import DataConfig, check_data, get_preset
+from m1clip.config import DataConfig, check_config, get_preset
 from m1clip.format import printable
 
 if TYPE_CHECKING:  # they import pyarrow
@@ -49,7 +49,7 @@ def parse(prog: str, words: list[str]) -> Args:
     args = flags.parse_flags(Args, prog, words)
     if not args.data:
         raise ValueError("data check needs a SPEC, such as a folder or a table; see m1clip data check --help")
-    check_data(args)
+    check_config(args)
     get_preset(args.preset)
     require_image_path(args.sheet)
     return args
