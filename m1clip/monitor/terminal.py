@@ -77,8 +77,7 @@ class Monitor(App[None]):
         yield SizedView(lambda width, _: self._tabs(width), id="tabs")
         with ContentSwitcher(initial="curves"):
             yield SizedView(
-                lambda width, height: terminal_views.curves_view(self.views, width, height, self.smooth),
-                id="curves",
+                lambda width, height: terminal_views.curves_view(self.views, width, height, self.smooth), id="curves"
             )
             for name in ("speed", "gradients", "events"):
                 with VerticalScroll(id=name):
