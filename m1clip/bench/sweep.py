@@ -156,7 +156,7 @@ class Session:
     def run_operations(self, sizes: Sequence[int], precisions: Mapping[str, Sequence[str]], seconds: float) -> None:
         """Time all operations on the devices of `precisions`, in fp32 and in these precisions."""
         pairs = list(itertools.product(operations(sizes), precisions))
-        with Console().going_through(len(pairs)) as show:
+        with Console().progress_items(len(pairs)) as show:
             for operation, device in pairs:
                 item = f"{operation.name} {operation.size} on {device}"
                 show(item)
@@ -173,7 +173,7 @@ class Session:
 
     def run_comparisons(self, comparisons: Sequence[Comparison], seconds: float) -> None:
         """Time all comparisons that fit into memory, `seconds` per plan."""
-        with Console().going_through(len(comparisons)) as show:
+        with Console().progress_items(len(comparisons)) as show:
             for config, plans in comparisons:
                 item = f"{config.preset}, batch size {config.batch_size:,}"
                 show(item)

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import tyro
 
-from m1clip.commands import flags, tables
-from m1clip.config import check_train, get_preset
+from m1clip.commands.flags import parse_flags
+from m1clip.config import check_config, get_preset
+from m1clip.console import command, loading, show, table
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,12 @@ class Args:
     """Print one line of JSON."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = parse_flags(Args, program, argv)
     preset = get_preset(args.preset)
     given = {name: getattr(args, name) for name in ("batch_size", "epochs") if getattr(args, name) is not None}
     config, length = replace(preset, **given), preset.model.text.context_length
-    check_train(config)
+    check_config(config)
     if args.tokens and not 3 <= args.tokens <= length:
         raise ValueError(f"--tokens must be 0 or 3 to {length} for {args.preset}, not {args.tokens}")
     if config.batch_size > args.pairs:
@@ -51,7 +52,7 @@ def parse(prog: str, words: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
-    with tables.loading():
+    with loading():
         from m1clip import devices
         from m1clip.console import Console
         from m1clip.training import memory, timing
@@ -59,7 +60,8 @@ def main(args: Args) -> int:
         from m1clip.training.device_plan import measure_missing
         from m1clip.training.measurements import open_store
 
-    assert args.batch_size and args.epochs
+    assert args.batch_size
+    assert args.epochs
     config, store = replace(get_preset(args.preset), batch_size=args.batch_size), open_store()
     cost, rows = timing.step_cost(config, args.batch_size, args.tokens, store), store.steps()
     if not args.no_measure:
@@ -70,18 +72,18 @@ def main(args: Args) -> int:
     if args.json:
         print(json.dumps({"cost": asdict(cost), **asdict(advice), "run": predictions}))
         return 0
-    table = tables.table("", "", "confidence", "reason")
-    for column in table.columns:
+    choices = table("", "", "confidence", "reason")
+    for column in choices.columns:
         column.justify = "left"
     for row in (("plan", str(advice.plan), advice.confidence, advice.reason), *predictions):
-        table.add_row(*row)
-    tables.show(f"{args.preset}, batch size {args.batch_size:,}", table)
+        choices.add_row(*row)
+    show(f"{args.preset}, batch size {args.batch_size:,}", choices)
     if advice.rejected:
         print("\nother plans", *(f"{plan}: {reason}" for plan, reason in advice.rejected.items()), sep="\n  ")
     size, plan = ("--batch-size", args.batch_size), advice.plan
     if advice.step is None or advice.step.confidence == "low":
-        print(f"\nmeasure it:  {tables.command('bench', '--presets', args.preset, '--batch-sizes', size[1])}")
+        print(f"\nmeasure it:  {command('bench', '--presets', args.preset, '--batch-sizes', size[1])}")
     chosen = ["--compile", "on"] * plan.compile + ["--threads", str(plan.threads)] * bool(plan.threads)
     chosen = ["--device", plan.device, "--precision", plan.precision, *chosen]
-    print(f"\nnext:  {tables.command('train', '--preset', args.preset, *size, *chosen)}")
+    print(f"\nnext:  {command('train', '--preset', args.preset, *size, *chosen)}")
     return 0

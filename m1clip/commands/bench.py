@@ -7,8 +7,9 @@ from typing import Annotated
 
 import tyro
 
-from m1clip.commands import flags, tables
+from m1clip.commands.flags import parse_flags
 from m1clip.config import get_preset
+from m1clip.console import command, loading, show_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,8 @@ class Args(SweepArgs):
     """Skip the single operations, and with them the utilization."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = parse_flags(Args, program, argv)
     check_sweep(args)
     for name, values, low, high in (
         ("threads", args.threads, 1, 1024),
@@ -69,7 +70,7 @@ def check_sweep(args: SweepArgs) -> None:
 
 
 def main(args: Args) -> int:
-    with tables.loading():
+    with loading():
         from m1clip import devices
         from m1clip.bench import report, sweep
         from m1clip.training.device_plan import faster_precisions
@@ -99,10 +100,10 @@ def main(args: Args) -> int:
         ("operations", report.OPERATION_COLUMNS, result.operations),
         ("\ntraining steps", report.STEP_COLUMNS, result.step_records()),
     ):
-        tables.show_rows(title, list(columns), report.table_rows(columns, records))
+        show_rows(title, list(columns), report.table_rows(columns, records))
     texts = [crossover.text for crossover in result.crossovers]
     for title, lines in (("findings", result.findings()), ("crossover", texts), ("skipped", result.skipped)):
         if lines:
             print(f"\n{title}", *lines, sep="\n  ")
-    print(f"\npage:  {page}\nnext:  {tables.command('advise', '--preset', 'nano')}    the fastest plan for a run")
+    print(f"\npage:  {page}\nnext:  {command('advise', '--preset', 'nano')}    the fastest plan for a run")
     return 0

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import tyro
 
-from m1clip.commands import flags, tables
 from m1clip.commands.bench import SweepArgs, check_sweep
+from m1clip.commands.flags import parse_flags
 from m1clip.config import PRESETS, get_preset
+from m1clip.console import loading, show_rows
 from m1clip.files import json_safe
 
 SCALING_BATCH_SIZE = 4  # small, so that the activations of a large model fit beside its state
@@ -27,8 +28,8 @@ class Args(SweepArgs):
     """Pairs of an epoch."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = parse_flags(Args, program, argv)
     check_sweep(args)
     if args.pairs < 1:
         raise ValueError(f"--pairs must be at least 1, not {args.pairs}")
@@ -38,7 +39,7 @@ def parse(prog: str, words: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
-    with tables.loading():
+    with loading():
         from m1clip import devices
         from m1clip.bench import report, scaling, sweep
         from m1clip.training.timing import step_cost
@@ -48,7 +49,7 @@ def main(args: Args) -> int:
     plans = tuple(devices.Plan(name) for name in names)
     settings = {"presets": [*presets], "devices": [*names]}
     with sweep.open_session("scaling", settings, args.restart, args.out) as session:
-        session.run_operations((1024, 2048), {name: () for name in names}, 0.5)
+        session.run_operations((1024, 2048), dict.fromkeys(names, ()), 0.5)
         session.run_comparisons([(config, plans) for config in configs], 3.0)
         costs = [
             step_cost(config, SCALING_BATCH_SIZE, config.model.text.context_length, session.store) for config in configs
@@ -61,6 +62,6 @@ def main(args: Args) -> int:
         print(json.dumps(json_safe(values)))
         return 0
     columns = scaling.SCALING_COLUMNS
-    tables.show_rows("scaling", list(columns), report.table_rows(columns, records))
+    show_rows("scaling", list(columns), report.table_rows(columns, records))
     print("", *result.skipped, f"epoch: {args.pairs:,} pairs", f"page:  {page}", sep="\n")
     return 0

@@ -14,8 +14,9 @@ import psutil
 import tyro
 
 from m1clip import sensors
-from m1clip.commands import flags, tables
+from m1clip.commands.flags import parse_flags
 from m1clip.config import get_preset
+from m1clip.console import loading, show, table
 from m1clip.files import cache_folder
 
 KNOWN_BUGS = {  # of PyTorch on macOS
@@ -50,14 +51,14 @@ class Check:
     remedy: str = ""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = parse_flags(Args, program, argv)
     get_preset(args.preset)
     return args
 
 
 def main(args: Args) -> int:
-    with tables.loading("checking the machine and its devices"):
+    with loading("checking the machine and its devices"):
         checks = [*check_versions(), *check_machine(), *check_devices(args.preset)]
     failed = any(check.status == "fail" for check in checks)
     if args.json:
@@ -68,14 +69,14 @@ def main(args: Args) -> int:
         }
         print(json.dumps(result))
         return int(failed)
-    table = tables.table("", "", "")
-    table.show_header = False
-    for column in table.columns:
+    rows = table("", "", "")
+    rows.show_header = False
+    for column in rows.columns:
         column.justify = "left"
     for check in checks:
         remedy = f"\n→ {check.remedy}" if check.remedy and check.status != "ok" else ""
-        table.add_row(f"[{STYLES[check.status]}]{check.status}[/]", check.name, check.result + remedy)
-    tables.show("this machine", table)
+        rows.add_row(f"[{STYLES[check.status]}]{check.status}[/]", check.name, check.result + remedy)
+    show("this machine", rows)
     counts = {status: sum(check.status == status for check in checks) for status in STYLES}
     print("\n" + ", ".join(f"{count} {status}" for status, count in counts.items() if count))
     return int(failed)

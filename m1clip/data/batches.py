@@ -168,7 +168,7 @@ class BatchStream:
     seed: int
     image_size: int
     """Input resolution of the model; stored images may be larger."""
-    augmentation: Augmentation = Augmentation()  # noqa: RUF009 - frozen
+    augmentation: Augmentation = Augmentation()
     captions_per_image: int = 1
     tokenized: TokenizedCaptions | None = None
     features: FeatureTables = FeatureTables()
