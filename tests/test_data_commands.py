@@ -20,7 +20,7 @@ from photos import SCENES, jpeg, open_source, write_photos
 
 def run_command(capsys, *words: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr."""
-    code = cli.run([str(word) for word in words])
+    code = cli.run_command([str(word) for word in words])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -221,7 +221,7 @@ def test_a_run_is_not_resumed_on_other_data(bad_table, tiny_run, tmp_path):
     config = replace(tiny_run, data=str(bad_table), val_size="auto", max_bad_rows=0.1, workers=1)
     train_run(config, tmp_path / "r", stop_at=3)
     bad_table.write_text(bad_table.read_text().replace("scene 50,", "scene fifty,"))
-    with pytest.raises(ValueError, match=r"the data is not what .* began with"):
+    with pytest.raises(ValueError, match=r"the data of .* has changed"):
         train_run(config, tmp_path / "r")
 
 
