@@ -11,7 +11,7 @@ import tyro
 from m1clip.commands import flags
 from m1clip.commands.data_preview import require_image_path
 from m1clip.config import DataConfig, check_config, get_preset
-from m1clip.format import printable
+from m1clip.format import percent, printable
 
 if TYPE_CHECKING:  # they import pyarrow
     from m1clip.data.rows import ProgressFactory
@@ -166,9 +166,9 @@ def print_bad_rows(report: Report, args: Args) -> None:
     bad, refused = report["bad_rows"], is_refused(report, args)
     if not bad["count"]:
         return print_line("bad rows", "none", "green")
-    verdict = f"above --max-bad-rows {args.max_bad_rows:.2%}: training refuses this data"
+    verdict = f"above --max-bad-rows {percent(args.max_bad_rows)}: training refuses this data"
     verdict = verdict if refused else "training skips them"
-    counted = f"{bad['count']:,} of {report['rows']:,} rows ({bad['fraction']:.2%})"
+    counted = f"{bad['count']:,} of {report['rows']:,} rows ({percent(bad['fraction'])})"
     print_line("bad rows", f"{counted}, {verdict}", "bold red" if refused else "yellow")
     print_line("", ", ".join(f"{count:,} {kind}" for kind, count in bad["kinds"].items()))
     for row in bad["examples"][:MAX_SHOWN]:
@@ -204,7 +204,7 @@ def print_captions(report: Report, args: Args) -> None:
     length = f"{words['min']} to {words['max']} words (median {words['median']})"
     print_line("captions", f"{count} per image; {length}; {report['vocabulary']:,} distinct words")
     context = f"{args.preset} has a context of {report['context_length']}"
-    truncated = f"{report['truncated_captions']:.1%} of the captions are truncated"
+    truncated = f"{percent(report['truncated_captions'])} of the captions are truncated"
     print_line("tokens", f"up to {tokens['max']} (median {tokens['median']}); {context}: {truncated}")
     shared, twice = report["shared_captions"], report["duplicate_captions"]
     if shared or twice:
