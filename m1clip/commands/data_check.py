@@ -1,6 +1,7 @@
 """m1clip data check: statistics of a dataset, its problems, and whether it can be trained on."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -56,25 +57,30 @@ def parse(prog: str, words: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
+    reports = []
+    for report in check_sources(args):
+        reports.append(report)
+        if not args.json:
+            print_report(report, args)
+    if args.json:
+        print(json.dumps(reports[0] if len(reports) == 1 else {"sources": reports}))
+    return int(any(is_refused(report, args) for report in reports))
+
+
+def check_sources(args: Args) -> Iterator[Report]:
     from m1clip.console import Console
     from m1clip.data.sources import NoUsablePairs, open_sources
 
-    progress, reports = Console().progress, list[Report]()
+    progress = Console().progress
     try:
         sources = open_sources(replace(args, max_bad_rows=1.0), progress)
     except NoUsablePairs as error:
         empty = {"data": error.spec, "images": 0, "captions": 0}
-        reports.append({**empty, "rows": error.bad_rows.rows, "bad_rows": error.bad_rows.record()})
-        sources = []
+        yield {**empty, "rows": error.bad_rows.rows, "bad_rows": error.bad_rows.record()}
+        return
     for number, source in enumerate(sources):
         sheet = args.sheet.with_stem(f"{args.sheet.stem}-{number + 1}") if number else args.sheet
-        reports.append(check_source(source, args, sheet, progress))
-    if args.json:
-        print(json.dumps(reports[0] if len(reports) == 1 else {"sources": reports}))
-    else:
-        for report in reports:
-            print_report(report, args)
-    return int(any(is_refused(report, args) for report in reports))
+        yield check_source(source, args, sheet, progress)
 
 
 def is_refused(report: Report, args: Args) -> bool:
@@ -132,7 +138,7 @@ def token_stats(source: "Source", args: Args) -> Report:
 
 
 def print_line(label: str, text: str, style: str = "") -> None:
-    """A labelled line; on a terminal, long text is wrapped in its own column."""
+    """A labeled line; on a terminal, long text is wrapped in its own column."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

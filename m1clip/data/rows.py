@@ -145,8 +145,7 @@ class BadRows:
         return f"{len(self):,} of {self.rows:,} rows are unusable ({kinds}), such as {first}"
 
     def record(self, examples: int = MAX_EXAMPLES) -> dict[str, Any]:
-        listed = [row._asdict() for row in self.examples[:examples]]
-        kinds = dict(self.counts.most_common())
+        listed, kinds = [row._asdict() for row in self.examples[:examples]], dict(self.counts.most_common())
         return {"count": len(self), "fraction": self.fraction, "kinds": kinds, "examples": listed}
 
     def require_at_most(self, max_fraction: float) -> None:

@@ -15,7 +15,6 @@ from m1clip.data.decode import BadImage
 from m1clip.data.index import SPLIT_CODES, IndexedPairs, IndexWriter, RowIndices
 from m1clip.data.pixel_cache import explain_full_disk, temporary_cache
 from m1clip.data.rows import BadRows, PairDataset, ProgressFactory, no_progress
-from m1clip.data.synthetic.scenes import SyntheticScenes
 from m1clip.data.workers import row_chunks
 from m1clip.files import cache_folder
 
@@ -75,7 +74,7 @@ def _exists(spec: str) -> bool:
 def _open_source(spec: str, weight: float, config: DataConfig, progress: ProgressFactory) -> Source:
     if spec.partition(":")[0] == "synthetic":
         return _open_synthetic(spec, weight, config)
-    from m1clip.data.readers import list_rows  # not loaded for synthetic data
+    from m1clip.data.readers import list_rows  # here, because synthetic data needs no readers
 
     bad_rows, folder = BadRows(), temporary_cache("index-")
     with progress(f"listing {spec}", None) as advance, explain_full_disk(folder):
@@ -91,6 +90,8 @@ def _open_source(spec: str, weight: float, config: DataConfig, progress: Progres
 
 
 def _open_synthetic(spec: str, weight: float, config: DataConfig) -> Source:
+    from m1clip.data.synthetic.scenes import SyntheticScenes
+
     size = spec.partition(":")[2]
     if size and not size.isdecimal():
         raise ValueError(f"in {spec!r}, {size!r} must be a whole number of scenes")
