@@ -3,9 +3,13 @@
 Rows that name the same image become one entry with several captions. A million rows use disk, not memory.
 """
 
+import http.client
 import json
 import os
 import stat
+import time
+import urllib.error
+import urllib.request as http_request
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -20,8 +24,8 @@ from PIL import Image
 
 from m1clip.config import DataConfig
 from m1clip.data.decode import MAX_BYTES, BadImage, decode
-from m1clip.data.download import download
 from m1clip.data.rows import Advance, BadRow, BadRows, Listing, Row, normalize_split
+from m1clip.files import cache_folder
 
 RowIndices = NDArray[np.int64]
 ARROW_BATCH = 8192
@@ -29,6 +33,13 @@ SPLIT_CODES = {"": 0, "train": 1, "val": 2, "test": 3, "unlisted": 4, "unknown":
 NUMBERS = {"offset": pa.int64(), "length": pa.int64(), "line": pa.int32()}
 CODES = {"container": pa.int32(), "table": pa.int32(), "split": pa.int8()}
 SCHEMA = pa.schema({"image": pa.string(), **NUMBERS, **CODES, "captions": pa.list_(pa.string())})
+TIMEOUT_S, ATTEMPTS = 20, 2  # of downloads
+# Not the default handlers, which also open file: and ftp: URLs, even after a redirect.
+HANDLERS = (
+    *(http_request.ProxyHandler, http_request.HTTPHandler, http_request.HTTPSHandler),
+    *(http_request.HTTPRedirectHandler, http_request.HTTPErrorProcessor),
+    http_request.HTTPDefaultErrorHandler,
+)
 
 
 class IndexWriter:
@@ -235,7 +246,9 @@ class IndexedPairs:
         image, facts = self.value("image", index), self._index.facts
         try:
             local = os.path.join(facts["root"], image)
-            path = facts["containers"][self.value("container", index)] or (download(image) if "://" in image else local)
+            path = facts["containers"][self.value("container", index)] or (
+                download_image(image) if "://" in image else local
+            )
             with open(path, "rb") as file:
                 size = self.value("length", index) or os.fstat(file.fileno()).st_size
                 if size > MAX_BYTES:
@@ -249,3 +262,48 @@ class IndexedPairs:
 
     def image(self, index: int, min_size: int = 0) -> Image.Image:
         return decode(self.read(index), min_size)
+
+
+def download_image(url: str) -> Path:
+    """The file of a URL, downloaded once and kept in the cache."""
+    path = cache_folder() / "downloads" / blake2b(url.encode(), digest_size=32).hexdigest()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(_fetch(url))
+        os.replace(partial, path)
+    return path
+
+
+def _fetch(url: str) -> bytes:
+    opener = http_request.OpenerDirector()
+    for handler in HANDLERS:
+        opener.add_handler(handler())
+    reason = ""
+    for _ in range(ATTEMPTS):
+        try:
+            request = http_request.Request(url, headers={"User-Agent": "m1clip"})
+            with opener.open(request, timeout=TIMEOUT_S) as response:
+                return _read_body(response)
+        except urllib.error.HTTPError as error:
+            raise BadImage("missing file", f"{url[:80]} answers {error.code} {error.reason}") from None
+        except BadImage:
+            raise
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = " ".join(str(error).split())
+    raise BadImage("missing file", f"{url[:80]} cannot be downloaded ({reason})")
+
+
+def _read_body(response: http.client.HTTPResponse) -> bytes:
+    """The whole body, limited in size and time."""
+    data, deadline = b"", time.monotonic() + 3 * TIMEOUT_S
+    while part := response.read(1 << 16):
+        data += part
+        if len(data) > MAX_BYTES:
+            raise BadImage("refused", f"the response is larger than {MAX_BYTES:,} bytes")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"it took longer than {3 * TIMEOUT_S} s")
+    expected = response.headers.get("Content-Length", "")
+    if expected.isdecimal() and len(data) < int(expected):
+        raise OSError(f"received {len(data):,} of {expected} bytes")
+    return data
