@@ -51,7 +51,6 @@ def often(tiny_run) -> TrainConfig:
         threads=1,
         crop_scale=0.6,
         hflip=True,
-       
         ema=0.9,
         optimizer="muon",
         chunk=5,
@@ -135,9 +134,7 @@ def test_where_every_checkpoint_is_damaged_nothing_is_begun_anew(tiny_run, tmp_p
 
 def test_the_best_is_kept_beside_the_newest(tiny_run, tmp_path, monkeypatch):
     scores = iter([0.2, 0.9, 0.3, 0.3, 0.5, 0.4])
-    monkeypatch.setattr(
-        checkpoint.Retrieval, "record", lambda self: {"mean_r1": next(scores), "images": 16}
-    )
+    monkeypatch.setattr(checkpoint.Retrieval, "record", lambda self: {"mean_r1": next(scores), "images": 16})
     state, run = make_state(tiny_run), runs.create_run(tmp_path, "r", "x", False)
     progress = Progress()
     watched = checkpoint.CheckpointManager(run, state, progress, lambda text: None)
@@ -159,9 +156,7 @@ class Judged:
     def __init__(self, config, tmp_path, monkeypatch):
         self.state, self.run = make_state(config), runs.create_run(tmp_path, "r", "x", False)
         self.progress, self.warnings, self.full = Progress(), list[str](), False
-        self.checkpoints = checkpoint.CheckpointManager(
-            self.run, self.state, self.progress, self.warnings.append
-        )
+        self.checkpoints = checkpoint.CheckpointManager(self.run, self.state, self.progress, self.warnings.append)
         plain = checkpoint.save_checkpoint
 
         def save(*args, **kwargs):
@@ -222,9 +217,7 @@ def test_a_best_that_is_lost_is_told_and_another_is_found(tiny_run, tmp_path, mo
     judged.checkpoints.finish(final=True)  # at the end: the model is the last state
     assert "the model is the last state" in judged.warnings[-1]
     assert judged.run.model.is_dir()
-    checkpoint.CheckpointManager(
-        judged.run, judged.state, judged.progress, judged.warnings.append
-    )  # on a resume
+    checkpoint.CheckpointManager(judged.run, judged.state, judged.progress, judged.warnings.append)  # on a resume
     assert "another will be found" in judged.warnings[-1]
     assert judged.best == (None, None, 0)
 
@@ -364,9 +357,7 @@ def test_a_row_that_is_not_finite_is_named_and_its_batch_passed_over(tiny_run, t
 
 def test_too_many_of_them_stop_the_run_with_the_last_good_state_named(tiny_run, tmp_path, monkeypatch):
     poisoned(monkeypatch, row=17)
-    with pytest.raises(
-        FloatingPointError, match=r"--max-skips 1 such steps; the last good state is .*step_0"
-    ):
+    with pytest.raises(FloatingPointError, match=r"--max-skips 1 such steps; the last good state is .*step_0"):
         train_run(replace(tiny_run, max_skips=1, save_every="1"), tmp_path / "r")
     assert runs.Run(tmp_path / "r").read("status.json")["state"] == "failed"
 

@@ -163,7 +163,10 @@ class TrainState:
         scaler = {}
         if self.scaler.is_enabled():
             state = self.scaler.state_dict()
-            scaler = {"loss_scale": torch.tensor(state["scale"]), "growth_tracker": torch.tensor(state["_growth_tracker"])}
+            scaler = {
+                "loss_scale": torch.tensor(state["scale"]),
+                "growth_tracker": torch.tensor(state["_growth_tracker"]),
+            }
         return {"random_state": torch.get_rng_state(), "updates": self.updates.cpu(), **scaler, **tensors}
 
     def load(self, weights: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
