@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from m1clip import devices
-from m1clip.config import RECIPES, TrainConfig, check_train, from_json, get_preset, override
+from m1clip.config import RECIPES, TrainConfig, check_config, from_json, get_preset, override
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.data.rows import BadRows, PairDataset
@@ -27,17 +27,7 @@ from m1clip.training.loop import TrainResult, fit
 from m1clip.training.setup import prepare
 
 FIXED_ON_RESUME = (
-    *(
-        "model",
-        "data",
-        "val_size",
-        "image_column",
-        "caption_column",
-        "template",
-        "allow",
-        "seed",
-        "batch_size",
-    ),
+    *("model", "data", "val_size", "image_column", "caption_column", "template", "allow", "seed", "batch_size"),
     *("captions_per_image", "crop_scale", "hflip", "color_jitter", "tokenizer", "optimizer", "ema"),
     *("best_metric", "recipe", "init", "vision", "text", "freeze", "lora_rank"),
 )
@@ -108,7 +98,7 @@ def requested_config(base: TrainConfig, settings: dict[str, Any], resume: bool) 
     changed = [key for key in FIXED_ON_RESUME if getattr(requested, key) != getattr(base, key)]
     if resume and changed:
         raise ValueError(f"a resumed run cannot change {', '.join(changed)}: its weights and data order depend on it")
-    check_train(requested)
+    check_config(requested)
     return requested
 
 
@@ -152,7 +142,7 @@ def evaluate(
     if "data" in settings:  # column names and split need not be the run's
         config = replace(config, image_column="auto", caption_column="auto", val_size="auto")
     config = override(config, settings)
-    check_train(config)
+    check_config(config)
     chosen, reason = devices.default_device(device)
     clip, bad_rows = load(folder), BadRows()
     datasets: list[PairDataset] = []

@@ -11,14 +11,7 @@ from typing import IO, Any, Protocol, cast
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.table import Table
 

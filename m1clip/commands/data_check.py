@@ -10,7 +10,7 @@ import tyro
 
 from m1clip.commands import flags
 from m1clip.commands.data_preview import require_image_path
-from m1clip.config import DataConfig, check_data, get_preset
+from m1clip.config import DataConfig, check_config, get_preset
 from m1clip.format import printable
 
 if TYPE_CHECKING:  # they import pyarrow
@@ -24,17 +24,17 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class Args(DataConfig):
-    """Decode every image and read every caption: bad rows by file and line, duplicates, leaks between splits.
+    """Decode all images and read all captions: bad rows by file and line, duplicates, leaks between splits.
 
     m1clip data check photos/
     m1clip data check products.csv --caption-column title
     m1clip data check coco:~/coco --json > coco.json
-    The exit code is 1 if more rows are bad than --max-bad-rows allows, so that training would refuse the data.
+    The exit code is 1 if more rows are bad than --max-bad-rows allows: training would refuse the data.
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")] = ""
-    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar, hf:NAME
-    or synthetic:N, as in `m1clip train --data`."""
+    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
+    hf:NAME or synthetic:N, as in `m1clip train --data`."""
     preset: str = "nano"
     """Preset whose vocabulary and context length captions are compared with."""
     tokenizer: str = "bpe"
@@ -48,8 +48,8 @@ class Args(DataConfig):
 def parse(prog: str, words: list[str]) -> Args:
     args = flags.parse_flags(Args, prog, words)
     if not args.data:
-        raise ValueError("data check needs a SPEC: a folder, a table, coco:DIR …; see m1clip data check --help")
-    check_data(args)
+        raise ValueError("data check needs a SPEC, such as a folder or a table; see m1clip data check --help")
+    check_config(args)
     get_preset(args.preset)
     require_image_path(args.sheet)
     return args
@@ -85,9 +85,7 @@ def check_source(source: "Source", args: Args, sheet: Path, progress: "ProgressF
     from m1clip.data import check
 
     pairs, bad_rows = source.all, source.bad_rows
-    stats, bad_images = check.image_stats(pairs, args.workers, progress)
-    for row in bad_images:
-        bad_rows.add(row, image=True)
+    stats = check.image_stats(pairs, bad_rows, args.workers, progress)
     duplicates = check.duplicate_images(source, stats)
     tiles = check.sample_tiles(pairs, 12)
     for index, reason in check.notable_images(stats, duplicates)[:18]:
@@ -107,9 +105,7 @@ def check_source(source: "Source", args: Args, sheet: Path, progress: "ProgressF
         "largest": None if not width else [width, height, pairs.location(largest)],
         "megabytes": round(int(stats["bytes"].sum()) / 1e6, 1),
         "unusual": check.trait_counts(stats),
-        **{
-            kind: [[pairs.location(row) for row in pair] for pair in found[:1000]] for kind, found in duplicates.items()
-        },
+        **{kind: [list(map(pairs.location, pair)) for pair in found[:1000]] for kind, found in duplicates.items()},
         **check.caption_stats(pairs, progress),
         **token_stats(source, args),
         "sheet": str(sheet),
@@ -202,10 +198,8 @@ def print_images(report: Report) -> None:
 
 
 def print_captions(report: Report, args: Args) -> None:
-    per_image, words, tokens = (
-        report[key] for key in ("captions_per_image", "words_per_caption", "tokens_per_caption")
-    )
-    low, high = per_image["min"], per_image["max"]
+    words, tokens = report["words_per_caption"], report["tokens_per_caption"]
+    low, high = report["captions_per_image"]["min"], report["captions_per_image"]["max"]
     count = f"{low}" if low == high else f"{low} to {high}"
     length = f"{words['min']} to {words['max']} words (median {words['median']})"
     print_line("captions", f"{count} per image; {length}; {report['vocabulary']:,} distinct words")
@@ -214,6 +208,6 @@ def print_captions(report: Report, args: Args) -> None:
     print_line("tokens", f"up to {tokens['max']} (median {tokens['median']}); {context}: {truncated}")
     shared, twice = report["shared_captions"], report["duplicate_captions"]
     if shared or twice:
-        print_line("repeated", f"{shared:,} captions are shared by several images, {twice:,} are repeated on one")
+        print_line("repeated", f"{shared:,} captions are shared by several images, {twice:,} repeated on one")
     for caption, images in report["most_shared"][:3]:
         print_line("", f"{images:,} × {caption[:90]!r}")

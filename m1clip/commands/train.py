@@ -1,6 +1,7 @@
 """m1clip train: flags to keyword arguments of m1clip.train, then its result."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -65,10 +66,10 @@ def parse(program: str, argv: list[str]) -> Args:
     return args
 
 
-def given_settings(args: Args) -> dict[str, Any]:
+def given_settings(training: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:
     """The settings on the command line by dotted path; all others have their defaults elsewhere."""
-    given = given_flags(args.argv)
-    return {path: reduce(getattr, path.split("."), args.training) for path in setting_paths() & given}
+    given = given_flags(argv)
+    return {path: reduce(getattr, path.split("."), training) for path in setting_paths() & given}
 
 
 def setting_paths() -> set[str]:
@@ -83,18 +84,13 @@ def setting_paths() -> set[str]:
 
 
 def main(args: Args) -> int:
-    settings = given_settings(args)
+    settings = given_settings(args.training, args.argv)
     if args.background:
         return start_background(args, settings)
     with console.loading():
         from m1clip import api
     result = api.train(
-        config=args.config,
-        name=args.name,
-        runs=args.runs,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        **settings,
+        config=args.config, name=args.name, runs=args.runs, resume=args.resume, overwrite=args.overwrite, **settings
     )
     print_result(args, result)
     return 0 if result.finished else 130

@@ -16,11 +16,8 @@ ATTEMPTS = 2
 # Not the default handlers, which also open file: and ftp: URLs, even after a redirect.
 HANDLERS = (
     *(http_request.ProxyHandler, http_request.HTTPHandler, http_request.HTTPSHandler),
-    *(
-        http_request.HTTPRedirectHandler,
-        http_request.HTTPErrorProcessor,
-        http_request.HTTPDefaultErrorHandler,
-    ),
+    *(http_request.HTTPRedirectHandler, http_request.HTTPErrorProcessor),
+    http_request.HTTPDefaultErrorHandler,
 )
 
 

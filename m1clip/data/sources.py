@@ -99,7 +99,7 @@ def _open_synthetic(spec: str, weight: float, config: DataConfig) -> Source:
         raise ValueError(f"in {spec!r}, {size!r} must be a whole number of scenes")
     train = SyntheticScenes(int(size or 12000), config.seed)
     val = SyntheticScenes(SYNTHETIC_VAL if config.val_size == "auto" else config.val_size, config.seed, "val")
-    return Source(spec, weight, train, train, val, None, BadRows(), "combinations that never occur in training")
+    return Source(spec, weight, train, train, val, None, BadRows(), "combinations not in training")
 
 
 def list_rows(spec: str, config: DataConfig) -> Listing:
@@ -107,7 +107,7 @@ def list_rows(spec: str, config: DataConfig) -> Listing:
     if not colon or scheme not in SCHEMES:
         return _list_paths(expand_paths(spec), config)
     if scheme == "hf":
-        return hf_datasets.list_dataset(path, config, cache_folder())
+        return hf_datasets.list_dataset(path, config)
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"{spec} needs the folder of {scheme}; there is no folder {path!r}")
@@ -122,7 +122,7 @@ def _list_paths(paths: list[Path], config: DataConfig) -> Listing:
     if suffixes == {".tar"} and not any(path.is_dir() for path in paths):
         return webdataset.list_shards(paths)
     if suffixes == {".parquet"} and tables.contains_images(paths[0]):
-        return hf_datasets.list_parquet(paths, config, cache_folder())
+        return hf_datasets.list_parquet(paths, config)
     return folders.join_listings([_list_path(path, config) for path in paths])
 
 
@@ -133,7 +133,7 @@ def _list_path(path: Path, config: DataConfig) -> Listing:
             if files := sorted(path.glob(pattern)):
                 return _list_paths(files, config)
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
-            return hf_datasets.list_dataset(str(path), config, cache_folder())
+            return hf_datasets.list_dataset(str(path), config)
         return folders.list_folder(path, config)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -227,13 +227,10 @@ def _remove_val_images(sources: list[Source], progress: ProgressFactory) -> list
     hashes = {spec: content_hashes(pairs, progress) for spec, pairs in indexed.items()}
     splits = ((source.spec, pairs) for source in sources for pairs in (source.val, source.test))
     held_out = [hashes[spec][pairs.rows] for spec, pairs in splits if isinstance(pairs, IndexedPairs)]
-    return [_without(source, hashes, np.concatenate(held_out)) for source in sources]
-
-
-def _without(source: Source, hashes: dict[str, NDArray[np.uint64]], held_out: NDArray[np.uint64]) -> Source:
-    if not isinstance(source.train, IndexedPairs):
-        return source
-    rows = np.flatnonzero(~np.isin(hashes[source.spec][source.train.rows], held_out))
-    if not len(rows):
-        raise ValueError(f"every training image of {source.spec} is a validation image of another source")
-    return replace(source, train=source.train.take(rows))
+    for i, source in enumerate(sources):
+        if isinstance(source.train, IndexedPairs):
+            rows = np.flatnonzero(~np.isin(hashes[source.spec][source.train.rows], np.concatenate(held_out)))
+            if not len(rows):
+                raise ValueError(f"every training image of {source.spec} is a validation image of another source")
+            sources[i] = replace(source, train=source.train.take(rows))
+    return sources

@@ -13,15 +13,7 @@ from statistics import median, median_high
 from typing import Any
 
 from m1clip import devices
-from m1clip.config import (
-    PRESETS,
-    ModelConfig,
-    TextConfig,
-    TrainConfig,
-    VisionConfig,
-    check_train,
-    with_defaults,
-)
+from m1clip.config import PRESETS, ModelConfig, TextConfig, TrainConfig, VisionConfig, check_config, with_defaults
 from m1clip.console import Console
 from m1clip.data.augment import stored_size
 from m1clip.data.pixel_cache import PixelCache
@@ -166,7 +158,7 @@ def fit_budget(
         if given.get("model.text.encoder") == "transformer":  # has no word dropout
             settings = {key: value for key, value in settings.items() if key != "word_dropout"}
         made = with_defaults(TrainConfig(), settings, given)
-        check_train(made)
+        check_config(made)
         return made
 
     smallest = configured({**candidates[0].settings, **dict(candidates[0].regularization).get(0, {})})

@@ -99,7 +99,7 @@ def resume_plan(plan: Plan, config: TrainConfig) -> PlanChoice:
 def measured_plan(config: TrainConfig, batch: Batch, steps: int, console: Console) -> PlanChoice:
     """The fastest plan by the measurements of this machine; without any, every device is timed first."""
     available, requested, store = devices.available(), requested_plan(config), open_store()
-    rows, tokens = store.steps(), batch.text.tensor.shape[-1]
+    rows, tokens = store.steps(), batch.text[0].shape[-1]
     is_open = "device" not in requested and len(available) > 1
     cost = StepCost("", config.preset, tokens, 1, 1.0, 1.0, len(batch))
     if rows or is_open:  # counting the cost takes a second

@@ -263,12 +263,7 @@ def write_run_files(
     if skipped:
         console.warn(f"{skipped}; m1clip data check lists them")
     parameters, trained = state.parameter_counts
-    counts = {
-        "skipped_rows": len(skipped),
-        "rows": skipped.rows,
-        "parameters": parameters,
-        "trained": trained,
-    }
+    counts = {"skipped_rows": len(skipped), "rows": skipped.rows, "parameters": parameters, "trained": trained}
     run.log("event", progress.step, event="resume" if progress.step else "start", **counts)
     if setup.reason:
         run.log("event", progress.step, event="recipe", recipe=config.recipe, reason=setup.reason)

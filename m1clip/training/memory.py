@@ -133,7 +133,7 @@ def memory_by_part(state: TrainState, batch: Batch, pair_bytes: int, imported: s
         "optimizer": total_gb(optimizer_tensors(state)),
         "ema": total_gb((state.ema or {}).values()),
         "activations": pair_bytes * min(state.chunk, len(batch)) / 1e9,
-        "batch": total_gb((batch.image.tensor, batch.text.tensor, batch.key_B)),
+        "batch": total_gb((batch.image[0], batch.text[0], batch.key_B)),
         "libraries": imported.rss_gb,
     }
     now = sensors.memory_use()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from m1clip import sensors
-from m1clip.config import TrainConfig, check_train, recipe_defaults, with_defaults
+from m1clip.config import TrainConfig, check_config, recipe_defaults, with_defaults
 from m1clip.console import Console
 from m1clip.data.augment import stored_size
 from m1clip.data.sources import Source, open_sources
@@ -76,7 +76,7 @@ def prepare(
     the config comes from a file and gets no other defaults. A budget counts from `started` (time.monotonic).
     """
     imported = sensors.memory_use()
-    check_train(config)
+    check_config(config)
     requested_plan(config)
     check_tracker(config.track)
     if not resumed:  # a resumed run has its tokenizer
@@ -90,7 +90,7 @@ def prepare(
     check_disk_space(config, runs, resumed)
     record = _read_data_record(resumed) if resumed else {}
     size = config.model.vision.image_size
-    stored, on_the_fly = stored_size(size, config.crop_scale), record.get("live", ())
+    stored, on_the_fly = stored_size(size, config.crop_scale), record.get("on_the_fly", ())
     splits = open_splits(sources, config, size, stored, console.progress, on_the_fly)
     pairs = splits.train.pairs_per_epoch
     config = settle(config, init, pairs)

@@ -172,14 +172,14 @@ def random_batch(config: TrainConfig, batch_size: int, tokens: int) -> Batch:
 
 def step_cost(config: TrainConfig, batch_size: int, tokens: int, store: MeasurementStore) -> StepCost:
     """The cost of a step; counted once per model and stored, because counting takes a second or more."""
-    key: dict[str, Any] = {"model_id": model_id(config), "tokens": tokens}
-    for row in store.rows("cost", **key):
-        counts = (row["parameters"], row["gflop"], row["activation_gb"])
-        return StepCost(key["model_id"], config.preset, tokens, *counts, batch_size)
-    cost = model_cost(config.model, tokens=tokens, captions=config.captions_per_image)
-    counts = (cost.total, cost.step_gflop, cost.activation_mb / 1e3)
-    store.add("cost", **key, **dict(zip(("parameters", "gflop", "activation_gb"), counts, strict=True)))
-    return StepCost(key["model_id"], config.preset, tokens, *counts, batch_size)
+    model, names = model_id(config), ("parameters", "gflop", "activation_gb")
+    rows = store.rows("cost", model_id=model, tokens=tokens)
+    if not rows:
+        cost = model_cost(config.model, tokens=tokens, captions=config.captions_per_image)
+        rows = [dict(zip(names, (cost.total, cost.step_gflop, cost.activation_mb / 1e3), strict=True))]
+        store.add("cost", model_id=model, tokens=tokens, **rows[0])
+    parameters, gflop, activation_gb = (rows[0][name] for name in names)
+    return StepCost(model, config.preset, tokens, parameters, gflop, activation_gb, batch_size)
 
 
 def add_comparison(store: MeasurementStore, cost: StepCost, timings: Sequence[PlanTiming], session: str = "") -> None:
