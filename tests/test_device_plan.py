@@ -5,6 +5,7 @@ from threading import Barrier
 
 import pytest
 import torch
+from trained import Quiet, some_batch, some_state, trained
 
 from fakes import fake_gpu
 from m1clip import devices, parity
@@ -17,7 +18,6 @@ from m1clip.training import device_plan, timing
 from m1clip.training.measurements import open_store
 from m1clip.training.state import LOSS_SCALE, TrainState
 from m1clip.training.step import train_step
-from trained import Quiet, some_batch, some_state, trained
 
 SPLIT = Plan("vision=cpu,text=cpu")
 

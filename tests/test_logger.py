@@ -16,7 +16,7 @@ from m1clip import sensors
 from m1clip.evals.health import effective_rank, health, uniformity
 from m1clip.training import logger, trackers
 from m1clip.training.diagnose import History, diagnose
-from m1clip.training.metrics import PHASES, StepMetrics
+from m1clip.training.logger import PHASES, StepMetrics
 
 
 @pytest.fixture(scope="module")

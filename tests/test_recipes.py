@@ -24,7 +24,7 @@ from m1clip.config import RECIPES, TrainConfig, from_json, get_preset, recipe_de
 from m1clip.data.batches import BatchStream
 from m1clip.data.splits import open_splits
 from m1clip.model.clip import CLIP, load
-from m1clip.training import init, recipes
+from m1clip.training import recipes
 from m1clip.training.features import encoded
 from m1clip.training.recipes import Estimate
 
