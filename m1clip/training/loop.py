@@ -29,6 +29,7 @@ from m1clip.training import checkpoint, device_plan, memory
 from m1clip.training.checkpoint import CheckpointManager, Progress
 from m1clip.training.device_plan import PlanChoice
 from m1clip.training.logger import Logger, StepMetrics
+from m1clip.training.openmp import WaitPolicy
 from m1clip.training.recipes import FEATURE_VIEWS, build_model, calibrate_heads, set_trainable
 from m1clip.training.schedule import Schedule, learning_rate
 from m1clip.training.setup import Setup, sample_captions
@@ -72,6 +73,7 @@ class Session:
     logger: Logger
     checkpoints: CheckpointManager
     evaluate: Callable[[CLIP], Evaluation]
+    wait_policy: WaitPolicy
 
 
 def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
@@ -85,6 +87,7 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
         tracker = tracking(run, config, progress.step, console.warn)
     with StopSignal(console.print) as stop, tracker, console.training(progress.step, setup.total):
         completed, evaluation = training_loop(session, stop)
+        session.wait_policy.close()
         session.checkpoints.finish(completed)
     if session.checkpoints.out_of_patience:
         session.logger.log_early_stop()
@@ -119,6 +122,7 @@ def training_loop(s: Session, stop: "StopSignal") -> tuple[bool, Evaluation | No
         stopping = stop.received
         if any((inspecting, saving, epoch, stopping, ending, progress.step % config.log_every == 0)):
             s.logger.log_steps(s.metrics.read())
+            s.wait_policy.update()
         if inspecting:
             s.logger.log_diagnostics(batch, image_BE, text_BE)
         if epoch or ending:
@@ -194,7 +198,19 @@ def start_session(setup: Setup, run: Run, console: Console) -> Session:
     chance = chance_scores(split_relevance(setup.splits.val))
     console.print_header(facts, metrics.chance, (chance[0].r1, chance[1].r1))
     evaluate = partial(evaluate, chunk=4 * state.chunk)  # no graph is kept
-    return Session(run, console, state, progress, batches, schedule, metrics, logger, checkpoints, evaluate)
+    return Session(
+        run,
+        console,
+        state,
+        progress,
+        batches,
+        schedule,
+        metrics,
+        logger,
+        checkpoints,
+        evaluate,
+        WaitPolicy(console.print),
+    )
 
 
 def make_batches(setup: Setup) -> BatchStream:
