@@ -27,17 +27,7 @@ from m1clip.training.loop import TrainResult, fit
 from m1clip.training.setup import prepare
 
 FIXED_ON_RESUME = (
-    *(
-        "model",
-        "data",
-        "val_size",
-        "image_column",
-        "caption_column",
-        "template",
-        "allow",
-        "seed",
-        "batch_size",
-    ),
+    *("model", "data", "val_size", "image_column", "caption_column", "template", "allow", "seed", "batch_size"),
     *("captions_per_image", "crop_scale", "hflip", "color_jitter", "tokenizer", "optimizer", "ema"),
     *("best_metric", "recipe", "init", "vision", "text", "freeze", "lora_rank"),
 )

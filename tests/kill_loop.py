@@ -21,11 +21,7 @@ from m1clip.config import TrainConfig, from_json
 
 
 def main(config_file: str, folder: str, seed: str, kills: str) -> None:
-    config, path, rng = (
-        from_json(TrainConfig, Path(config_file)),
-        Path(folder) / "r",
-        random.Random(int(seed)),
-    )
+    config, path, rng = (from_json(TrainConfig, Path(config_file)), Path(folder) / "r", random.Random(int(seed)))
     ends = []
     for attempt in range(int(kills) + 1):
         method = rng.choice(["clock", "fsync", "rename", "replace", "rmtree"]) if attempt < int(kills) else "never"

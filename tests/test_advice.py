@@ -17,13 +17,7 @@ def step_row(plan=None, ms=100.0, batch_size=32, model="m1", comparison=None, **
     q1_ms, step_ms, q3_ms = quartiles(samples)
     cost = asdict(replace(SMALL, model_id=model, batch_size=batch_size))
     row = {**cost, "time": 1e9, "session": "", "comparison": comparison or f"{model}/{batch_size}"}
-    row |= {
-        **asdict(plan or Plan()),
-        "samples_ms": samples,
-        "step_ms": step_ms,
-        "q1_ms": q1_ms,
-        "q3_ms": q3_ms,
-    }
+    row |= {**asdict(plan or Plan()), "samples_ms": samples, "step_ms": step_ms, "q1_ms": q1_ms, "q3_ms": q3_ms}
     row |= {"phases_ms": {"forward": 0.6 * ms, "backward": 0.4 * ms}, "setup_s": 0.0, "background_load": 0.0}
     return StepRow(**{**row, "peak_gb": 1.0, "watts": None, **changes})
 
@@ -74,12 +68,7 @@ def test_a_model_that_was_never_measured_is_estimated_from_the_others():
     def true_ms(gflop, parameters, batch_size):
         return 5 + 2 * gflop * batch_size + 4e-7 * parameters
 
-    sizes = {
-        "a": (0.2, 1_500_000),
-        "b": (2.6, 9_000_000),
-        "c": (40.0, 150_000_000),
-        "d": (110.0, 100_000_000),
-    }
+    sizes = {"a": (0.2, 1_500_000), "b": (2.6, 9_000_000), "c": (40.0, 150_000_000), "d": (110.0, 100_000_000)}
     rows = [
         step_row(ms=true_ms(gflop, n, size), model=name, preset=name, gflop=gflop, parameters=n, batch_size=size)
         for name, (gflop, n) in sizes.items()

@@ -213,11 +213,7 @@ def test_two_batch_sizes_are_too_few_for_a_crossover():
 
 def test_a_crossover_can_be_along_the_model_size():
     rows = []
-    for name, parameters, cpu_ms, mps_ms in (
-        ("a", 10**6, 10, 30),
-        ("b", 10**7, 100, 90),
-        ("c", 10**8, 1000, 270),
-    ):
+    for name, parameters, cpu_ms, mps_ms in (("a", 10**6, 10, 30), ("b", 10**7, 100, 90), ("c", 10**8, 1000, 270)):
         for plan, ms in ((Plan("cpu"), cpu_ms), (Plan("mps"), mps_ms)):
             rows.append(step_row(plan, ms, 4, model=name, preset=name, parameters=parameters))
     (crossover,) = report.crossovers(rows)
@@ -324,14 +320,7 @@ def test_bench_prints_tables_and_writes_a_page(capsys, tmp_path):
     sizes = ("--batch-sizes", "4", "8", "16")
     code, out, _ = run_cli(capsys, "bench", "--presets", "mini", *sizes, "--quick", "--out", "here")
     assert code == 0
-    for text in (
-        "operations",
-        "training steps",
-        "vision=cpu,text=cpu",
-        "MFU",
-        "crossover",
-        "advise --preset nano",
-    ):
+    for text in ("operations", "training steps", "vision=cpu,text=cpu", "MFU", "crossover", "advise --preset nano"):
         assert text in out
     files = {path.name for path in (tmp_path / "here").iterdir()}
     assert files == {"bench.md", "bench.html", "throughput.png", "roofline.png"}

@@ -180,18 +180,7 @@ def test_preview_writes_a_sheet(capsys, tmp_path):
 @pytest.mark.parametrize("signal", ["INT", "TERM"])
 def test_a_signal_ends_a_real_process_cleanly_with_its_state_saved(tmp_path, signal, tiny_run):
     (tmp_path / "c.json").write_text(to_json(tiny_run))
-    command = [
-        sys.executable,
-        "-m",
-        "m1clip",
-        "train",
-        "--config",
-        "c.json",
-        "--name",
-        "r",
-        "--epochs",
-        "9999",
-    ]
+    command = [sys.executable, "-m", "m1clip", "train", "--config", "c.json", "--name", "r", "--epochs", "9999"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "runs" / "r" / "metrics.jsonl"
     until(lambda: metrics.exists() and '"kind": "step"' in metrics.read_text(), process)

@@ -134,11 +134,7 @@ def test_a_device_that_computes_the_same_matches(tiny, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "fault", "message"),
     [
-        (
-            "text.blocks.1.mlp.activation",
-            "backward",
-            "the input gradient of text.blocks.1.mlp.activation differs",
-        ),
+        ("text.blocks.1.mlp.activation", "backward", "the input gradient of text.blocks.1.mlp.activation differs"),
         ("vision.blocks.0.attn.qkv", "forward", "the output of vision.blocks.0.attn.qkv differs"),
         ("vision.patch", "forward", "the output of vision.patch differs"),
         ("text_projection", "backward", "the input gradient of text_projection differs"),

@@ -107,10 +107,7 @@ def test_examples_show_the_first_five_the_truth_and_the_worst_errors():
     text[6] = torch.tensor([0.0, 0.0, 0.0, 0.2, 0.9])  # finds its duplicate, which is no error
     found = examples(text, image, torch.arange(5).repeat_interleave(2), side())
     errors = [query for query in found["queries"] if query["group"] == "errors"]
-    assert [(query["text"], query["truth"], query["rank"]) for query in errors] == [
-        ("zero", 0, 2),
-        ("one", 1, 2),
-    ]
+    assert [(query["text"], query["truth"], query["rank"]) for query in errors] == [("zero", 0, 2), ("one", 1, 2)]
     assert errors[0]["top"][0] == {"row": 1, "score": 0.9, "same_caption": False}
     sample = {query["text"]: query for query in found["queries"] if query["group"] == "sample"}
     assert len(sample) >= 5

@@ -97,14 +97,7 @@ def test_a_look_inside_has_norms_by_block_health_memory_and_the_machine(told):
     assert memory["activations"] > memory["data"] > 0
     assert look["rss_gb"] > 0.1
     assert len(look["cpu_percent"]) >= 1
-    assert {
-        "temperature_c",
-        "power_w",
-        "joules",
-        "swap_used_gb",
-        "disk_free_gb",
-        "peak_rss_gb",
-    } <= look.keys()
+    assert {"temperature_c", "power_w", "joules", "swap_used_gb", "disk_free_gb", "peak_rss_gb"} <= look.keys()
 
 
 def test_scores_come_with_the_health_of_the_val_embeddings_and_epochs_with_energy(told):

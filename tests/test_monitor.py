@@ -132,10 +132,7 @@ def test_repeated_steps_replace_the_records_from_there_on_but_not_events(tmp_pat
 )
 def test_a_line_that_is_not_a_record_is_counted_and_skipped(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
-    append(
-        path,
-        f'{{"kind": "step", "step": 1, "loss": 2.0}}\n{line}\n{{"kind": "step", "step": 2, "loss": "x"}}\n',
-    )
+    append(path, f'{{"kind": "step", "step": 1, "loss": 2.0}}\n{line}\n{{"kind": "step", "step": 2, "loss": "x"}}\n')
     log = read_log(path)
     assert log.bad_lines == [2]
     assert log.column("step").tolist() == [1, 2]
@@ -241,10 +238,7 @@ def test_a_line_plot_has_ticks_and_a_dotted_chance_level():
 
 
 def test_a_line_without_points_is_drawn_beside_others():
-    full, empty = (
-        text_plot.Line(np.arange(9.0), np.arange(9.0), ""),
-        text_plot.Line(np.empty(0), np.empty(0), ""),
-    )
+    full, empty = (text_plot.Line(np.arange(9.0), np.arange(9.0), ""), text_plot.Line(np.empty(0), np.empty(0), ""))
     plots = [
         text_plot.line_plot("", lines, 40, 8, lambda value, _: f"{value:.0f}").plain
         for lines in ([full], [empty, full])

@@ -45,15 +45,7 @@ def losses(path: Path) -> list[tuple[int, float]]:
 def often(tiny_run) -> TrainConfig:
     """Saves all the time, and uses everything whose state could be lost."""
     return replace(
-        tiny_run,
-        epochs=12,
-        save_every="2",
-        threads=1,
-        crop_scale=0.6,
-        hflip=True,
-        ema=0.9,
-        optimizer="muon",
-        chunk=5,
+        tiny_run, epochs=12, save_every="2", threads=1, crop_scale=0.6, hflip=True, ema=0.9, optimizer="muon", chunk=5
     )
 
 

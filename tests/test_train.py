@@ -35,15 +35,7 @@ def test_a_run_leaves_the_folder_of_the_design(tiny_run, tmp_path):
     assert run.read("machine.json")["why"] == "asked for with --device cpu"
     assert [record["step"] for record in run.records("step")] == list(range(1, 9))
     step = next(run.records("step"))
-    assert {
-        "loss",
-        "accuracy",
-        "chance_loss",
-        "chance_accuracy",
-        "temperature",
-        "lr",
-        "grad_norm",
-    } <= step.keys()
+    assert {"loss", "accuracy", "chance_loss", "chance_accuracy", "temperature", "lr", "grad_norm"} <= step.keys()
     assert len(list(run.records("eval"))) == len(list(run.records("epoch"))) == 2
     assert load(run.path).encode_text("a cat").shape == (1, 24)
 

@@ -24,13 +24,7 @@ MIN_POINTS = 3
 OPERATION_COLUMNS = {"operation": "operation", "size": "size", "device": "device", "precision": "precision"}
 OPERATION_COLUMNS |= {f"{name} ms": f"{name}_ms" for name in ("launch", "transfer", "compute")}
 OPERATION_COLUMNS |= {"GFLOP/s": "gflops", "GB/s": "gb_per_s"}
-STEP_COLUMNS = {
-    "model": "preset",
-    "batch size": "batch_size",
-    "plan": "plan",
-    "ms": "step_ms",
-    "IQR": "iqr_ms",
-}
+STEP_COLUMNS = {"model": "preset", "batch size": "batch_size", "plan": "plan", "ms": "step_ms", "IQR": "iqr_ms"}
 STEP_COLUMNS |= {"pairs/s": "pairs_per_s", "GFLOP/s": "gflops", "MFU": "utilization", "GB": "peak_gb"}
 STEP_COLUMNS |= {"W": "watts", "pairs/J": "pairs_per_joule"}
 
@@ -144,16 +138,8 @@ class Sweep:
     def step_records(self) -> list[dict[str, Any]]:
         records = []
         for row in self.steps:
-            record = {
-                **asdict(row),
-                "plan": str(row.plan),
-                "gflops": row.gflops,
-                "pairs_per_s": row.pairs_per_s,
-            }
-            record |= {
-                "iqr_ms": f"{number(row.q1_ms)}–{number(row.q3_ms)}",
-                "utilization": self.utilization(row),
-            }
+            record = {**asdict(row), "plan": str(row.plan), "gflops": row.gflops, "pairs_per_s": row.pairs_per_s}
+            record |= {"iqr_ms": f"{number(row.q1_ms)}–{number(row.q3_ms)}", "utilization": self.utilization(row)}
             records.append(record | {"pairs_per_joule": row.pairs_per_s / row.watts if row.watts else None})
         return records
 

@@ -12,12 +12,7 @@ from m1clip.training.advice import fit_step_time
 from m1clip.training.measurements import StepCost
 from m1clip.training.memory import PEAK
 
-SCALING_COLUMNS = {
-    "model": "preset",
-    "M parameters": "millions",
-    "GFLOP/pair": "gflop",
-    "ms/pair": "measured_ms",
-}
+SCALING_COLUMNS = {"model": "preset", "M parameters": "millions", "GFLOP/pair": "gflop", "ms/pair": "measured_ms"}
 SCALING_COLUMNS |= {"extrapolated": "extrapolated", "MFU": "utilization", "GB": "memory_gb", "epoch": "epoch"}
 SCALING_COLUMNS |= {"GPU/CPU": "speedup"}
 ModelRecord = dict[str, Any]

@@ -53,10 +53,7 @@ class Args(SweepArgs):
 def parse(program: str, argv: list[str]) -> Args:
     args = parse_flags(Args, program, argv)
     check_sweep(args)
-    for name, values, low, high in (
-        ("threads", args.threads, 1, 1024),
-        ("batch-sizes", args.batch_sizes, 2, 10**6),
-    ):
+    for name, values, low, high in (("threads", args.threads, 1, 1024), ("batch-sizes", args.batch_sizes, 2, 10**6)):
         if any(not low <= value <= high for value in values):
             raise ValueError(f"--{name} must be {low} to {high:,}, not {', '.join(map(str, values))}")
     return args

@@ -122,12 +122,7 @@ def train_on(folder: Path, requested: str) -> dict[str, Any]:
     peaks = [max(row["peak_rss_gb"], row["device_gb"] or 0) for row in diagnostics]
     device, batch_size = run.read("machine.json")["device"], run.read("config.json")["batch_size"]
     record |= {"text": requested if device == requested else f"{requested} → {device}", "device": device}
-    record |= {
-        "step_ms": step_ms,
-        "q1_ms": q1_ms,
-        "q3_ms": q3_ms,
-        "iqr_ms": f"{number(q1_ms)}–{number(q3_ms)}",
-    }
+    record |= {"step_ms": step_ms, "q1_ms": q1_ms, "q3_ms": q3_ms, "iqr_ms": f"{number(q1_ms)}–{number(q3_ms)}"}
     record |= {"pairs_per_s": 1e3 * batch_size / step_ms, "peak_gb": max(peaks, default=None)}
     record |= {"joules": joules, "watts": None if joules is None else joules / seconds}
     record |= {"losses": losses, "final_loss": mean([*losses.values()][-10:]) if losses else None}

@@ -62,11 +62,7 @@ def main(args: Args) -> int:
         checks = [*check_versions(), *check_machine(), *check_devices(args.preset)]
     failed = any(check.status == "fail" for check in checks)
     if args.json:
-        result = {
-            "ok": not failed,
-            "machine": sensors.machine(),
-            "checks": [asdict(check) for check in checks],
-        }
+        result = {"ok": not failed, "machine": sensors.machine(), "checks": [asdict(check) for check in checks]}
         print(json.dumps(result))
         return int(failed)
     rows = table("", "", "")

@@ -90,12 +90,7 @@ def main(args: Args) -> int:
     with console.loading():
         from m1clip import api
     result = api.train(
-        config=args.config,
-        name=args.name,
-        runs=args.runs,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        **settings,
+        config=args.config, name=args.name, runs=args.runs, resume=args.resume, overwrite=args.overwrite, **settings
     )
     print_result(args, result)
     return 0 if result.finished else 130

@@ -48,11 +48,14 @@ class Evaluation:
         return example_queries(self.text_ME, self.image_NE, self.relevance, self.pairs)
 
 
+def split_relevance(pairs: Split) -> Relevance:
+    return Relevance.from_captions([pairs.captions(row) for row in range(len(pairs))])
+
+
 def evaluate_model(model: CLIP, pairs: Split, features: FeatureTables | None = None, chunk: int = CHUNK) -> Evaluation:
     """Evaluate retrieval on a split, from stored features where towers are frozen."""
     features = features or FeatureTables()
-    captions = [pairs.captions(row) for row in range(len(pairs))]
-    relevance = Relevance.from_captions(captions)
+    relevance = split_relevance(pairs)
     if features.images is not None:
         image_NE = embed_feature_rows(model, "vision", features.images.views[0])
     else:
@@ -61,5 +64,6 @@ def evaluate_model(model: CLIP, pairs: Split, features: FeatureTables | None = N
         features_MD = features.captions.features_MD[features.captions.position_M]
         text_ME = embed_feature_rows(model, "text", features_MD)
     else:
-        text_ME = embed_captions(model, [text for of_image in captions for text in of_image], chunk)
+        captions = [text for row in range(len(pairs)) for text in pairs.captions(row)]
+        text_ME = embed_captions(model, captions, chunk)
     return Evaluation(retrieval(image_NE, text_ME, relevance), image_NE, text_ME, relevance, pairs)

@@ -46,10 +46,7 @@ def estimate_step(rows: StepRows, plan: Plan, cost: StepCost) -> Estimate | None
     exact = [row for row in exact if math.isclose(row.gflop, cost.gflop, rel_tol=0.01)]
     if exact:
         row = exact[-1]
-        low_ms, high_ms = (
-            min(row.q1_ms, row.step_ms / DAILY_VARIATION),
-            max(row.q3_ms, row.step_ms * DAILY_VARIATION),
-        )
+        low_ms, high_ms = (min(row.q1_ms, row.step_ms / DAILY_VARIATION), max(row.q3_ms, row.step_ms * DAILY_VARIATION))
         confidence = "low" if row.is_loaded else "high" if len(row.samples_ms) >= MIN_SAMPLES else "medium"
         basis = f"measured on {time.strftime('%d %B %Y', time.localtime(row.time))}"
         basis += " under background load" if row.is_loaded else ""

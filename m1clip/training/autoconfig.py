@@ -13,15 +13,7 @@ from statistics import median, median_high
 from typing import Any
 
 from m1clip import devices
-from m1clip.config import (
-    PRESETS,
-    ModelConfig,
-    TextConfig,
-    TrainConfig,
-    VisionConfig,
-    check_config,
-    with_defaults,
-)
+from m1clip.config import PRESETS, ModelConfig, TextConfig, TrainConfig, VisionConfig, check_config, with_defaults
 from m1clip.console import Console
 from m1clip.data.augment import stored_size
 from m1clip.data.pixel_cache import PixelCache

@@ -16,8 +16,8 @@ from m1clip.console import Console
 from m1clip.data.augment import Augmentation
 from m1clip.data.batches import Batch, BatchStream, FeatureTables, tokenize_captions
 from m1clip.data.splits import Split
-from m1clip.evals.evaluate import Evaluation, evaluate_model
-from m1clip.evals.retrieval import Retrieval
+from m1clip.evals.evaluate import Evaluation, evaluate_model, split_relevance
+from m1clip.evals.retrieval import Retrieval, chance_scores
 from m1clip.files import atomic_write
 from m1clip.model.clip import CLIP, load
 from m1clip.model.tokenizer import Tokenizer
@@ -189,7 +189,8 @@ def start_session(setup: Setup, run: Run, console: Console) -> Session:
     chunk_reason = set_chunk(state, progress, batch, logger)
     choice = compile_and_record(run, choice, state, batch, console)
     facts = header(run, setup, choice, state, progress, chunk_reason)
-    console.print_header(facts, metrics.chance, 1 / len(setup.splits.val))
+    chance = chance_scores(split_relevance(setup.splits.val))
+    console.print_header(facts, metrics.chance, (chance[0].r1, chance[1].r1))
     evaluate = partial(evaluate, chunk=4 * state.chunk)  # no graph is kept
     return Session(run, console, state, progress, batches, schedule, metrics, logger, checkpoints, evaluate)
 
@@ -262,12 +263,7 @@ def write_run_files(
     if skipped:
         console.warn(f"{skipped}; m1clip data check lists them")
     parameters, trained = state.parameter_counts
-    counts = {
-        "skipped_rows": len(skipped),
-        "rows": skipped.rows,
-        "parameters": parameters,
-        "trained": trained,
-    }
+    counts = {"skipped_rows": len(skipped), "rows": skipped.rows, "parameters": parameters, "trained": trained}
     run.log("event", progress.step, event="resume" if progress.step else "start", **counts)
     if setup.reason:
         run.log("event", progress.step, event="recipe", recipe=config.recipe, reason=setup.reason)

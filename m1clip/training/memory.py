@@ -115,7 +115,7 @@ def step_with_retry(
             if not devices.is_out_of_memory(error) or final:
                 raise
         # Outside of `except` the error is gone, and with it the tensors of its frames.
-        state.zero_grad()
+        state.discard_gradients()
         release_memory(state)
         state.chunk = -(-min(state.chunk, len(batch)) // 2)
         on_retry(state.chunk)

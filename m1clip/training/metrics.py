@@ -125,10 +125,7 @@ class StepMetrics:
         records, self.epoch_steps = self.epoch_steps, []
         seconds = total_seconds(records)
         keys = (*STATS, "accuracy", *(f"{phase}_ms" for phase in PHASES), "step_ms")
-        speed = {
-            "seconds": round(seconds, 2),
-            "pairs_per_s": round(self.batch_size * len(records) / seconds, 2),
-        }
+        speed = {"seconds": round(seconds, 2), "pairs_per_s": round(self.batch_size * len(records) / seconds, 2)}
         return {**{key: mean_of_known(row[key] for row in records) for key in keys}, **self.chance, **speed}
 
     @contextmanager
