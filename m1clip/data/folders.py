@@ -26,7 +26,7 @@ def list_folder(path: Path, config: DataConfig) -> Listing:
     if metadata := sorted(table for pattern in patterns for table in path.glob(pattern)):
         splits = (split_from_path(table.relative_to(path)) for table in metadata)
         listings = (list_table(table, config) for table in metadata)
-        rows = (_rebase(one, str(path), split) for one, split in zip(listings, splits, strict=True))
+        rows = (_rebase(listing, str(path), split) for listing, split in zip(listings, splits, strict=True))
         return Listing(str(path), chain.from_iterable(rows))
     tables = [file for file in path.iterdir() if file.suffix.lower() in TABLE_SUFFIXES and file.is_file()]
     has_caption_files, labels, has_unlabeled = _inspect(path, config)
@@ -136,10 +136,10 @@ def _labeled_rows(path: Path, config: DataConfig) -> Iterator[Row | BadRow]:
 
 def label_caption(label: str, template: str) -> str:
     """n02099601-golden_retriever or 042.golden_retriever → a photo of a golden retriever."""
-    words = re.sub(r"^(n\d{8}[-_ ]|\d{3}\.)", "", label).replace("_", " ").strip() or label
-    if words.lower().startswith(tuple("aeiou")):
+    name = re.sub(r"^(n\d{8}[-_ ]|\d{3}\.)", "", label).replace("_", " ").strip() or label
+    if name.lower().startswith(tuple("aeiou")):
         template = re.sub(r"\b(a|A) \{\}", r"\1n {}", template)
-    return template.replace("{}", words)
+    return template.replace("{}", name)
 
 
 def split_from_path(path: Path) -> str:
