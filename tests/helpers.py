@@ -3,6 +3,7 @@
 import io
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ def train_run(
 ) -> TrainResult:
     """Train the run at `path`, or resume it; the config is final."""
     resumed = Run(path) if path.exists() else None
+    if resumed and not config.is_pretrained:
+        config = replace(config, recipe="scratch")  # as its config.json says
     run = resumed or create_run(path.parent, path.name, "x", False)
     with run.locked():
         console = console or QuietConsole(stop_at)

@@ -13,6 +13,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from test_advice import step_row
+from trained import some_batch, trained
 
 from fakes import fake_gpu
 from m1clip import cli, devices, sensors
@@ -26,8 +28,6 @@ from m1clip.run import Run
 from m1clip.training import device_plan, timing
 from m1clip.training.measurements import MeasurementStore, open_store
 from m1clip.training.state import TrainState
-from test_advice import step_row
-from trained import some_batch, trained
 
 
 @pytest.fixture(autouse=True)
