@@ -416,4 +416,3 @@ def test_a_missing_tracker_is_refused_with_the_extra_to_install(monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'm1clip\[wandb\]'"):
         trackers.check_tracker("wandb")
-    trackers.check_tracker("none")
