@@ -222,10 +222,7 @@ THROTTLED = step_records(120) + step_records(60, 120, step_ms=150.0)
 PROBLEMS = {
     "loss at chance": (history(step_records(60, loss=5.55, accuracy=0.004)), "5.550, chance 5.545"),
     "accuracy at chance": (history(step_records(60, loss=5.0, accuracy=0.004)), "0.40%, chance is 0.39%"),
-    "temperature rising": (
-        history(step_records(30) + step_records(30, 30, temperature=0.12)),
-        "from 0.0700 to 0.1200",
-    ),
+    "temperature rising": (history(step_records(30) + step_records(30, 30, temperature=0.12)), "from 0.0700 to 0.1200"),
     "waiting for data": (history(step_records(60, data_ms=15.0)), "15% of the step time"),
     "throttling": (history(THROTTLED), "1.5 times slower (100 ms at best, now 150 ms)"),
     "swapping": (history(diagnostics=[DIAGNOSTICS, {**DIAGNOSTICS, "swapped_out_gb": 0.6}]), "0.6 GB written"),
