@@ -345,7 +345,7 @@ def from_dict(kind: type[T], values: Any) -> T:
     for one in (*towers, ModelConfig, kind):
         one.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[union-attr]
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
+        return TypeAdapter(kind).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         first = min(error.errors(), key=lambda one: one["type"] != "unexpected_keyword_argument")
         hidden = {"constrained-int", "literal['auto']", *(tower.__name__ for tower in towers)}  # members of unions

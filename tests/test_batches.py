@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from m1clip.data import augment
-from m1clip.data.augment import Augmentation, uniform
+from m1clip.data.augment import Augmentation, sample_uniform
 from m1clip.data.batches import (
     BatchStream,
     CaptionFeatureTable,
@@ -147,12 +147,12 @@ def test_pixels_belong_to_their_rows(batches):
 
 def test_random_numbers_depend_on_the_sample_not_on_its_neighbors():
     samples = np.array([5, 900, 31])
-    assert uniform(0, 2, samples, 0)[1] == uniform(0, 2, np.array([900]), 0)[0]
-    many = uniform(0, 0, np.arange(20000), 0)
+    assert sample_uniform(0, 2, samples, 0)[1] == sample_uniform(0, 2, np.array([900]), 0)[0]
+    many = sample_uniform(0, 0, np.arange(20000), 0)
     assert 0 <= many.min() < many.max() < 1
     assert abs(many.mean() - 0.5) < 0.01
     assert abs(np.corrcoef(many[:-1], many[1:])[0, 1]) < 0.03
-    assert not np.allclose(many, uniform(0, 1, np.arange(20000), 0))
+    assert not np.allclose(many, sample_uniform(0, 1, np.arange(20000), 0))
 
 
 def gradient_images(size: int, count: int = 1) -> np.ndarray:

@@ -20,7 +20,7 @@ from photos import SCENES, jpeg, open_source, write_photos
 
 def run_command(capsys, *words: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr."""
-    code = cli.run([str(word) for word in words])
+    code = cli.run_command([str(word) for word in words])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -92,7 +92,7 @@ def test_check_prints_the_report(bad_table, tmp_path, capsys, monkeypatch):
     code, out, _ = run_command(capsys, "data", "check", bad_table, "--max-bad-rows", "0.1", "--workers", "1")
     assert code == 0
     for words in (
-        "6 of 100 rows (6.00%)",
+        "6 of 100 rows (6.0 %)",
         "t.csv line 8: there is no 0006.jpg",
         "1 of these pairs are in different splits",
         "check.png",
@@ -172,26 +172,31 @@ def test_a_conversion_of_other_data_is_not_continued(bad_table, tmp_path, capsys
     assert (code, "conversion of other data" in err) == (2, True)
 
 
+@pytest.fixture
+def table_run(bad_table, tiny_run):
+    return replace(tiny_run, data=str(bad_table), val_size="auto", max_bad_rows=0.1, recipe="scratch")
+
+
 def equal_models(run, other) -> bool:
     one, two = (load_file(folder / "model" / "model.safetensors") for folder in (run, other))
     return one.keys() == two.keys() and all(np.array_equal(one[name], two[name]) for name in one)
 
 
-def test_a_run_skips_bad_rows_and_warns(bad_table, tiny_run, tmp_path):
-    config = replace(tiny_run, data=str(bad_table), val_size="auto", max_bad_rows=0.1, workers=1)
+def test_a_run_skips_bad_rows_and_warns(table_run, tmp_path):
+    config = replace(table_run, workers=1)
     console = QuietConsole()
     result = train_run(config, tmp_path / "r", console=console)
     assert (result.finished, result.scores.images) == (True, 10)
     assert any("6 of 100 rows are unusable" in text for text in console.warnings)
     record = json.loads((tmp_path / "r" / "data.json").read_text())
     assert (record["train"], record["val"], record["skipped"]["count"]) == (84, 10, 6)
-    with pytest.raises(ValueError, match=r"3 of 100 rows are unusable.*--max-bad-rows allows 1\.00%"):
+    with pytest.raises(ValueError, match=r"3 of 100 rows are unusable.*--max-bad-rows allows 1\.0 %"):
         train_run(replace(config, max_bad_rows=0.01), tmp_path / "s")
 
 
 @pytest.mark.parametrize("settings", [{"cache_gb": 0.0}, {"crop_scale": 0.5, "hflip": True, "color_jitter": 0.3}])
-def test_a_run_on_files_resumes_exactly_cached_or_on_the_fly(bad_table, tiny_run, tmp_path, settings):
-    config = replace(tiny_run, data=str(bad_table), val_size="auto", max_bad_rows=0.1, workers=2, **settings)
+def test_a_run_on_files_resumes_exactly_cached_or_on_the_fly(table_run, tmp_path, settings):
+    config = replace(table_run, workers=2, **settings)
     train_run(config, tmp_path / "whole")
     train_run(config, tmp_path / "resumed", stop_at=6)
     train_run(config, tmp_path / "resumed")
@@ -209,27 +214,25 @@ def test_cached_and_on_the_fly_images_train_the_same_model(tiny_run, tmp_path):
     assert equal_models(tmp_path / "cached", tmp_path / "on_the_fly")
 
 
-def test_a_resumed_run_decodes_on_the_fly_as_before_whatever_the_cache_limit(bad_table, tiny_run, tmp_path):
-    config = replace(tiny_run, data=str(bad_table), val_size="auto", max_bad_rows=0.1, workers=2, cache_gb=0.0)
+def test_a_resumed_run_decodes_on_the_fly_as_before_whatever_the_cache_limit(table_run, tmp_path):
+    config = replace(table_run, workers=2, cache_gb=0.0)
     train_run(config, tmp_path / "whole")
     train_run(config, tmp_path / "resumed", stop_at=3)
     train_run(replace(config, cache_gb=5.0), tmp_path / "resumed")
     assert equal_models(tmp_path / "whole", tmp_path / "resumed")
 
 
-def test_a_run_is_not_resumed_on_other_data(bad_table, tiny_run, tmp_path):
-    config = replace(tiny_run, data=str(bad_table), val_size="auto", max_bad_rows=0.1, workers=1)
+def test_a_run_is_not_resumed_on_other_data(bad_table, table_run, tmp_path):
+    config = replace(table_run, workers=1)
     train_run(config, tmp_path / "r", stop_at=3)
     bad_table.write_text(bad_table.read_text().replace("scene 50,", "scene fifty,"))
-    with pytest.raises(ValueError, match=r"the data is not what .* began with"):
+    with pytest.raises(ValueError, match=r"the data of .* has changed"):
         train_run(config, tmp_path / "r")
 
 
-def test_eval_takes_any_split_and_any_data(bad_table, tiny_run, tmp_path, capsys, monkeypatch):
+def test_eval_takes_any_split_and_any_data(table_run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    train_run(
-        replace(tiny_run, data=str(bad_table), val_size="auto", max_bad_rows=0.1, workers=1), tmp_path / "runs" / "r"
-    )
+    train_run(replace(table_run, workers=1), tmp_path / "runs" / "r")
     for options, images in (((), 10), (("--split", "all"), 94), (("--data", "synthetic", "--val-size", "12"), 12)):
         code, out, _ = run_command(capsys, "eval", "runs/r", "--device", "cpu", "--json", *options)
         assert (code, json.loads(out)["images"]) == (0, images)

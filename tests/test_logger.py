@@ -17,8 +17,7 @@ from m1clip.model.towers import VisionTransformer
 from m1clip.run import Run
 from m1clip.training import trackers
 from m1clip.training.diagnose import WINDOW, History, diagnose
-from m1clip.training.logger import norms_by_block
-from m1clip.training.metrics import PHASES, StepMetrics
+from m1clip.training.logger import PHASES, StepMetrics, norms_by_block
 
 
 @pytest.fixture(scope="module")
@@ -417,4 +416,3 @@ def test_a_missing_tracker_is_refused_with_the_extra_to_install(monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'm1clip\[wandb\]'"):
         trackers.check_tracker("wandb")
-    trackers.check_tracker("none")

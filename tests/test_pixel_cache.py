@@ -132,7 +132,7 @@ def test_worker_processes_decode_what_the_main_process_does():
 
 
 def test_rows_that_cannot_be_decoded_are_listed():
-    bad = {row: ("truncated", "the file ends before the image does") for row in (3, 4, 39)}
+    bad = dict.fromkeys((3, 4, 39), ("truncated", "the file ends before the image does"))
     assert build_pixel_cache(BrokenScenes(), 16, 1, 1).bad_images() == bad
     assert decode_to_memory(BrokenScenes(), 16, 1, lambda done: None).bad == bad
 

@@ -28,8 +28,15 @@ from m1clip.model.lora import load_adapter
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run
 from m1clip.training.features import encode_split
-from m1clip.training.init import InitModel, build_model, load_init, replace_heads
-from m1clip.training.recipes import FEATURE_VIEWS, EncodingCost, decide_recipe
+from m1clip.training.recipes import (
+    FEATURE_VIEWS,
+    EncodingCost,
+    InitModel,
+    build_model,
+    decide_recipe,
+    load_init,
+    replace_heads,
+)
 from m1clip.training.setup import prepare
 
 HEADS = {"vision_projection", "text_projection", "logit_scale"}

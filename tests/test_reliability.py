@@ -16,13 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers import QuietConsole, make_state, train_run
 from m1clip import run as runs
 from m1clip.config import TrainConfig, to_json
 from m1clip.data.batches import BatchStream
 from m1clip.model.clip import load
 from m1clip.training import checkpoint
 from m1clip.training.checkpoint import Progress
-from helpers import QuietConsole, make_state, train_run
 
 HERE = Path(__file__).parent
 

@@ -9,8 +9,8 @@ from helpers import QuietConsole, train_run
 from m1clip import run as runs
 from m1clip.config import get_preset
 from m1clip.model.clip import load
+from m1clip.training.loop import Stop
 from m1clip.training.optim import learning_rate
-from m1clip.training.signals import Stop
 
 
 def test_a_run_leaves_the_folder_of_the_design(tiny_run, tmp_path):
@@ -145,7 +145,7 @@ def test_a_lost_link_loses_no_work(tiny_run, tmp_path):
 
 def test_a_second_ctrl_c_means_at_once_but_not_within_a_second(monkeypatch):
     said, clock = [], iter((100.0, 100.1, 105.0))
-    monkeypatch.setattr("m1clip.training.signals.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("m1clip.training.loop.time.monotonic", lambda: next(clock))
     with Stop(said.append) as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.asked

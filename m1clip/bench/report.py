@@ -39,17 +39,14 @@ def table_rows(columns: Mapping[str, str], records: Sequence[Mapping[str, Any]])
 
 @dataclass(frozen=True)
 class Crossover:
-    """Which of two plans is faster, along the batch size of a model or along the models at one batch size."""
+    """`first` is the plan that is faster below `at`, which lies between the measured points `low` and `high`."""
 
     subject: str
     first: str
-    """The plan that is faster below; if the lead does not change, the faster one."""
     second: str
     at: float | None
-    """Where the second plan overtakes the first, interpolated."""
     low: float
     high: float
-    """The measured points around the crossover, or the ends of the measured range."""
     text: str
 
 

@@ -22,7 +22,7 @@ from m1clip.devices import Plan
 from m1clip.files import lock_folder
 from m1clip.training import memory, timing
 from m1clip.training.device_plan import split_plans
-from m1clip.training.measurements import MeasurementStore, open_store
+from m1clip.training.measurements import MeasurementStore, StepCost, open_store
 
 RESUME_S = 24 * 3600  # an older unfinished sweep is not resumed
 MATMULS, QUICK_MATMULS = (64, 128, 256, 512, 1024, 2048, 4096), (64, 256, 1024, 2048)
@@ -50,26 +50,24 @@ class Operation:
 
 def operations(sizes: Sequence[int]) -> list[Operation]:
     """An empty call, matrix products, and the other operations of a training step."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return devices.attention(q, k, v, causal=False)
+
     every = [Operation("empty call", "1", 0.0, 2, ((1,),), lambda x: x + 1)]
     for n in sizes:
         every.append(Operation("matmul", f"{n}²", 2e-9 * n**3, 3 * n * n, ((n, n), (n, n)), torch.matmul))
     for shape in ((64, 2, 17, 64), (16, 12, 197, 64)):  # nano at batch size 64, ViT-B/16 at 16
         count, name = math.prod(shape), "×".join(map(str, shape))
         gflop = 4e-9 * count * shape[2]
-        every.append(Operation("attention", name, gflop, 4 * count, 3 * (shape,), attention))
+        every.append(Operation("attention", name, gflop, 4 * count, 3 * (shape,), attend))
     norm = (3152, 768), (768,), (768,)
-    every.append(Operation("layer norm", "3152×768", 0.0, 2 * 3152 * 768, norm, layer_norm))
+    every.append(
+        Operation("layer norm", "3152×768", 0.0, 2 * 3152 * 768, norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b))
+    )
     every.append(Operation("AdamW", "10 M", 0.0, 7 * 10**7, ((10**7,),), adamw))
     every.append(Operation("copy", "16 M", 0.0, 2 * 2**24, 2 * ((2**24,),), Tensor.copy_))
     return every
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return devices.attention(q, k, v, causal=False)
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias)
 
 
 def adamw(x: Tensor) -> None:
@@ -150,9 +148,6 @@ class Session:
     store: MeasurementStore
     name: str
 
-    def rows(self, kind: str, **filters: Any) -> list[dict[str, Any]]:
-        return self.store.rows(kind, session=self.name, **filters)
-
     def run_operations(self, sizes: Sequence[int], precisions: Mapping[str, Sequence[str]], seconds: float) -> None:
         """Time all operations on the devices of `precisions`, in fp32 and in these precisions."""
         pairs = list(itertools.product(operations(sizes), precisions))
@@ -171,17 +166,19 @@ class Session:
                     except devices.DEVICE_ERRORS as error:
                         self.store.add("skipped", **key, item=item, reason=devices.short_error(error))
 
-    def run_comparisons(self, comparisons: Sequence[Comparison], seconds: float) -> None:
-        """Time all comparisons that fit into memory, `seconds` per plan."""
+    def run_comparisons(self, comparisons: Sequence[Comparison], seconds: float) -> list[StepCost]:
+        """Time all comparisons that fit into memory, `seconds` per plan; return the cost of all."""
+        costs = []
         with Console().progress_items(len(comparisons)) as show:
             for config, plans in comparisons:
                 item = f"{config.preset}, batch size {config.batch_size:,}"
                 show(item)
+                tokens = config.model.text.context_length
+                cost = timing.step_cost(config, config.batch_size, tokens, self.store)
+                costs.append(cost)
                 key = {"session": self.name, "preset": config.preset, "batch_size": config.batch_size}
                 if self.store.rows("step", **key) or self.store.rows("skipped", **key):
                     continue
-                tokens = config.model.text.context_length
-                cost = timing.step_cost(config, config.batch_size, tokens, self.store)
                 states = len({plan.device for plan in plans})  # one TrainState per device or placement
                 need_gb = states * cost.state_gb + memory.PEAK * cost.activation_gb * config.batch_size
                 free_gb = sensors.available_gb()
@@ -193,6 +190,7 @@ class Session:
                 batch = timing.random_batch(config, config.batch_size, tokens)
                 timings = timing.time_plans(config, chosen, batch, seconds)
                 timing.add_comparison(self.store, cost, timings, self.name)
+        return costs
 
 
 @contextmanager

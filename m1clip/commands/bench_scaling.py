@@ -42,7 +42,6 @@ def main(args: Args) -> int:
     with loading():
         from m1clip import devices
         from m1clip.bench import report, scaling, sweep
-        from m1clip.training.timing import step_cost
 
     names, presets = args.devices or tuple(devices.available()), args.presets or tuple(PRESETS)
     configs = [replace(get_preset(name), batch_size=SCALING_BATCH_SIZE, optimizer="adamw") for name in presets]
@@ -50,10 +49,7 @@ def main(args: Args) -> int:
     settings = {"presets": [*presets], "devices": [*names]}
     with sweep.open_session("scaling", settings, args.restart, args.out) as session:
         session.run_operations((1024, 2048), dict.fromkeys(names, ()), 0.5)
-        session.run_comparisons([(config, plans) for config in configs], 3.0)
-        costs = [
-            step_cost(config, SCALING_BATCH_SIZE, config.model.text.context_length, session.store) for config in configs
-        ]
+        costs = session.run_comparisons([(config, plans) for config in configs], 3.0)
         result = report.Sweep.load(session)
         records = scaling.scaling_records(result, costs, names, args.pairs)
         page = scaling.write_scaling(result, records, names, args.out)

@@ -1,6 +1,7 @@
 """m1clip data check: statistics of a dataset, its problems, and whether it can be trained on."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ import tyro
 from m1clip.commands import flags
 from m1clip.commands.data_preview import require_image_path
 from m1clip.config import DataConfig, check_config, get_preset
-from m1clip.format import printable
+from m1clip.format import percent, printable
 
 if TYPE_CHECKING:  # they import pyarrow
     from m1clip.data.rows import ProgressFactory
@@ -45,8 +46,8 @@ class Args(DataConfig):
     """Print the report as one line of JSON, with up to 10,000 bad rows."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.parse_flags(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = flags.parse_flags(Args, program, argv)
     if not args.data:
         raise ValueError("data check needs a SPEC, such as a folder or a table; see m1clip data check --help")
     check_config(args)
@@ -56,25 +57,30 @@ def parse(prog: str, words: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
+    reports = []
+    for report in check_sources(args):
+        reports.append(report)
+        if not args.json:
+            print_report(report, args)
+    if args.json:
+        print(json.dumps(reports[0] if len(reports) == 1 else {"sources": reports}))
+    return int(any(is_refused(report, args) for report in reports))
+
+
+def check_sources(args: Args) -> Iterator[Report]:
     from m1clip.console import Console
     from m1clip.data.sources import NoUsablePairs, open_sources
 
-    progress, reports = Console().progress, list[Report]()
+    progress = Console().progress
     try:
         sources = open_sources(replace(args, max_bad_rows=1.0), progress)
     except NoUsablePairs as error:
         empty = {"data": error.spec, "images": 0, "captions": 0}
-        reports.append({**empty, "rows": error.bad_rows.rows, "bad_rows": error.bad_rows.record()})
-        sources = []
+        yield {**empty, "rows": error.bad_rows.rows, "bad_rows": error.bad_rows.record()}
+        return
     for number, source in enumerate(sources):
         sheet = args.sheet.with_stem(f"{args.sheet.stem}-{number + 1}") if number else args.sheet
-        reports.append(check_source(source, args, sheet, progress))
-    if args.json:
-        print(json.dumps(reports[0] if len(reports) == 1 else {"sources": reports}))
-    else:
-        for report in reports:
-            print_report(report, args)
-    return int(any(is_refused(report, args) for report in reports))
+        yield check_source(source, args, sheet, progress)
 
 
 def is_refused(report: Report, args: Args) -> bool:
@@ -132,7 +138,7 @@ def token_stats(source: "Source", args: Args) -> Report:
 
 
 def print_line(label: str, text: str, style: str = "") -> None:
-    """A labelled line; on a terminal, long text is wrapped in its own column."""
+    """A labeled line; on a terminal, long text is wrapped in its own column."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -166,9 +172,9 @@ def print_bad_rows(report: Report, args: Args) -> None:
     bad, refused = report["bad_rows"], is_refused(report, args)
     if not bad["count"]:
         return print_line("bad rows", "none", "green")
-    verdict = f"above --max-bad-rows {args.max_bad_rows:.2%}: training refuses this data"
+    verdict = f"above --max-bad-rows {percent(args.max_bad_rows)}: training refuses this data"
     verdict = verdict if refused else "training skips them"
-    counted = f"{bad['count']:,} of {report['rows']:,} rows ({bad['fraction']:.2%})"
+    counted = f"{bad['count']:,} of {report['rows']:,} rows ({percent(bad['fraction'])})"
     print_line("bad rows", f"{counted}, {verdict}", "bold red" if refused else "yellow")
     print_line("", ", ".join(f"{count:,} {kind}" for kind, count in bad["kinds"].items()))
     for row in bad["examples"][:MAX_SHOWN]:
@@ -178,10 +184,10 @@ def print_bad_rows(report: Report, args: Args) -> None:
 
 
 def print_images(report: Report) -> None:
-    most, label = max(report["sizes"].values()), "pixels"
+    highest, label = max(report["sizes"].values()), "pixels"
     for name, count in report["sizes"].items():
         if count:
-            print_line(label, f"{name:>9}  {'█' * max(1, round(30 * count / most))} {count:,}")
+            print_line(label, f"{name:>9}  {'█' * max(1, round(30 * count / highest))} {count:,}")
             label = ""
     if report["largest"]:
         width, height, location = report["largest"]
@@ -204,7 +210,7 @@ def print_captions(report: Report, args: Args) -> None:
     length = f"{words['min']} to {words['max']} words (median {words['median']})"
     print_line("captions", f"{count} per image; {length}; {report['vocabulary']:,} distinct words")
     context = f"{args.preset} has a context of {report['context_length']}"
-    truncated = f"{report['truncated_captions']:.1%} of the captions are truncated"
+    truncated = f"{percent(report['truncated_captions'])} of the captions are truncated"
     print_line("tokens", f"up to {tokens['max']} (median {tokens['median']}); {context}: {truncated}")
     shared, twice = report["shared_captions"], report["duplicate_captions"]
     if shared or twice:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from m1clip import console
+from m1clip.commands.eval import show_retrieval
 from m1clip.commands.flags import given_flags, parse_flags
-from m1clip.commands.output import show_retrieval
 from m1clip.config import TrainConfig, get_preset
 from m1clip.format import duration
 from m1clip.run import Run, create_run, new_run_path, open_run

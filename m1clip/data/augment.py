@@ -29,7 +29,7 @@ def stored_size(image_size: int, crop_scale: float) -> int:
     return image_size if crop_scale == 1 else int(np.ceil(image_size * STORED_SCALE / 8)) * 8
 
 
-def uniform(seed: int, epoch: int, samples: NDArray[np.int64], stream: int) -> Uniform:
+def sample_uniform(seed: int, epoch: int, samples: NDArray[np.int64], stream: int) -> Uniform:
     """Uniform numbers in [0, 1), each a function of (seed, epoch, sample, stream) and nothing else."""
     key = np.random.SeedSequence((seed, epoch, stream)).generate_state(1, np.uint64)[0]
     x = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
@@ -45,7 +45,7 @@ def augment_images(
     """images_BHWC as one epoch of training sees them."""
 
     def draw(*streams: int) -> Uniform:
-        return np.stack([uniform(seed, epoch, samples, stream) for stream in streams])
+        return np.stack([sample_uniform(seed, epoch, samples, stream) for stream in streams])
 
     if augmentation.crop_scale < 1:
         images_BHWC = random_resized_crop(pixels, draw(*CROP), augmentation.crop_scale, image_size)

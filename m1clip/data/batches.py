@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from m1clip import devices
-from m1clip.data.augment import CAPTION, DROPOUT_KEY, VIEW, Augmentation, Uniform, augment_images, uniform
+from m1clip.data.augment import CAPTION, DROPOUT_KEY, VIEW, Augmentation, Uniform, augment_images, sample_uniform
 from m1clip.data.index import RowIndices
 from m1clip.data.splits import Split
 from m1clip.images import Pixels
@@ -208,7 +208,7 @@ class BatchStream:
         rows, image, image_ids = self._images(epoch, samples)
         text, caption_ids = self._captions(epoch, samples, rows)
         duplicate_BB = find_duplicates(*caption_ids, image_ids) if self.mask_duplicates else None
-        key_B = (uniform(self.seed, epoch, samples, DROPOUT_KEY) * 2.0**32).astype(np.int64)
+        key_B = (sample_uniform(self.seed, epoch, samples, DROPOUT_KEY) * 2.0**32).astype(np.int64)
         return Batch(image, text, torch.from_numpy(key_B), duplicate_BB, rows)
 
     def _images(self, epoch: int, samples: RowIndices) -> tuple[RowIndices, Images | ImageFeatures, Sequence[Hashable]]:
@@ -216,7 +216,7 @@ class BatchStream:
         rows = samples % len(self.pairs)
         if (table := self.features.images) is not None:
             rows = table.source_row_N[rows]
-            features_BD = table.take(rows, uniform(self.seed, epoch, samples, VIEW))
+            features_BD = table.take(rows, sample_uniform(self.seed, epoch, samples, VIEW))
             return rows, ImageFeatures(features_BD), table.image_id_N[rows].tolist()
         rows, pixels = self.pairs.take(rows)
         images_BHWC = augment_images(pixels, self.augmentation, self.image_size, self.seed, epoch, samples)
@@ -226,7 +226,7 @@ class BatchStream:
         self, epoch: int, samples: RowIndices, rows: RowIndices
     ) -> tuple[Tokens | TextFeatures, list[list[Any]]]:
         """K captions of each row, and for each k ids that are equal for equal captions."""
-        uniform_B, K = uniform(self.seed, epoch, samples, CAPTION), self.captions_per_image
+        uniform_B, K = sample_uniform(self.seed, epoch, samples, CAPTION), self.captions_per_image
         text: Tokens | TextFeatures
         if (table := self.features.captions) is not None:
             captions = pick_captions(table.start_N, rows, uniform_B, K)

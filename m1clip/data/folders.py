@@ -24,9 +24,9 @@ MAX_INSPECTED = 20_000
 def list_folder(path: Path, config: DataConfig) -> Listing:
     patterns = (f"{parent}metadata{suffix}" for suffix in TABLE_SUFFIXES for parent in ("", "*/"))
     if metadata := sorted(table for pattern in patterns for table in path.glob(pattern)):
-        splits = (split_of(table.relative_to(path)) for table in metadata)
+        splits = (split_from_path(table.relative_to(path)) for table in metadata)
         listings = (list_table(table, config) for table in metadata)
-        rows = (_rebase(one, str(path), split) for one, split in zip(listings, splits, strict=True))
+        rows = (_rebase(listing, str(path), split) for listing, split in zip(listings, splits, strict=True))
         return Listing(str(path), chain.from_iterable(rows))
     tables = [file for file in path.iterdir() if file.suffix.lower() in TABLE_SUFFIXES and file.is_file()]
     has_caption_files, labels, has_unlabeled = _inspect(path, config)
@@ -123,7 +123,7 @@ def _read_caption_file(path: Path, image: str) -> Row | BadRow:
             text = opened.read(MAX_CAPTION_BYTES).decode("utf-8-sig", "surrogateescape")
     except OSError as error:
         return BadRow("no caption", str(file), f"cannot be read ({error.strerror})")
-    return Row(image, text.splitlines() or [""], split=split_of(Path(image)))
+    return Row(image, text.splitlines() or [""], split=split_from_path(Path(image)))
 
 
 def _labeled_rows(path: Path, config: DataConfig) -> Iterator[Row | BadRow]:
@@ -131,17 +131,17 @@ def _labeled_rows(path: Path, config: DataConfig) -> Iterator[Row | BadRow]:
         yield from refused
         caption = label_caption(os.path.basename(folder), config.template)
         for image in (os.path.join(folder, name) for name in names if IMAGE_SUFFIX.search(name)):
-            yield Row(image, [caption], split=split_of(Path(image)))
+            yield Row(image, [caption], split=split_from_path(Path(image)))
 
 
 def label_caption(label: str, template: str) -> str:
     """n02099601-golden_retriever or 042.golden_retriever → a photo of a golden retriever."""
-    words = re.sub(r"^(n\d{8}[-_ ]|\d{3}\.)", "", label).replace("_", " ").strip() or label
-    if words.lower().startswith(tuple("aeiou")):
+    name = re.sub(r"^(n\d{8}[-_ ]|\d{3}\.)", "", label).replace("_", " ").strip() or label
+    if name.lower().startswith(tuple("aeiou")):
         template = re.sub(r"\b(a|A) \{\}", r"\1n {}", template)
-    return template.replace("{}", words)
+    return template.replace("{}", name)
 
 
-def split_of(path: Path) -> str:
+def split_from_path(path: Path) -> str:
     """The split that one of a path's folders names, if any."""
     return next((SPLIT_WORDS[part.lower()] for part in path.parts[:-1] if part.lower() in SPLIT_WORDS), "")

@@ -6,6 +6,7 @@ Rows that name the same image become one entry with several captions. A million 
 import json
 import os
 import stat
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -20,8 +21,8 @@ from PIL import Image
 
 from m1clip.config import DataConfig
 from m1clip.data.decode import MAX_BYTES, BadImage, decode
-from m1clip.data.download import download
 from m1clip.data.rows import Advance, BadRow, BadRows, Listing, Row, normalize_split
+from m1clip.files import cache_folder
 
 RowIndices = NDArray[np.int64]
 ARROW_BATCH = 8192
@@ -29,6 +30,7 @@ SPLIT_CODES = {"": 0, "train": 1, "val": 2, "test": 3, "unlisted": 4, "unknown":
 NUMBERS = {"offset": pa.int64(), "length": pa.int64(), "line": pa.int32()}
 CODES = {"container": pa.int32(), "table": pa.int32(), "split": pa.int8()}
 SCHEMA = pa.schema({"image": pa.string(), **NUMBERS, **CODES, "captions": pa.list_(pa.string())})
+TIMEOUT_S, ATTEMPTS = 20, 2  # of downloads
 
 
 class IndexWriter:
@@ -235,7 +237,9 @@ class IndexedPairs:
         image, facts = self.value("image", index), self._index.facts
         try:
             local = os.path.join(facts["root"], image)
-            path = facts["containers"][self.value("container", index)] or (download(image) if "://" in image else local)
+            path = facts["containers"][self.value("container", index)] or (
+                download_image(image) if "://" in image else local
+            )
             with open(path, "rb") as file:
                 size = self.value("length", index) or os.fstat(file.fileno()).st_size
                 if size > MAX_BYTES:
@@ -249,3 +253,39 @@ class IndexedPairs:
 
     def image(self, index: int, min_size: int = 0) -> Image.Image:
         return decode(self.read(index), min_size)
+
+
+def download_image(url: str) -> Path:
+    """The file of a URL, downloaded once and kept in the cache."""
+    path = cache_folder() / "downloads" / blake2b(url.encode(), digest_size=32).hexdigest()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(_fetch(url))
+        os.replace(partial, path)
+    return path
+
+
+def _fetch(url: str) -> bytes:
+    """The body of a response, limited in size and time; redirects are followed to http and https only."""
+    import httpx2 as httpx
+
+    headers, reason = {"User-Agent": "m1clip", "Accept-Encoding": "identity"}, ""
+    for _ in range(ATTEMPTS):
+        data, deadline = b"", time.monotonic() + 3 * TIMEOUT_S
+        try:
+            with httpx.stream("GET", url, follow_redirects=True, timeout=TIMEOUT_S, headers=headers) as response:
+                response.raise_for_status()
+                for part in response.iter_bytes():
+                    data += part
+                    if len(data) > MAX_BYTES:
+                        raise BadImage("refused", f"the response is larger than {MAX_BYTES:,} bytes")
+                    if time.monotonic() > deadline:
+                        raise httpx.ReadTimeout(f"it took longer than {3 * TIMEOUT_S} s")
+                return data
+        except httpx.HTTPStatusError as error:
+            status = f"{error.response.status_code} {error.response.reason_phrase}"
+            raise BadImage("missing file", f"{url[:80]} answers {status}") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            reason = " ".join(str(error).split())
+    raise BadImage("missing file", f"{url[:80]} cannot be downloaded ({reason})")

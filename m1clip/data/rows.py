@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 from PIL import Image
 
+from m1clip.format import percent
+
 MAX_CAPTION_BYTES = 1_000_000  # captions of one image
 MAX_EXAMPLES = 10_000  # bad rows that are listed; further ones are only counted
 SPLIT_WORDS = {
@@ -143,13 +145,12 @@ class BadRows:
         return f"{len(self):,} of {self.rows:,} rows are unusable ({kinds}), such as {first}"
 
     def record(self, examples: int = MAX_EXAMPLES) -> dict[str, Any]:
-        listed = [row._asdict() for row in self.examples[:examples]]
-        kinds = dict(self.counts.most_common())
+        listed, kinds = [row._asdict() for row in self.examples[:examples]], dict(self.counts.most_common())
         return {"count": len(self), "fraction": self.fraction, "kinds": kinds, "examples": listed}
 
     def require_at_most(self, max_fraction: float) -> None:
         if self.fraction > max_fraction:
-            raise ValueError(f"{self}; --max-bad-rows allows {max_fraction:.2%}, `m1clip data check` lists all")
+            raise ValueError(f"{self}; --max-bad-rows allows {percent(max_fraction)}, `m1clip data check` lists all")
 
 
 def is_utf8(text: str) -> bool:

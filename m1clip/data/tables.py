@@ -222,7 +222,7 @@ def _json_record(number: int, value: Any, location: str) -> Record | BadRow:
     return BadRow("broken line", location, "expected an object in {}")
 
 
-def read_json(path: Path) -> Iterator[Record | BadRow]:
+def read_json_table(path: Path) -> Iterator[Record | BadRow]:
     values = load_json(path)
     if isinstance(values, dict):
         lists = [v for v in values.values() if isinstance(v, list) and v and isinstance(v[0], dict)]
@@ -276,6 +276,6 @@ READERS: dict[str, Callable[[Path], Iterator[Record | BadRow]]] = {
     ".tsv": lambda path: read_csv(path, "\t"),
     ".txt": read_csv,
     ".jsonl": read_json_lines,
-    ".json": read_json,
+    ".json": read_json_table,
     ".parquet": read_parquet,
 }

@@ -21,6 +21,7 @@ from m1clip.data.sources import Source
 from m1clip.data.workers import decode_rows
 from m1clip.devices import Plan
 from m1clip.format import duration
+from m1clip.training.setup import evenly_spaced
 from m1clip.training.timing import random_batch, time_plans
 
 TRANSFORMER_FROM = 50_000
@@ -136,11 +137,6 @@ class TimeBudget:
         if self.decodes_on_the_fly:
             return seconds / (1 / pairs_per_s + self.decode_s / self.images)
         return (seconds - self.decode_s) * pairs_per_s
-
-
-def evenly_spaced(count: int, limit: int) -> range:
-    """At most `limit` of the numbers below `count`."""
-    return range(0, count, -(-count // limit))
 
 
 def fit_budget(

@@ -113,8 +113,8 @@ def parse_sketch(text: str) -> Sketch:
     polygons = []
     for shape in text.split(";"):
         first, _, copies = shape.partition("*")
-        kind, tone, *words = first.split()
-        n = [float(word) / 100 for word in words]
+        kind, tone, *numbers = first.split()
+        n = [float(number) / 100 for number in numbers]
         inside = shape_polygon(kind, n)
         if kind == "ring":  # grown edge by edge, it would open at its slit
             outline = shape_polygon(kind, [*n[:2], n[2] + INK_WIDTH, n[3] + 2 * INK_WIDTH])
