@@ -10,7 +10,16 @@ import numpy as np
 import torch
 
 from m1clip import devices
-from m1clip.config import RECIPES, TrainConfig, check_train, from_json, get_preset, override
+from m1clip.config import (
+    RECIPES,
+    TrainConfig,
+    check_exclusive,
+    checked_override,
+    from_json,
+    get_preset,
+    override,
+    select_settings,
+)
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.data.rows import BadRows, PairDataset
@@ -42,6 +51,12 @@ FIXED_ON_RESUME = (
     *("best_metric", "recipe", "init", "vision", "text", "freeze", "lora_rank"),
 )
 """Settings that data order, weights and optimizer state depend on."""
+PRETRAINED_SHAPE = {
+    "init": ("model.vision", "model.text", "model.embed_dim"),
+    "vision": ("model.vision",),
+    "text": ("model.text",),
+}
+"""Settings that come with pretrained weights."""
 
 
 def train(
@@ -60,6 +75,8 @@ def train(
     run `name` (by default the newest). Nested settings have dotted names: **{"model.vision.width": 256}.
     """
     started, console, runs = time.monotonic(), console or Console(), Path(runs)
+    options = {**settings, "config": config, "resume": resume, "overwrite": overwrite}
+    check_exclusive({option for option, value in options.items() if value})
     resumed = open_run(runs, name) if resume else None
     with ExitStack() as stack:
         if resumed:
@@ -69,7 +86,8 @@ def train(
         if not resumed:
             new_run_path(runs, name, requested.preset, overwrite)  # refused at once if it will be
         is_final = config is not None
-        setup = prepare(requested, settings, runs, resumed, console, started, is_final)
+        given = select_settings(requested, settings)
+        setup = prepare(requested, given, runs, resumed, console, started, is_final)
         run = resumed or create_run(runs, name, setup.config.preset, overwrite)
         if not resumed:
             stack.enter_context(run.locked())
@@ -88,27 +106,24 @@ def base_config(resumed: Run | None, config: TrainConfig | str | Path | None, se
     if config is not None:
         return from_json(TrainConfig, Path(config))
     base = get_preset(settings.get("preset", "nano"))
-    if settings.get("init"):
-        fixed = [key for key in settings if key.startswith(("model.vision", "model.text", "model.embed_dim"))]
-        if fixed:
+    for pretrained, shape in PRETRAINED_SHAPE.items():
+        fixed = [key for key in settings if key.startswith(shape)]
+        if settings.get(pretrained) and fixed:
             flag = f"--{fixed[0].replace('_', '-')}"
-            raise ValueError(f"--init brings a model with its own shape; {flag} cannot change it")
+            raise ValueError(f"--{pretrained} brings a model with its own shape; {flag} cannot change it")
+    if settings.get("init"):
         base = override(base, {"model.activation": "gelu"})  # the preset's is not a request
     return base
 
 
 def requested_config(base: TrainConfig, settings: dict[str, Any], resume: bool) -> TrainConfig:
     """The base with the user's settings, if they can be combined."""
-    ends = [key for key in ("epochs", "steps") if key in settings]
-    if settings.get("budget") and ends:
-        raise ValueError(f"--budget sets the length of the run; --{ends[0]} cannot be combined with it")
-    requested = override(base, settings)
-    if base.budget and ends:
+    requested = checked_override(base, settings)
+    if base.budget and ("epochs" in settings or "steps" in settings):
         requested = replace(requested, budget="")
     changed = [key for key in FIXED_ON_RESUME if getattr(requested, key) != getattr(base, key)]
     if resume and changed:
         raise ValueError(f"a resumed run cannot change {', '.join(changed)}: its weights and data order depend on it")
-    check_train(requested)
     return requested
 
 
@@ -151,8 +166,7 @@ def evaluate(
     folder, config = find_model(Path(runs), None if model is None else str(model))
     if "data" in settings:  # column names and split need not be the run's
         config = replace(config, image_column="auto", caption_column="auto", val_size="auto")
-    config = override(config, settings)
-    check_train(config)
+    config = checked_override(config, settings)
     chosen, reason = devices.default_device(device)
     clip, bad_rows = load(folder), BadRows()
     datasets: list[PairDataset] = []

@@ -4,8 +4,10 @@ Presets, recipes and budgets are functions of a TrainConfig; `override` puts the
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -262,7 +264,7 @@ class TrainConfig(DataConfig, InitConfig):
     @property
     def save_interval(self) -> tuple[float, int]:
         """Seconds and steps between checkpoints; 0 for the one that does not apply."""
-        if self.save_every.isdecimal():
+        if self.save_every.isdecimal() and int(self.save_every):
             return 0.0, int(self.save_every)
         return parse_duration(self.save_every, "save_every"), 0
 
@@ -288,7 +290,9 @@ def _check(config: object, names: Iterable[str], low: float, high: float = float
         below = value < high if bounds[1] == ")" else value <= high
         if not (above and below):
             least = f"above {low:g}" if bounds[0] == "(" else f"at least {low:g}"
-            most = "" if high == float("inf") else f" and {'below' if bounds[1] == ')' else 'at most'} {high:g}"
+            most = f" and {'below' if bounds[1] == ')' else 'at most'} {high:g}"
+            if high == float("inf"):
+                most = " and finite" if bounds[1] == ")" else ""
             raise ValueError(f"{name} must be {least}{most}, not {value}")
 
 
@@ -339,7 +343,8 @@ def check_train(config: TrainConfig) -> None:
     check_data(config)
     check_model(config.model)
     _check(config, ("epochs", "captions_per_image", "log_every", "eval_every", "lora_rank"), 1)
-    _check(config, ("steps", "patience", "unfreeze", "weight_decay"), 0)
+    _check(config, ("steps", "patience", "unfreeze"), 0)
+    _check(config, ("weight_decay",), 0, bounds="[)")
     _check(config, ("lr", "grad_clip"), 0, bounds="()")
     _check(config, ("warmup", "color_jitter", "ema", "patch_dropout", "word_dropout"), 0, 1, "[)")
     _check(config, ("label_smoothing", "head_dropout"), 0, 1, "[)")
@@ -391,19 +396,32 @@ def from_dict(kind: type[T], values: Any) -> T:
     for one in (VisionConfig, TextConfig, TimmConfig, HFConfig, ModelConfig, kind):
         one.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[union-attr]
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
+        return TypeAdapter(kind).validate_json(json.dumps(values, default=str), strict=True)  # str: a Path
     except ValidationError as error:
-        first = min(error.errors(), key=lambda one: one["type"] != "unexpected_keyword_argument")
-        key = ".".join(str(part) for part in first["loc"] if str(part) not in _UNION_MEMBERS)
-        if first["type"] == "unexpected_keyword_argument":
-            names = {field.name for one in (*_UNION_TYPES, ModelConfig, kind) for field in fields(one)}  # type: ignore[arg-type]
-            raise ValueError(f"unknown key {key}; {did_you_mean(key.rpartition('.')[2], names)}") from None
-        message = first["msg"].removeprefix("Input ")
-        raise ValueError(f"{key or 'the file'} {message}, not {first['input']!r}"[:300]) from None
+        raise ValueError(_explain(error.errors(), kind)) from None
 
 
 _UNION_TYPES = (VisionConfig, TimmConfig, TextConfig, HFConfig)
-_UNION_MEMBERS = {one.__name__ for one in _UNION_TYPES}
+_UNION_MEMBERS = {*(one.__name__ for one in _UNION_TYPES), "int", "literal['auto']"}
+
+
+def _explain(errors: Sequence[Mapping[str, Any]], kind: type) -> str:
+    """The first error as a sentence that names the key. Of a union, the member with the fewest errors is meant."""
+
+    def key_of(error: Mapping[str, Any]) -> str:
+        return ".".join(str(part) for part in error["loc"] if part not in _UNION_MEMBERS)
+
+    counts = Counter(part for error in errors for part in error["loc"] if part in _UNION_MEMBERS)
+    unknown = "unexpected_keyword_argument"
+    first = min(errors, key=lambda error: (max(counts[part] for part in ("", *error["loc"])), error["type"] != unknown))
+    key = key_of(first)
+    if first["type"] == unknown:
+        names = {field.name for one in (*_UNION_TYPES, ModelConfig, kind) for field in fields(one)}
+        return f"unknown key {key}; {did_you_mean(key.rpartition('.')[2], names)}"
+    if first["type"] == "missing":
+        return f"{key} is missing"
+    allowed = dict.fromkeys(error["msg"].removeprefix("Input should be ") for error in errors if key_of(error) == key)
+    return f"{key or 'the file'} must be {' or '.join(allowed)}, not {first['input']!r}"[:300]
 
 
 # Overrides: settings by dotted path, such as {"lr": 1e-3, "model.vision.width": 256}.
@@ -419,9 +437,35 @@ def override(config: T, settings: Mapping[str, Any]) -> T:
             nested.setdefault(name, {})[rest] = value
         else:
             plain[name] = value
+    names = {field.name for field in fields(config)}  # type: ignore[arg-type]
+    for name in (*plain, *nested):
+        require(name in names, f"unknown setting {name}; {did_you_mean(name, names)}")
     config = replace(config, **plain)  # type: ignore[type-var]
     inner = {name: override(getattr(config, name), changes) for name, changes in nested.items()}
     return replace(config, **inner)  # type: ignore[type-var]
+
+
+def checked_override(config: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:
+    """The config with the user's settings; a wrong name, type or value is an error that names it."""
+    config = from_dict(TrainConfig, asdict(override(config, settings)))
+    check_train(config)
+    return config
+
+
+def select_settings(config: TrainConfig, paths: Iterable[str]) -> dict[str, Any]:
+    """Some settings of a config by dotted path."""
+    return {path: reduce(getattr, path.split("."), config) for path in paths}
+
+
+def check_exclusive(given: Collection[str]) -> None:
+    """Refuse arguments of a training command that contradict each other."""
+    for one, other in (("resume", "overwrite"), ("resume", "config"), ("resume", "preset"), ("config", "preset")):
+        require(not (one in given and other in given), f"--{one} and --{other} cannot be combined")
+    for end in ("epochs", "steps"):
+        require(
+            not ("budget" in given and end in given),
+            f"--budget sets the length of the run; --{end} cannot be combined with it",
+        )
 
 
 def with_defaults(config: TrainConfig, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> TrainConfig:
