@@ -16,8 +16,8 @@ from m1clip.config import (
     check_exclusive,
     checked_override,
     from_json,
-    get_preset,
     override,
+    requested_config,
     select_settings,
 )
 from m1clip.console import Console
@@ -34,29 +34,6 @@ from m1clip.run import Run, create_run, is_run, new_run_path, open_run
 from m1clip.training.device_plan import PlanChoice, check_parity
 from m1clip.training.loop import TrainResult, fit
 from m1clip.training.setup import prepare
-
-FIXED_ON_RESUME = (
-    *(
-        "model",
-        "data",
-        "val_size",
-        "image_column",
-        "caption_column",
-        "template",
-        "allow",
-        "seed",
-        "batch_size",
-    ),
-    *("captions_per_image", "crop_scale", "hflip", "color_jitter", "tokenizer", "optimizer", "ema"),
-    *("best_metric", "recipe", "init", "vision", "text", "freeze", "lora_rank"),
-)
-"""Settings that data order, weights and optimizer state depend on."""
-PRETRAINED_SHAPE = {
-    "init": ("model.vision", "model.text", "model.embed_dim"),
-    "vision": ("model.vision",),
-    "text": ("model.text",),
-}
-"""Settings that come with pretrained weights."""
 
 
 def train(
@@ -81,8 +58,7 @@ def train(
     with ExitStack() as stack:
         if resumed:
             stack.enter_context(resumed.locked())  # before its checkpoints are read
-        base = base_config(resumed, config, settings)
-        requested = requested_config(base, settings, resume)
+        requested = requested_config(settings, config, resumed.path if resumed else None)
         if not resumed:
             new_run_path(runs, name, requested.preset, overwrite)  # refused at once if it will be
         is_final = config is not None
@@ -95,36 +71,6 @@ def train(
     if result.finished and setup.config.recipe == "frozen" and setup.config.unfreeze:
         return train_unfrozen(setup.config, run, resume, time.monotonic() - started, console)
     return result
-
-
-def base_config(resumed: Run | None, config: TrainConfig | str | Path | None, settings: dict[str, Any]) -> TrainConfig:
-    """Where the defaults come from: a resumed run, a config, or a preset."""
-    if resumed:
-        return from_json(TrainConfig, resumed.path / "config.json")
-    if isinstance(config, TrainConfig):
-        return config
-    if config is not None:
-        return from_json(TrainConfig, Path(config))
-    base = get_preset(settings.get("preset", "nano"))
-    for pretrained, shape in PRETRAINED_SHAPE.items():
-        fixed = [key for key in settings if key.startswith(shape)]
-        if settings.get(pretrained) and fixed:
-            flag = f"--{fixed[0].replace('_', '-')}"
-            raise ValueError(f"--{pretrained} brings a model with its own shape; {flag} cannot change it")
-    if settings.get("init"):
-        base = override(base, {"model.activation": "gelu"})  # the preset's is not a request
-    return base
-
-
-def requested_config(base: TrainConfig, settings: dict[str, Any], resume: bool) -> TrainConfig:
-    """The base with the user's settings, if they can be combined."""
-    requested = checked_override(base, settings)
-    if base.budget and ("epochs" in settings or "steps" in settings):
-        requested = replace(requested, budget="")
-    changed = [key for key in FIXED_ON_RESUME if getattr(requested, key) != getattr(base, key)]
-    if resume and changed:
-        raise ValueError(f"a resumed run cannot change {', '.join(changed)}: its weights and data order depend on it")
-    return requested
 
 
 def train_unfrozen(config: TrainConfig, run: Run, resume: bool, elapsed_s: float, console: Console) -> TrainResult:

@@ -445,16 +445,25 @@ def override(config: T, settings: Mapping[str, Any]) -> T:
     return replace(config, **inner)  # type: ignore[type-var]
 
 
-def checked_override(config: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:
-    """The config with the user's settings; a wrong name, type or value is an error that names it."""
-    config = from_dict(TrainConfig, asdict(override(config, settings)))
-    check_train(config)
-    return config
+def with_defaults(config: TrainConfig, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> TrainConfig:
+    """The config with other defaults, where the user has not given a setting."""
+    return override(override(config, defaults), given)
 
 
-def select_settings(config: TrainConfig, paths: Iterable[str]) -> dict[str, Any]:
-    """Some settings of a config by dotted path."""
-    return {path: reduce(getattr, path.split("."), config) for path in paths}
+# Requests: what the user gave, on top of where the defaults come from.
+
+FIXED_ON_RESUME = (
+    *("model", "data", "val_size", "image_column", "caption_column", "template", "allow", "seed", "batch_size"),
+    *("captions_per_image", "crop_scale", "hflip", "color_jitter", "tokenizer", "optimizer", "ema"),
+    *("best_metric", "recipe", "init", "vision", "text", "freeze", "lora_rank"),
+)
+"""Settings that data order, weights and optimizer state depend on."""
+PRETRAINED_SHAPE = {
+    "init": ("model.vision", "model.text", "model.embed_dim"),
+    "vision": ("model.vision",),
+    "text": ("model.text",),
+}
+"""Settings that come with pretrained weights."""
 
 
 def check_exclusive(given: Collection[str]) -> None:
@@ -468,9 +477,50 @@ def check_exclusive(given: Collection[str]) -> None:
         )
 
 
-def with_defaults(config: TrainConfig, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> TrainConfig:
-    """The config with other defaults, where the user has not given a setting."""
-    return override(override(config, defaults), given)
+def checked_override(config: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:
+    """The config with the user's settings; a wrong name, type or value is an error that names it."""
+    config = from_dict(TrainConfig, asdict(override(config, settings)))
+    check_train(config)
+    return config
+
+
+def select_settings(config: TrainConfig, paths: Iterable[str]) -> dict[str, Any]:
+    """Some settings of a config by dotted path."""
+    return {path: reduce(getattr, path.split("."), config) for path in paths}
+
+
+def requested_config(
+    settings: Mapping[str, Any], config: TrainConfig | str | Path | None = None, resumed: Path | None = None
+) -> TrainConfig:
+    """The user's settings with defaults from a run folder to resume, a config or its file, or a preset."""
+    base = _base_config(settings, config, resumed)
+    requested = checked_override(base, settings)
+    if base.budget and ("epochs" in settings or "steps" in settings):
+        requested = replace(requested, budget="")
+    changed = [key for key in FIXED_ON_RESUME if getattr(requested, key) != getattr(base, key)]
+    if resumed and changed:
+        raise ValueError(f"a resumed run cannot change {', '.join(changed)}: its weights and data order depend on it")
+    return requested
+
+
+def _base_config(
+    settings: Mapping[str, Any], config: TrainConfig | str | Path | None, resumed: Path | None
+) -> TrainConfig:
+    if resumed:
+        return from_json(TrainConfig, resumed / "config.json")
+    if isinstance(config, TrainConfig):
+        return config
+    if config is not None:
+        return from_json(TrainConfig, Path(config))
+    base = get_preset(settings.get("preset", "nano"))
+    for pretrained, shape in PRETRAINED_SHAPE.items():
+        fixed = [key for key in settings if key.startswith(shape)]
+        if settings.get(pretrained) and fixed:
+            flag = f"--{fixed[0].replace('_', '-')}"
+            raise ValueError(f"--{pretrained} brings a model with its own shape; {flag} cannot change it")
+    if settings.get("init"):
+        base = override(base, {"model.activation": "gelu"})  # the preset's is not a request
+    return base
 
 
 # Presets and recipe defaults.

@@ -1,6 +1,7 @@
 """Configs: JSON, validation, settings by dotted path, presets and recipe defaults."""
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -58,9 +59,8 @@ def test_an_unknown_preset_gets_a_suggestion():
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(field, value, words):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=re.escape(words)):
         c.check_train(c.override(NANO, {field: value}))
-    assert words in str(refused.value)
 
 
 @pytest.mark.parametrize(

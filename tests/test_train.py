@@ -106,7 +106,7 @@ def test_a_disk_without_room_for_checkpoints_is_refused_before_anything_is_writt
 
 def test_data_that_has_changed_cannot_be_resumed(tiny_run, tmp_path):
     train_run(tiny_run, tmp_path / "r", stop_at=2)
-    with pytest.raises(ValueError, match="the data of .* has changed"):
+    with pytest.raises(ValueError, match=r"the data of .* has changed"):
         train_run(replace(tiny_run, seed=1), tmp_path / "r")
 
 

@@ -10,7 +10,7 @@ import tyro
 from m1clip import console
 from m1clip.commands.flags import given_flags, parse_flags
 from m1clip.commands.output import show_retrieval
-from m1clip.config import TrainConfig, check_exclusive, from_json, get_preset, select_settings
+from m1clip.config import TrainConfig, check_exclusive, get_preset, requested_config, select_settings
 from m1clip.format import duration
 from m1clip.run import Run, create_run, new_run_path, open_run
 
@@ -77,8 +77,10 @@ def setting_paths() -> set[str]:
 
 def main(args: Args) -> int:
     settings = given_settings(args)
+    resumed = open_run(args.runs, args.name).path if args.resume else None
+    requested = requested_config(settings, args.config, resumed)  # errors come before torch is imported
     if args.background:
-        return start_background(args, settings)
+        return start_background(args, requested.preset)
     with console.loading():
         from m1clip import api
     result = api.train(
@@ -93,7 +95,7 @@ def main(args: Args) -> int:
     return 0 if result.finished else 130
 
 
-def start_background(args: Args, settings: dict[str, Any]) -> int:
+def start_background(args: Args, preset: str) -> int:
     """Run the same command in another process, with the run named."""
     from m1clip.commands.background import spawn_training
 
@@ -101,7 +103,6 @@ def start_background(args: Args, settings: dict[str, Any]) -> int:
     if args.resume:
         run = open_run(args.runs, args.name)
     elif args.name is None:  # reserve the number now
-        preset = from_json(TrainConfig, args.config).preset if args.config else settings.get("preset", "nano")
         run = create_run(args.runs, None, preset, overwrite=False)
     else:
         run = Run(new_run_path(args.runs, args.name, "", args.overwrite))
