@@ -38,7 +38,7 @@ def wait_for(condition, seconds: float = 300) -> None:
 def endless_run(tiny_run, tmp_path, monkeypatch):
     """The config of a run that does not end by itself; whatever still trains after the test is killed."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.json").write_text(to_json(replace(tiny_run, epochs=99999, save_every="5")))
+    (tmp_path / "config.json").write_text(to_json(replace(tiny_run, epochs=99999, save_every="5", threads=1)))
     run = Run(tmp_path / "runs" / "nano-1")
     yield run
     if run.path.is_dir() and run.is_alive:
@@ -91,7 +91,7 @@ def test_a_command_refused_in_the_background_is_reported_in_the_foreground(capfd
 @pytest.mark.slow
 def test_an_overwritten_background_run_has_a_new_log(capfd, tmp_path, monkeypatch, tiny_run):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.json").write_text(to_json(replace(tiny_run, epochs=1)))
+    (tmp_path / "config.json").write_text(to_json(replace(tiny_run, epochs=1, threads=1)))
     run = Run(tmp_path / "runs" / "r")
     for overwrite in ([], ["--overwrite"]):
         argv = ["train", "--config", "config.json", "--name", "r", "--background", *overwrite]
