@@ -45,10 +45,7 @@ def asked(*words: str) -> dict[str, Any]:
 
 
 def section(
-    doctor: TokenizedCaptions,
-    bench: TokenizedCaptions,
-    scaling: TokenizedCaptions,
-    compare: TokenizedCaptions,
+    doctor: TokenizedCaptions, bench: TokenizedCaptions, scaling: TokenizedCaptions, compare: TokenizedCaptions
 ) -> str:
     machine = doctor["machine"]
     name = f"{machine['chip']}, {machine['cores']} cores, {machine['ram_gb']:.0f} GB"

@@ -20,7 +20,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from long_log import write_run
 from m1clip.monitor.log import RunView
-from m1clip.monitor.terminal_views import curve_grid
+from m1clip.monitor.terminal_views import curves_view
 from m1clip.run import Run
 
 REPEATS = 5
@@ -42,7 +42,7 @@ def main() -> None:
         run = RunView(Run(first))
         run.refresh()
         console = Console(width=160, file=open(os.devnull, "w"))  # noqa: SIM115
-        draw = [seconds(lambda: console.print(curve_grid([run], 160, 48))) for _ in range(REPEATS)]
+        draw = [seconds(lambda: console.print(curves_view([run], 160, 48))) for _ in range(REPEATS)]
         report("draw six curves as text", draw)
         command = [sys.executable, "-m", "m1clip", "monitor", "--runs", str(folder)]
         once = [*command, "--once"]

@@ -119,14 +119,7 @@ def entries(args: Args) -> list[Entry]:
             "scratch",
             "open_clip",
             image_size=80,
-            flags={
-                "batch-size": 256,
-                "lr": 1e-3,
-                "wd": 0.3,
-                "warmup": 100,
-                "workers": workers,
-                **augmentation,
-            },
+            flags={"batch-size": 256, "lr": 1e-3, "wd": 0.3, "warmup": 100, "workers": workers, **augmentation},
             shape=OPEN_CLIP_NANO,
             batch_size=256,
             length_flag="rows",
@@ -142,12 +135,7 @@ def entries(args: Args) -> list[Entry]:
             length_flag="max_steps",
         ),
         Entry(
-            "open_clip, defaults",
-            "scratch",
-            "open_clip",
-            image_size=256,
-            flags={"workers": 4},
-            model="ViT-S-32-alt",
+            "open_clip, defaults", "scratch", "open_clip", image_size=256, flags={"workers": 4}, model="ViT-S-32-alt"
         ),
         Entry("m1clip, frozen", "pretrained", argv=(*encoder_flags(), "--recipe", "frozen")),
         Entry(

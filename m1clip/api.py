@@ -13,8 +13,8 @@ from m1clip import devices
 from m1clip.config import (
     RECIPES,
     TrainConfig,
+    check_config,
     check_exclusive,
-    checked_override,
     from_json,
     override,
     requested_config,
@@ -112,7 +112,7 @@ def evaluate(
     folder, config = find_model(Path(runs), None if model is None else str(model))
     if "data" in settings:  # column names and split need not be the run's
         config = replace(config, image_column="auto", caption_column="auto", val_size="auto")
-    config = checked_override(config, settings)
+    config = check_config(override(config, settings))
     chosen, reason = devices.default_device(device)
     clip, bad_rows = load(folder), BadRows()
     datasets: list[PairDataset] = []

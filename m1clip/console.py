@@ -11,14 +11,7 @@ from typing import IO, Any, Protocol, cast
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.table import Table
 
@@ -99,11 +92,13 @@ class Console:
 
             yield start
 
-    def print_header(self, facts: dict[str, str], chance: dict[str, float], chance_recall: float) -> None:
+    def print_header(
+        self, facts: dict[str, str], chance: dict[str, float], chance_recalls: tuple[float, float]
+    ) -> None:
         """What is about to be trained, and the head of the epoch table with chance as its first row."""
         for name, fact in facts.items():
             self.print(f"[dim]{name:>10}[/]  {escape(fact)}")
-        recalls = 2 * [percent(chance_recall)]
+        recalls = map(percent, chance_recalls)
         cells = (f"{chance['chance_loss']:.3f}", percent(chance["chance_accuracy"]), *recalls)
         self.print(f"\n[bold]{_row(list(EPOCH_COLUMNS))}[/]")
         self.print(f"[dim]{_row(('', '', 'in batch', 'R@1', 'R@1'))}[/]")

@@ -1,6 +1,6 @@
-"""The only file that names a backend: which device and why, and what each one needs done differently.
+"""The only file that names a backend: which devices there are, and how each has to be treated.
 
-The rules for Apple's GPU come from bug reports against PyTorch; each carries its number.
+The rules for MPS come from PyTorch issues, whose numbers are given.
 """
 
 import ctypes
@@ -23,15 +23,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is laid on the machine: what an advisor decides and a benchmark compares."""
+    """How a training step runs on this machine."""
 
     device: str = "cpu"
-    """One device, or a placement: vision=A,text=B."""
+    """A device, or a placement of the towers: vision=A,text=B."""
     precision: str = "fp32"
-    """Of the products inside the towers; weights, loss and updates are always fp32."""
+    """Autocast precision of the towers; weights, loss and updates are always fp32."""
     compile: bool = False
     threads: int = 0
-    """Of the CPU; 0 is torch's own number."""
+    """CPU threads; 0 is PyTorch's default."""
 
     @property
     def is_split(self) -> bool:
@@ -55,23 +55,23 @@ def torch_device(name: str) -> torch.device:
 
 
 def tower_devices(requested: str) -> tuple[str, str]:
-    """The devices of the two towers; one that does not exist here is an error."""
+    """Devices of the vision and the text tower; a device that this machine lacks is an error."""
     if "=" not in requested:
         names = {"vision": requested, "text": requested}
     else:
         names = dict(part.strip().split("=", 1) for part in requested.split(",") if "=" in part)
         if set(names) != {"vision", "text"} or requested.count(",") != 1:
             raise ValueError(f"a placement is vision=DEVICE,text=DEVICE, not {requested!r}")
-    here = available()
+    found = available()
     for name in names.values():
         kind, _, number = name.partition(":")
         if kind not in ("cpu", "cuda", "mps"):
-            raise ValueError(f"no device {name!r}; there are cpu, cuda, mps and vision=A,text=B")
-        if kind not in here:
-            raise ValueError(f"torch {torch.__version__} has no {kind} on this machine; it has {', '.join(here)}")
+            raise ValueError(f"no device {name!r}; choose from cpu, cuda, mps or vision=A,text=B")
+        if kind not in found:
+            raise ValueError(f"PyTorch {torch.__version__} finds no {kind} on this machine, only {', '.join(found)}")
         count = torch.cuda.device_count() if kind == "cuda" else 1
         if number and not (number.isdecimal() and int(number) < count):
-            raise ValueError(f"no device {name!r}; torch counts {count} of {kind}")
+            raise ValueError(f"no device {name!r}; PyTorch finds {count} {kind} device{'s' * (count != 1)}")
     return names["vision"], names["text"]
 
 
@@ -85,7 +85,7 @@ def available() -> list[str]:
 
 
 def _mps_works() -> bool:
-    """Virtual Macs report a GPU on which nothing can be allocated (actions/runner-images#9918)."""
+    """Virtual Macs report a GPU that cannot allocate memory (actions/runner-images#9918)."""
     try:
         torch.zeros(1, device="mps")
     except RuntimeError:
@@ -94,35 +94,35 @@ def _mps_works() -> bool:
 
 
 def default_device(requested: str) -> tuple[torch.device, str]:
-    """One device to use without having measured any, and the reason in words."""
-    here = available()
+    """A device without measuring any, and the reason: the requested one, or a GPU if there is one."""
+    found = available()
     if requested == "auto":
-        if len(here) == 1:
-            return torch_device("cpu"), "no GPU that torch can use was found"
-        return torch_device(here[-1]), f"found beside the CPU; compare with --device cpu ({', '.join(here)})"
+        if len(found) == 1:
+            return torch_device("cpu"), "PyTorch finds no GPU"
+        return torch_device(found[-1]), "the GPU; --device cpu uses the CPU"
     if "=" in requested:
-        raise ValueError(f"a placement of two towers is for training, not {requested!r} here")
-    return torch_device(tower_devices(requested)[0]), f"asked for with --device {requested}"
+        raise ValueError(f"{requested!r} is a placement for training; name one device here")
+    return torch_device(tower_devices(requested)[0]), f"requested with --device {requested}"
 
 
 DEFAULT_THREADS = torch.get_num_threads()
-"""What torch takes by itself; on Apple silicon the fast cores (pytorch#123038)."""
+"""PyTorch's default; on Apple silicon the performance cores (pytorch#123038)."""
 
 
 def retain_freed_memory() -> None:
-    """Have the C library keep freed memory for the next step, where it would give it back to the system.
+    """Make malloc keep freed memory for the next step instead of returning it to the system.
 
-    What is given back costs page faults when it is had again. With glibc on 2 cores, a step of nano took a
-    tenth longer, and a forward pass of EfficientNet-lite0 at batch 32 three times as long (November 2026).
+    Memory that was returned costs page faults when it is allocated again. With glibc on 2 cores, a step of nano
+    took a tenth longer, and a forward pass of EfficientNet-lite0 at batch size 32 three times as long (November 2026).
     """
     with suppress(AttributeError, OSError):  # another C library
         library = ctypes.CDLL(None)
-        if library.mallopt(-3, 1 << 30) or library.mallopt(-3, 1 << 25):  # M_MMAP_THRESHOLD; the old limit
+        if library.mallopt(-3, 1 << 30) or library.mallopt(-3, 1 << 25):  # M_MMAP_THRESHOLD; older glibc
             library.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
 def give_memory_back() -> None:
-    """Where memory ran out: what is kept for one size lacks for another."""
+    """Undo retain_freed_memory: memory kept for one size cannot be used for another."""
     with suppress(AttributeError, OSError):
         library = ctypes.CDLL(None)
         library.mallopt(-3, 128 * 1024)
@@ -131,24 +131,24 @@ def give_memory_back() -> None:
 
 
 def apply_plan(plan: Plan) -> None:
-    """Set what belongs to the whole process; where two towers share the CPU, each has half of its threads."""
+    """Apply the settings of the whole process; two towers on the CPU get half of the threads each."""
     threads = plan.threads or DEFAULT_THREADS
-    both_on_cpu = plan.is_split and all(place.type == "cpu" for place in plan.devices)
+    both_on_cpu = plan.is_split and all(device.type == "cpu" for device in plan.devices)
     torch.set_num_threads(max(1, threads - threads // 2) if both_on_cpu else threads)
-    for place in plan.devices:
-        if place.type == "mps":
-            # The default, 1.7 x the working set, is more than the RAM: it would swap before it raised.
+    for device in plan.devices:
+        if device.type == "mps":
+            # The default, 1.7 x the working set, is more than the RAM: it swaps before it raises an error.
             torch.mps.set_per_process_memory_fraction(1.0)
 
 
 def second_thread(plan: Plan) -> None:
-    """What the thread that drives the text tower needs: the number of its own threads is set in it."""
-    if all(place.type == "cpu" for place in plan.devices):
+    """Set the number of threads in the Python thread that runs the text tower: the setting is per thread."""
+    if all(device.type == "cpu" for device in plan.devices):
         torch.set_num_threads(max(1, (plan.threads or DEFAULT_THREADS) // 2))
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the queue is empty: without it a clock stops when work is queued, not when it is done."""
+    """Wait until all queued work is done; without it a timer measures the queueing."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     if device.type == "mps":
@@ -167,7 +167,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
 
 
 def precisions(device: torch.device) -> list[str]:
-    """Those that torch can train in there; which of them pays has to be measured."""
+    """Precisions that PyTorch can train in; which of them are faster has to be measured."""
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return ["fp32", "fp16"]
     # fp16 on a CPU overflows and is emulated nearly everywhere; bf16 on an M1 or M2 GPU is emulated too.
@@ -175,23 +175,23 @@ def precisions(device: torch.device) -> list[str]:
 
 
 def matmul_gflops(device: torch.device, precision: str) -> float:
-    """The rate of products of two matrices, in an instant: it tells what a chip merely emulates."""
-    size, many = (1024, 8) if is_async(device) else (256, 1)  # launching must not be what is timed
+    """A quick measurement of matrix products, which shows whether a precision is emulated."""
+    size, count = (1024, 8) if is_async(device) else (256, 1)  # large enough to hide the launches
     a_NN, times = torch.randn(size, size, device=device).to(DTYPES[precision]), []
     for _ in range(4):
         synchronize(device)
-        began = time.perf_counter()
-        for _ in range(many):
+        start = time.perf_counter()
+        for _ in range(count):
             a_NN @ a_NN
         synchronize(device)
-        times.append(time.perf_counter() - began)
-    return 2e-9 * many * size**3 / min(times)
+        times.append(time.perf_counter() - start)
+    return 2e-9 * count * size**3 / min(times)
 
 
 def compile_module(module: torch.nn.Module) -> None:
-    """Have torch.compile do the module's work from its next call on."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it misses CUDA where nobody asked
-    # All blocks are one piece of code to it: beyond the default limit of 8 they would run uncompiled, unsaid.
+    """Compile the module with torch.compile at its next call."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns about a missing CUDA
+    # All blocks share their code object: beyond the default limit of 8 they would silently run uncompiled.
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     module.compile()
@@ -200,52 +200,52 @@ def compile_module(module: torch.nn.Module) -> None:
 def can_compile(device: torch.device) -> tuple[bool, str]:
     """Whether torch.compile is worth trying, and the reason."""
     if device.type == "mps":
-        return False, "on MPS it made training 9 times slower in torch 2.13 (pytorch#192551)"
+        return False, "torch.compile made training on MPS 9 times slower in PyTorch 2.13 (pytorch#192551)"
     if device.type == "cuda":
         found = find_spec("triton") is not None
-        return found, "triton is there" if found else "it needs triton, which is not installed"
+        return found, "triton is installed" if found else "triton is not installed"
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
-    return compiler is not None, f"with {compiler}" if compiler else "it needs a C++ compiler, and found none"
+    return compiler is not None, f"with {compiler}" if compiler else "no C++ compiler was found"
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device; asynchronous only where that is safe."""
+    """Copy to the device; asynchronously only where that is safe."""
     # Asynchronous copies to MPS corrupt data (pytorch#139550, #189690).
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 def supports_found_inf(device: torch.device) -> bool:
-    """Whether the fused AdamW leaves everything as it is when `found_inf` tells it so.
+    """Whether fused AdamW skips the update when `found_inf` is set.
 
-    On MPS its kernels never receive that flag, so it has to be read before each update instead.
+    On MPS its kernels never receive that flag, so it has to be read before each update.
     """
     return device.type in ("cpu", "cuda")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    words = (
+    messages = (
         *("out of memory", "can't allocate memory", "bad_alloc", "not enough memory", "ALLOC_FAILED"),
-        *("could not create a primitive", "could not create a memory"),  # oneDNN's
+        *("could not create a primitive", "could not create a memory"),  # oneDNN
     )
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
 
 
-# What a device, its compiler or its memory answers where something cannot be done there; MPS raises a
-# TypeError for types that it does not have.
+# Errors of a device, its compiler or its memory; MPS raises TypeError for dtypes that it does not support.
 DEVICE_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError, MemoryError)
 
 
 def short_error(error: BaseException) -> str:
-    """In a few words."""
+    """The first line of the message."""
     if is_out_of_memory(error):
-        return "it ran out of memory"
-    said = str(error).strip().splitlines()
-    return said[0] if said else type(error).__name__
+        return "out of memory"
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def release(device: torch.device) -> None:
-    """Give back what the allocator keeps for later."""
+    """Return cached memory of the allocator to the system."""
     gc.collect()
     if device.type == "cpu":
         give_memory_back()
@@ -253,21 +253,21 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
     if device.type == "mps":
         torch.mps.empty_cache()
-        # Every shape it has met keeps a compiled graph (pytorch#181485).
+        # MPS keeps a compiled graph for every shape (pytorch#181485).
         getattr(torch.mps, "clear_graph_cache", lambda: None)()
 
 
 def has_event_timer(device: torch.device) -> bool:
-    """Whether stamps may be put down at every step.
+    """Whether timestamps can be taken in every step.
 
-    MPS's events hang when read twice and may come in the wrong order (pytorch#193578, #196395), so there the
-    clock is the host's, and exact only after waiting for the queue: for a step now and then.
+    MPS events hang when read twice and can be out of order (pytorch#193578, #196395), so on MPS timestamps are
+    taken on the host after a synchronize, which is too slow for every step.
     """
     return device.type in ("cpu", "cuda")
 
 
 def timestamp(device: torch.device) -> Any:
-    """A point in the device's own time; put down without waiting for it, but on MPS."""
+    """A timestamp in the queue of the device; only on MPS this waits for the queue."""
     if device.type == "cuda":
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
@@ -278,12 +278,12 @@ def timestamp(device: torch.device) -> Any:
 
 
 def elapsed_ms(start: Any, end: Any) -> float:
-    """Milliseconds from one stamp to the other; on a GPU, once its queue has come past both."""
+    """Milliseconds between two timestamps; on CUDA, after both have been reached."""
     return (end - start) * 1e3 if isinstance(start, float) else float(start.elapsed_time(end))
 
 
 def memory_gb(device: torch.device) -> float | None:
-    """What torch holds on a GPU now; the CPU's is the process's."""
+    """Memory that PyTorch has allocated on a GPU; None on the CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 1e9
     if device.type == "mps":
@@ -292,7 +292,7 @@ def memory_gb(device: torch.device) -> float | None:
 
 
 def limit_gb(device: torch.device) -> float | None:
-    """All that torch may take of a GPU's memory; None on the CPU, whose limit is the machine's."""
+    """Memory of a GPU that PyTorch may use; None on the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / 1e9
     if device.type == "mps":
@@ -306,17 +306,17 @@ def reset_peak(device: torch.device) -> None:
 
 
 def shares_memory(device: torch.device) -> bool:
-    """Whether what the machine's other programs hold is missing on the device too."""
+    """Whether the device uses the memory of the machine."""
     return device.type != "cuda"
 
 
 def peak_gb(device: torch.device) -> float | None:
-    """The most torch has held on a GPU; on MPS, which does not say, what its driver holds now."""
+    """Peak memory of PyTorch on a GPU; on MPS, which does not record a peak, what the driver has now."""
     return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else memory_gb(device)
 
 
 def free_gb(device: torch.device) -> float | None:
-    """What can still be allocated on a GPU; None on the CPU."""
+    """Memory that can still be allocated on a GPU; None on the CPU."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / 1e9
     if device.type == "mps":
@@ -325,21 +325,21 @@ def free_gb(device: torch.device) -> float | None:
 
 
 def to_channels_last(pixels_BCHW: Tensor) -> Tensor:
-    """As convolutions want them: channels last, which is half as fast again on CPUs; not tried on MPS."""
+    """Channels last for convolutions: 1.5 times as fast on CPUs; not measured on MPS."""
     if pixels_BCHW.device.type == "mps":
         return pixels_BCHW
     return pixels_BCHW.contiguous(memory_format=torch.channels_last)
 
 
 def attention_kind() -> str:
-    """What other libraries' towers may use: on MPS not the fused one, for the reasons below."""
+    """Attention implementation for towers of other libraries: not SDPA on MPS, for the reasons below."""
     return "eager" if "mps" in available() else "sdpa"
 
 
 def attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> Tensor:
     if q_BHLd.device.type != "mps":
         return F.scaled_dot_product_attention(q_BHLd, k_BHLd, v_BHLd, is_causal=causal)
-    # MPS: strided q, k, v give wrong results (pytorch#181133, #163597), and so do 8 tokens or fewer.
+    # On MPS, strided q, k, v give wrong results (pytorch#181133, #163597), and so do 8 or fewer tokens.
     q_BHLd, k_BHLd, v_BHLd = q_BHLd.contiguous(), k_BHLd.contiguous(), v_BHLd.contiguous()
     if q_BHLd.shape[2] > 8:
         return F.scaled_dot_product_attention(q_BHLd, k_BHLd, v_BHLd, is_causal=causal)

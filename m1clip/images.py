@@ -1,4 +1,4 @@
-"""PIL images as square RGB bytes, the input of every vision tower. Model and data share this one transform."""
+"""PIL images as square RGB bytes, the input of every vision tower: one transform for model and data."""
 
 import numpy as np
 from numpy.typing import NDArray

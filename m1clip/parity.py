@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,10 +32,6 @@ class Parity:
     tensors: int
     mismatch: str | None = None
     """The first tensor that differs, and by how much."""
-
-    @property
-    def ok(self) -> bool:
-        return self.mismatch is None
 
     def __str__(self) -> str:
         forward, backward = TOLERANCE[self.precision]
@@ -87,22 +84,22 @@ def record(model: nn.Module, loss: Callable[[], Tensor]) -> Recording:
 def record_modules(model: nn.Module) -> Iterator[Recording]:
     recording, hooks = dict[str, Tensor](), []
 
-    def save(name: str, value: Any) -> None:
+    def save(name: str, index: int, module: nn.Module, *values: Any) -> None:
+        value = values[index]
         tensor = value[0] if isinstance(value, tuple) else value
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             recording[name] = tensor.detach().float().cpu()
 
     for name, leaf in model.named_modules():
-        if next(leaf.children(), None) is not None:
-            continue
-        # A wrong input is the fault of the parent: attention itself, for one, is not a module.
-        source = f"{name} (computed in {name.rpartition('.')[0] or 'the model'})"
-        hooks += [
-            leaf.register_forward_pre_hook(lambda m, x, key=f"the input of {source}": save(key, x)),
-            leaf.register_forward_hook(lambda m, x, y, key=f"the output of {name}": save(key, y)),
-            leaf.register_full_backward_pre_hook(lambda m, dy, key=f"the output gradient of {source}": save(key, dy)),
-            leaf.register_full_backward_hook(lambda m, dx, dy, key=f"the input gradient of {name}": save(key, dx)),
-        ]
+        if next(leaf.children(), None) is None:
+            # A wrong input is the fault of the parent: attention itself, for one, is not a module.
+            source = f"{name} (computed in {name.rpartition('.')[0] or 'the model'})"
+            hooks += [
+                leaf.register_forward_pre_hook(partial(save, f"the input of {source}", 0)),
+                leaf.register_forward_hook(partial(save, f"the output of {name}", 1)),
+                leaf.register_full_backward_pre_hook(partial(save, f"the output gradient of {source}", 0)),
+                leaf.register_full_backward_hook(partial(save, f"the input gradient of {name}", 0)),
+            ]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the inputs of the first layers need no gradient

@@ -23,15 +23,7 @@ def tiny_config() -> ModelConfig:
 
 def tiny_run_config(tiny: ModelConfig) -> TrainConfig:
     """Two epochs of four steps."""
-    return TrainConfig(
-        model=tiny,
-        data="synthetic:64",
-        val_size=16,
-        batch_size=16,
-        epochs=2,
-        log_every=2,
-        device="cpu",
-    )
+    return TrainConfig(model=tiny, data="synthetic:64", val_size=16, batch_size=16, epochs=2, log_every=2, device="cpu")
 
 
 @pytest.fixture

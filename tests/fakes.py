@@ -1,4 +1,4 @@
-"""A device that is not there: named mps, made of the CPU, and as wrong as a test wants it to be."""
+"""A GPU that is not there: named mps, computed by the CPU, and with errors where a test wants them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ from m1clip.model.clip import CLIP
 
 
 class WrongBackward(torch.autograd.Function):
-    """Right on the way there, a twentieth too large on the way back."""
+    """Correct forward, gradients 5 % too large."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -31,23 +31,23 @@ def faulty(forward: Callable[[Tensor], Tensor], fault: str, x: Tensor) -> Any:
 
 
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, module: str = "", fault: str = "") -> None:
-    """An "mps" beside the CPU. Where a module is named, it is at fault whenever the model is moved there."""
+    """An mps device beside the CPU; `module` computes wrongly while the model is on it."""
     monkeypatch.setattr(devices, "available", lambda: ["cpu", "mps"])
     monkeypatch.setattr(devices, "torch_device", lambda name: torch.device("cpu"))
     real = devices.Plan.devices.fget
-    asked: list[str] = []
+    requested: list[str] = []
 
-    def plan_devices(plan: devices.Plan) -> Any:
-        asked.append(plan.device)
+    def places(plan: devices.Plan) -> Any:
+        requested.append(plan.device)
         return real(plan)
 
-    def to_devices(model: CLIP, vision: torch.device, text: torch.device) -> CLIP:
+    def place(model: CLIP, vision: torch.device, text: torch.device) -> CLIP:
         if module:
             part = model.get_submodule(module)
             vars(part).pop("forward", None)
-            if "mps" in asked[-1]:  # the same weights, and worked on wrongly
+            if "mps" in requested[-1]:
                 part.forward = partial(faulty, part.forward, fault)
         return model
 
-    monkeypatch.setattr(devices.Plan, "devices", property(plan_devices))
-    monkeypatch.setattr(CLIP, "to_devices", to_devices)
+    monkeypatch.setattr(devices.Plan, "places", property(places))
+    monkeypatch.setattr(CLIP, "place", place)

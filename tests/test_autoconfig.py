@@ -109,8 +109,7 @@ def test_without_a_budget_steps_decide():
 
 
 @pytest.mark.parametrize(
-    ("speeds", "batch"),
-    [([100.0, 10.0], 8), ([1000.0, 250.0, 20.0], 16), ([3000.0, 2000.0, 700.0], 32), ([0.1], 8)],
+    ("speeds", "batch"), [([100.0, 10.0], 8), ([1000.0, 250.0, 20.0], 16), ([3000.0, 2000.0, 700.0], 32), ([0.1], 8)]
 )
 def test_the_largest_model_that_gets_to_see_its_pairs_is_picked(speeds, batch):
     picked = decide(Time(100, 900, 0.0), LADDER, speeds)
@@ -198,19 +197,7 @@ def test_a_run_ends_on_time_with_its_schedule_complete(tmp_path, capsys, monkeyp
     for number, name in enumerate(photos(tmp_path / "photos", 60)):
         (tmp_path / "photos" / name).with_suffix(".txt").write_text(f"image {number} of {number % 7}")
     began = time.monotonic()
-    words = [
-        "train",
-        "--data",
-        "photos",
-        "--budget",
-        "16s",
-        "--device",
-        "cpu",
-        "--threads",
-        "1",
-        "--name",
-        "it",
-    ]
+    words = ["train", "--data", "photos", "--budget", "16s", "--device", "cpu", "--threads", "1", "--name", "it"]
     assert cli.run_command([*words, "--json", "--crop-scale", "0.7", "--model.text.encoder", "attention"]) == 0
     took = time.monotonic() - began
     assert 14.4 < took < 17.6
@@ -300,8 +287,7 @@ def test_what_is_learned_already_gets_no_more_than_its_recipe_has(tiny_run, tmp_
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
-    [({"start_size": 16, "budget": "5m"}, "give one"), ({"word_dropout": 0.5}, "bags of words")],
+    ("changes", "told"), [({"start_size": 16, "budget": "5m"}, "give one"), ({"word_dropout": 0.5}, "bags of words")]
 )
 def test_what_does_not_go_together_is_refused(tiny_run, changes, told):
     with pytest.raises(ValueError, match=told):

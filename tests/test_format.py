@@ -32,14 +32,7 @@ def test_a_unit_follows_the_number():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (0.4, "0 s"),
-        (59.7, "1 min 00 s"),
-        (119.7, "2 min 00 s"),
-        (3599.9, "1 h 00 min"),
-        (5e5, "5.8 days"),
-        (None, "–"),
-    ],
+    [(0.4, "0 s"), (59.7, "1 min 00 s"), (119.7, "2 min 00 s"), (3599.9, "1 h 00 min"), (5e5, "5.8 days"), (None, "–")],
 )
 def test_a_duration_is_rounded_before_it_is_divided(seconds, text):
     assert duration(seconds) == text

@@ -22,26 +22,13 @@ from safetensors.torch import load_file, save_file
 import m1clip
 from m1clip.config import PRESETS, ModelConfig, TextConfig, VisionConfig
 from m1clip.model.clip import CLIP
-from m1clip.model.interop import (
-    OPEN_CLIP,
-    VOCABULARY,
-    export_clip,
-    exportable_towers,
-    import_clip,
-    infer_config,
-)
+from m1clip.model.interop import OPEN_CLIP, VOCABULARY, export_clip, exportable_towers, import_clip, infer_config
 from m1clip.model.safe_load import WeightMismatch, load_tensors
 from m1clip.model.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::torch.jit.TracerWarning")
 TOLERANCE = 1e-5
-CAPTIONS = [
-    "a photo of a cat",
-    "Ünïcode &amp; <b>marks</b>!",
-    "two dogs   run\tin 1999",
-    "it's late",
-    "x" * 400,
-]
+CAPTIONS = ["a photo of a cat", "Ünïcode &amp; <b>marks</b>!", "two dogs   run\tin 1999", "it's late", "x" * 400]
 # Patch sizes, widths, head widths other than 64, MLPs other than 4 x width, both activations, all positions.
 SHAPES = {
     "quick": ModelConfig(VisionConfig(32, 8, 48, 2, 4), TextConfig(49408, 77, 32, 2, 2), 24, "quick_gelu"),
@@ -53,14 +40,7 @@ SHAPES = {
 }
 SMALL_VOCAB = replace(SHAPES["quick"], text=TextConfig(320, 24, 32, 2, 2))
 OPEN_CLIP_MODELS = (
-    *(
-        "ViT-B-32",
-        "ViT-B-32-quickgelu",
-        "ViT-B-32-256",
-        "ViT-B-16",
-        "ViT-B-16-quickgelu",
-        "ViT-B-16-plus-240",
-    ),
+    *("ViT-B-32", "ViT-B-32-quickgelu", "ViT-B-32-256", "ViT-B-16", "ViT-B-16-quickgelu", "ViT-B-16-plus-240"),
     *("ViT-L-14", "ViT-L-14-336", "ViT-L-14-quickgelu", "ViT-L-16", "ViT-H-14", "ViT-H-16", "ViT-g-14"),
     *("ViT-bigG-14", "ViT-S-32", "ViT-S-16", "ViT-M-16", "ViT-M-32"),
 )
@@ -332,10 +312,7 @@ def test_a_damaged_archive_never_hangs_or_crashes(theirs, tmp_path):
 )
 def test_an_open_clip_configuration_that_changes_the_equations_is_refused(change, theirs, tmp_path):
     path = save_checkpoint(theirs, "safetensors", tmp_path)
-    towers = {
-        "vision_cfg": {"width": 128, "pool_type": "tok"},
-        "text_cfg": {"heads": 1, "no_causal_mask": False},
-    }
+    towers = {"vision_cfg": {"width": 128, "pool_type": "tok"}, "text_cfg": {"heads": 1, "no_causal_mask": False}}
     config = {"model_cfg": towers, "preprocess_cfg": {"mean": [0.5, 0.5, 0.5], "resize_mode": "shortest"}}
     (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
     assert import_clip(str(path))[0].config.vision.mean == (0.5, 0.5, 0.5)

@@ -132,10 +132,7 @@ def test_repeated_steps_replace_the_records_from_there_on_but_not_events(tmp_pat
 )
 def test_a_line_that_is_not_a_record_is_counted_and_skipped(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
-    append(
-        path,
-        f'{{"kind": "step", "step": 1, "loss": 2.0}}\n{line}\n{{"kind": "step", "step": 2, "loss": "x"}}\n',
-    )
+    append(path, f'{{"kind": "step", "step": 1, "loss": 2.0}}\n{line}\n{{"kind": "step", "step": 2, "loss": "x"}}\n')
     log = read_log(path)
     assert log.bad_lines == [2]
     assert log.column("step").tolist() == [1, 2]
@@ -241,10 +238,7 @@ def test_a_line_plot_has_ticks_and_a_dotted_chance_level():
 
 
 def test_a_line_without_points_is_drawn_beside_others():
-    full, empty = (
-        text_plot.Line(np.arange(9.0), np.arange(9.0), ""),
-        text_plot.Line(np.empty(0), np.empty(0), ""),
-    )
+    full, empty = (text_plot.Line(np.arange(9.0), np.arange(9.0), ""), text_plot.Line(np.empty(0), np.empty(0), ""))
     plots = [
         text_plot.line_plot("", lines, 40, 8, lambda value, _: f"{value:.0f}").plain
         for lines in ([full], [empty, full])
@@ -275,13 +269,13 @@ def test_every_view_fits_its_width(night, tmp_path, width):
     empty.write("config.json", {"epochs": 1})
     for path in (night, empty.path):
         run = read_view(path)
-        header = terminal_views.header(run, width).plain
+        header = terminal_views.header_view(run, width).plain
         assert all(len(row) <= width for row in header.split("\n")), header
-        grid = render(terminal_views.curve_grid([run], width, 20), width).rstrip("\n").split("\n")
+        grid = render(terminal_views.curves_view([run], width, 20), width).rstrip("\n").split("\n")
         assert len(grid) <= 20
         assert "…" not in "".join(grid), grid  # nothing is cut off
-    assert render(terminal_views.gradients(run, width), width)
-    assert render(terminal_views.speed(run, width), width)
+    assert render(terminal_views.gradients_view(run, width), width)
+    assert render(terminal_views.speed_view(run, width), width)
 
 
 @pytest.mark.parametrize("device", ["cpu", "vision=mps,text=cpu"])
@@ -292,7 +286,7 @@ def test_the_header_shows_the_device_at_80_columns(tmp_path, device, name):
     run.write("machine.json", {"device": device})
     with run.locked():
         run.write_status("running", 12_345, total=123_456, eta_s=9000.0)
-        line = terminal_views.header(read_view(run.path), 80).plain.split("\n")[0]
+        line = terminal_views.header_view(read_view(run.path), 80).plain.split("\n")[0]
     assert line.startswith(name[:6])
     assert f"  running  {device}  step 12,345 of 123,456" in line
     assert len(line) <= 80
@@ -305,7 +299,7 @@ def test_log_axes_are_labelled(night):
 
 
 def test_all_parts_of_the_memory_and_the_total_are_shown(night):
-    text = render(terminal_views.speed(read_view(night), 100))
+    text = render(terminal_views.speed_view(read_view(night), 100))
     assert "memory 1.20 GB RSS, peak 1.50 GB" in text
     for part, gb in MEMORY_GB.items():
         assert (f"{part} " in text and f"{1000 * gb:.1f} MB" in text) == (gb > 0), part
@@ -313,10 +307,10 @@ def test_all_parts_of_the_memory_and_the_total_are_shown(night):
 
 def test_energy_is_shown_where_it_was_measured(tmp_path, night):
     run = write_run(tmp_path / "measured", 1000, (5, 9), (), None, watts=36.0)
-    text = render(terminal_views.speed(read_view(run), 100))
+    text = render(terminal_views.speed_view(read_view(run), 100))
     assert "power 36 W, energy 4.80 Wh" in text  # 36 W for 1,000 steps of 0.48 s
     assert "last epoch 4.80 Wh, R@1 per Wh 0.208" in text
-    assert "last epoch" not in render(terminal_views.speed(read_view(night), 100))
+    assert "last epoch" not in render(terminal_views.speed_view(read_view(night), 100))
 
 
 def test_unexpected_values_do_not_break_a_view(tmp_path):
@@ -334,7 +328,7 @@ def test_unexpected_values_do_not_break_a_view(tmp_path):
 
 
 def test_a_run_without_a_process_is_shown_as_dead_with_the_reason(night):
-    lines = terminal_views.header(read_view(night), 100).plain.split("\n")
+    lines = terminal_views.header_view(read_view(night), 100).plain.split("\n")
     assert lines[0].startswith("night  dead  cpu  step 3,000 of 3,000  100.0 %")
     assert lines[1].startswith("its process 1 is gone; resume: m1clip train --resume --name")
 
@@ -522,7 +516,7 @@ def test_slow_libraries_are_not_imported_before_the_first_screen(module):
 
 def test_an_error_of_the_application_is_one_sentence_and_exit_code_1(night, monkeypatch, capsys):
     """Textual alone would print a traceback and exit with 0."""
-    monkeypatch.setattr(terminal_views, "curve_grid", lambda *_: 1 / 0)
+    monkeypatch.setattr(terminal_views, "curves_view", lambda *_: 1 / 0)
     for stream in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True, raising=False)
     run_app = Monitor.run

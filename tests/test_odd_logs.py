@@ -33,12 +33,7 @@ RECORDS = {
     "an evaluation of text": {"kind": "eval", "mean_r1": "x", "images": "x", "captions": [], "chance_r1": {}},
     "an evaluation without images": {"kind": "eval", "mean_r1": 0.5},
     "hard negatives as a list": {"kind": "eval", "mean_r1": 0.5, "images": 9, "hard_negatives": [1]},
-    "empty hard negatives": {
-        "kind": "eval",
-        "mean_r1": 0.5,
-        "images": 9,
-        "hard_negatives": {"hard": {}, "easy": 3},
-    },
+    "empty hard negatives": {"kind": "eval", "mean_r1": 0.5, "images": 9, "hard_negatives": {"hard": {}, "easy": 3}},
     "an epoch of text": {"kind": "epoch", "loss": "x", "joules": "x", "wh_so_far": 0, "mean_r1_per_wh": []},
     "an empty event": {"kind": "event", "event": None, "time": "x"},
     "an event with markup": {
@@ -47,23 +42,12 @@ RECORDS = {
         "about": "<script>[/x]",
         "text": "$x_$ \x1b[2J\n\n# y",
     },
-    "huge numbers": {
-        "kind": "step",
-        "loss": 1e308,
-        "grad_norm": -1e308,
-        "step_ms": 1e308,
-        "accuracy": 10**400,
-    },
+    "huge numbers": {"kind": "step", "loss": 1e308, "grad_norm": -1e308, "step_ms": 1e308, "accuracy": 10**400},
     "text in a step": {"kind": "step", "loss": "x", "time": [], "step_ms": None, "a,b": 1, "=cmd()": 2},
     "a log of an older version": {"kind": "watch", "grad_norms": {"a": 1.0}, "side": 64, "wait_ms": 1.0},
 }
 FILES = {
-    "status.json": [
-        "[]",
-        "{}",
-        '{"state": 3, "step": "x", "total": -1, "time": "x", "eta_s": []}',
-        "[" * 20_000,
-    ],
+    "status.json": ["[]", "{}", '{"state": 3, "step": "x", "total": -1, "time": "x", "eta_s": []}', "[" * 20_000],
     "machine.json": ["[]", '{"plan": [], "device": {}, "chip": 3}', "\x00"],
     "config.json": ['{"epochs": 1, "batch_size": "x", "data": ["a"], "preset": {}, "seed": null}'],
     "data.json": ['{"identity": 3, "train": "x"}', "3"],

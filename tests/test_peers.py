@@ -24,12 +24,7 @@ def to_open_clip(ours: CLIP) -> torch.nn.Module:
     theirs = open_clip.CLIP(
         ours.config.embed_dim,
         open_clip.CLIPVisionCfg(
-            vision.layers,
-            vision.width,
-            vision.width // vision.heads,
-            4.0,
-            vision.patch_size,
-            vision.image_size,
+            vision.layers, vision.width, vision.width // vision.heads, 4.0, vision.patch_size, vision.image_size
         ),
         open_clip.CLIPTextCfg(
             text.context_length, text.vocab_size, width=text.width, heads=text.heads, layers=text.layers

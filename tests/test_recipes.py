@@ -24,7 +24,7 @@ from m1clip.config import RECIPES, TrainConfig, from_json, get_preset, recipe_de
 from m1clip.data.batches import BatchStream
 from m1clip.data.splits import open_splits
 from m1clip.model.clip import CLIP, load
-from m1clip.training import init, recipes
+from m1clip.training import recipes
 from m1clip.training.features import encoded
 from m1clip.training.recipes import Estimate
 
@@ -75,10 +75,7 @@ def moved(run: Path) -> set[str]:
     ("changes", "want"),
     [
         ({"recipe": "locked"}, {"vision_projection", "text_projection", "logit_scale"}),
-        (
-            {"recipe": "locked", "lock": "vision"},
-            {"vision_projection", "text_projection", "logit_scale", "text"},
-        ),
+        ({"recipe": "locked", "lock": "vision"}, {"vision_projection", "text_projection", "logit_scale", "text"}),
         ({"recipe": "lora"}, {"vision", "text", "vision_projection", "text_projection", "logit_scale"}),
         ({"recipe": "full"}, {"vision", "text", "vision_projection", "text_projection", "logit_scale"}),
     ],
@@ -374,18 +371,7 @@ def test_a_damaged_start_is_a_sentence_on_the_command_line(known, tmp_path):
     file.write_bytes(file.read_bytes()[:1000])
     began = time.monotonic()
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "m1clip",
-            "train",
-            "--init",
-            str(known),
-            "--recipe",
-            "lora",
-            "--data",
-            "synthetic:32",
-        ],
+        [sys.executable, "-m", "m1clip", "train", "--init", str(known), "--recipe", "lora", "--data", "synthetic:32"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -421,19 +407,7 @@ def test_the_activation_is_part_of_a_feature_s_name(start, known, tmp_path):
 
 def test_a_second_stage_keeps_flags_and_is_never_a_stale_one(known, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = [
-        *SMALL,
-        "--init",
-        str(known),
-        "--recipe",
-        "locked",
-        "--unfreeze",
-        "1",
-        "--name",
-        "r",
-        "--epochs",
-        "1",
-    ]
+    words = [*SMALL, "--init", str(known), "--recipe", "locked", "--unfreeze", "1", "--name", "r", "--epochs", "1"]
     words += ["--crop-scale", "1", "--no-flip"]
     assert verb.main(verb.parse("m1clip train", words)) == 0
     second = tmp_path / "runs" / "r-unfrozen"

@@ -129,12 +129,7 @@ def test_recalls_have_intervals_and_chance(runs, report):
 def test_accuracy_by_difficulty_has_its_definition_and_chance(runs, report):
     last = [one for one in read_records(runs / "a") if one.get("kind") == "eval"][-1]
     header, *rows = table_rows(report[0], "Accuracy by difficulty of the negatives")
-    assert header[3:] == [
-        "1 of 2, step 1,000",
-        "1 of 2, step 2,000",
-        "1 of 11, step 1,000",
-        "1 of 11, step 2,000",
-    ]
+    assert header[3:] == ["1 of 2, step 1,000", "1 of 2, step 2,000", "1 of 11, step 1,000", "1 of 11, step 2,000"]
     by_tier = {row[0]: row for row in rows}
     for name in ("easy", "medium", "hard"):
         assert as_fraction(by_tier[name][4]) == pytest.approx(last["hard_negatives"][name]["pairwise"], abs=6e-4)

@@ -135,14 +135,7 @@ def test_the_csv_has_every_step(client):
 def test_requests_for_other_host_names_are_refused(folder):
     """A page elsewhere that resolves to this machine (DNS rebinding) must not read the runs."""
     client = TestClient(web.create_app(web.RunCache(folder)), base_url="http://127.0.0.1")
-    refused = (
-        "evil.example",
-        "127.0.0.1.evil.example",
-        "",
-        "a:80:80",
-        "localhost@evil.example",
-        "evil.example:80",
-    )
+    refused = ("evil.example", "127.0.0.1.evil.example", "", "a:80:80", "localhost@evil.example", "evil.example:80")
     for name in refused:
         assert client.get("/api/runs", headers={"host": name}).status_code == 421, name
     for name in ("localhost:8265", "127.0.0.1", "[::1]:8265"):
@@ -307,10 +300,7 @@ def test_every_tab_shows_its_records(folder, server, chromium):
     assert "throttling" in page.text_content("#event-list")
     page.click("#tab-settings")
     page.wait_for_selector("#config tr.changed")
-    assert page.locator("#config tr.changed").all_text_contents() == [
-        "epochs100 (preset 3)",
-        "lr0.5 (preset 0.003)",
-    ]
+    assert page.locator("#config tr.changed").all_text_contents() == ["epochs100 (preset 3)", "lr0.5 (preset 0.003)"]
     page.fill("#find-setting", "chip")
     visit.wait_until(lambda: page.locator("#machine tr").count() == 1)
     assert visit.errors == []

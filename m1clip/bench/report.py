@@ -1,202 +1,226 @@
-"""A sweep's rows as tables, images, a page and one line of JSON. Measures nothing."""
+"""Report a sweep: tables, crossover points, figures, a page and JSON. Measures nothing."""
 
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from m1clip.bench import figures
-from m1clip.bench.crossover import Crossing, crossings
-from m1clip.bench.sweep import of, peaks, utilization
-from m1clip.document import Document
-from m1clip.estimates import BUSY, plan_of
-from m1clip.format import milliseconds
-from m1clip.measurements import Measurements
+import numpy as np
 
-Row = dict[str, Any]
-OPERATION_COLUMNS = (
-    *(
-        "operation",
-        "size",
-        "device",
-        "alone ms",
-        "issued ms",
-        "launch ms",
-        "transfer ms",
-        "compute ms",
-        "GFLOP/s",
-        "GB/s",
-    ),
-)
-STEP_COLUMNS = (
-    *("model", "batch", "plan", "ms", "middle half", "pairs/s", "GFLOP/s", "of peak", "GB", "W", "pairs/J"),
-)
+from m1clip import sensors
+from m1clip.bench.sweep import OperationRow, Session, peak_gflops
+from m1clip.devices import Plan, tower_devices
+from m1clip.document import Document
+from m1clip.format import milliseconds, number
+from m1clip.plots import COLORS, annotate, axes, legend, log_axis, save_figure
+from m1clip.training.advice import RowPair, is_significant
+from m1clip.training.measurements import HIGH_LOAD, StepRow
+
+MIN_POINTS = 3
+"""Batch sizes, or models, at which two plans must have been compared to look for a crossover."""
+OPERATION_COLUMNS = {"operation": "operation", "size": "size", "device": "device", "precision": "precision"}
+OPERATION_COLUMNS |= {f"{name} ms": f"{name}_ms" for name in ("launch", "transfer", "compute")}
+OPERATION_COLUMNS |= {"GFLOP/s": "gflops", "GB/s": "gb_per_s"}
+STEP_COLUMNS = {"model": "preset", "batch size": "batch_size", "plan": "plan", "ms": "step_ms", "IQR": "iqr_ms"}
+STEP_COLUMNS |= {"pairs/s": "pairs_per_s", "GFLOP/s": "gflops", "MFU": "utilization", "GB": "peak_gb"}
+STEP_COLUMNS |= {"W": "watts", "pairs/J": "pairs_per_joule"}
+
+
+def table_rows(columns: Mapping[str, str], records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Cells of a table whose columns show these keys of the records."""
+    rows = [[record.get(key) for key in columns.values()] for record in records]
+    return [
+        [number(value) if value is None or isinstance(value, float) else f"{value}" for value in row] for row in rows
+    ]
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """`first` is the plan that is faster below `at`, which lies between the measured points `low` and `high`."""
+
+    subject: str
+    first: str
+    second: str
+    at: float | None
+    low: float
+    high: float
+    text: str
+
+
+def crossovers(rows: Sequence[StepRow]) -> list[Crossover]:
+    """For all plans that were compared at three or more batch sizes, or models at one batch size."""
+    groups: dict[tuple[str, str], list[StepRow]] = {}
+    for row in sorted(rows, key=lambda row: (row.parameters, row.batch_size)):
+        groups.setdefault((row.preset, "batch_size"), []).append(row)
+        groups.setdefault((f"batch size {row.batch_size}", "parameters"), []).append(row)
+    found = []
+    for (subject, axis), group in groups.items():
+        for plans in itertools.combinations(dict.fromkeys(row.plan for row in group), 2):
+            first, second = ({row.comparison: row for row in group if row.plan == plan} for plan in plans)
+            pairs = [(first[key], second[key]) for key in first if key in second]
+            if len({getattr(row, axis) for row, _ in pairs}) >= MIN_POINTS:
+                found.append(find_crossover(pairs, subject, axis))
+    return found
+
+
+def find_crossover(pairs: list[RowPair], subject: str, axis: str) -> Crossover:
+    """The lead changes if opposite plans are significantly faster at the two ends of the axis."""
+    if math.prod(b.step_ms / a.step_ms for a, b in pairs) < 1:
+        pairs = [(b, a) for a, b in pairs]
+    speedups, certain = [b.step_ms / a.step_ms for a, b in pairs], [is_significant(a, b) for a, b in pairs]
+    first, second = (str(row.plan) for row in pairs[0])
+    x = [float(getattr(row, axis)) for row, _ in pairs]
+    load = ", under background load" if any(row.is_loaded for pair in pairs for row in pair) else ""
+    name, leads = axis.replace("_", " "), [speedup > 1 for speedup in speedups]
+    if not (certain[0] and certain[-1] and leads[0] != leads[-1]):
+        answer = "no crossover" if all(certain) and all(leads) else "no significant crossover"
+        lead = f"{first} is {min(speedups):.2f}x to {max(speedups):.2f}x as fast as {second}{load}"
+        text = f"{subject}: {answer} from {name} {x[0]:,.0f} to {x[-1]:,.0f}; {lead}"
+        return Crossover(subject, first, second, None, x[0], x[-1], text)
+    low = max(i for i, lead in enumerate(leads) if certain[i] and lead == leads[0])
+    high = min(i for i, lead in enumerate(leads) if certain[i] and lead == leads[-1])
+    points = sorted((math.log(speedups[i]), math.log(x[i])) for i in range(low, high + 1))
+    at = math.exp(np.interp(0, [y for y, _ in points], [x for _, x in points]))
+    first, second = (first, second) if leads[0] else (second, first)
+    between = f"{name} {at:,.0f} (between {x[low]:,.0f} and {x[high]:,.0f})"
+    text = f"{subject}: {second} overtakes {first} at {between}{load}"
+    return Crossover(subject, first, second, at, x[low], x[high], text)
+
+
+def load_warning(loads: Sequence[float], measured: str) -> list[str]:
+    """A warning if other programs were running."""
+    high = [load for load in loads if load > HIGH_LOAD]
+    if not high:
+        return []
+    used = f"background load: other programs used up to {100 * max(high):.0f} % of the cores"
+    return [f"{used} during {len(high)} of {len(loads)} {measured}; repeat on an idle machine"]
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What one sweep has measured."""
-
     session: str
     machine: dict[str, Any]
-    operations: list[Row]
-    steps: list[Row]
-    skipped: list[Row]
-    refused: list[Row]
-    """Operations that a device would not do."""
+    operations: list[OperationRow]
+    steps: list[StepRow]
+    """Smallest model and batch size first."""
+    skipped: list[str]
     peaks: dict[tuple[str, str], float]
-    """GFLOP/s of the best product that this machine has ever shown: a busy moment must not flatter."""
+    """GFLOP/s by device and precision, of all sessions: background load must not raise the utilization."""
+
+    @classmethod
+    def load(cls, session: Session) -> "Sweep":
+        store, key = session.store, {"session": session.name}
+        steps = sorted(store.steps(**key), key=lambda row: (row.parameters, row.batch_size))
+        skipped = [f"{row['item']}: {row['reason']}" for row in store.rows("skipped", **key)]
+        peaks = peak_gflops(store.rows("operation"))
+        return cls(session.name, sensors.machine(), store.rows("operation", **key), steps, skipped, peaks)
 
     @cached_property
-    def crossings(self) -> list[Crossing]:
-        return crossings(self.steps)
+    def crossovers(self) -> list[Crossover]:
+        return crossovers(self.steps)
+
+    @property
+    def presets(self) -> list[str]:
+        return list(dict.fromkeys(row.preset for row in self.steps))
+
+    def utilization(self, row: StepRow) -> float | None:
+        """Model FLOPs utilization: GFLOP/s of the step over the peak; None for two different devices."""
+        names = set(tower_devices(row.device))
+        peak = self.peaks.get((names.pop(), row.precision)) if len(names) == 1 else None
+        return peak and row.gflops / peak
+
+    def step_records(self) -> list[dict[str, Any]]:
+        records = []
+        for row in self.steps:
+            record = {**asdict(row), "plan": str(row.plan), "gflops": row.gflops, "pairs_per_s": row.pairs_per_s}
+            record |= {"iqr_ms": f"{number(row.q1_ms)}–{number(row.q3_ms)}", "utilization": self.utilization(row)}
+            records.append(record | {"pairs_per_joule": row.pairs_per_s / row.watts if row.watts else None})
+        return records
 
     def record(self) -> dict[str, Any]:
-        steps = [{**row, "utilization": utilization(row, self.peaks)} for row in self.steps]
-        best = [{"device": d, "precision": p, "gflops": peak} for (d, p), peak in self.peaks.items()]
-        crossing = [one.record() for one in self.crossings]
-        return {
-            **{"session": self.session, "machine": self.machine, "peaks": best},
-            **{
-                "operations": self.operations,
-                "steps": steps,
-                "skipped": self.skipped + self.refused,
-                "crossings": crossing,
-            },
-        }
+        peaks = [{"device": d, "precision": p, "gflops": gflops} for (d, p), gflops in self.peaks.items()]
+        lists = {"steps": self.step_records(), "crossovers": [asdict(one) for one in self.crossovers]}
+        names = ("session", "machine", "operations", "skipped")
+        return {**{name: getattr(self, name) for name in names}, "peaks": peaks, **lists}
+
+    def findings(self) -> list[str]:
+        lines = [f"{Plan(*key)}: {gflops:,.0f} GFLOP/s in the fastest matmul" for key, gflops in self.peaks.items()]
+        for preset in self.presets:
+            row = max((row for row in self.steps if row.preset == preset), key=lambda row: row.pairs_per_s)
+            best = f"{row.plan}, batch size {row.batch_size:,}, {milliseconds(row.step_ms)} per step"
+            lines.append(f"{preset}: up to {number(row.pairs_per_s)} pairs/s ({best})")
+        return lines + load_warning([row.background_load for row in self.steps], "timings")
 
 
-def read(known: Measurements, session: str, machine: dict[str, Any]) -> Sweep:
-    done, steps, skipped, refused = (of(known, session, kind) for kind in ("operation", "step", "skipped", "refused"))
-    return Sweep(session, machine, done, steps, skipped, refused, peaks(known.rows("operation")))
+def plot_throughput(sweep: Sweep, path: Path) -> Path:
+    """Pairs/s over the batch size: one panel per model, one line per plan, crossovers of the plain plans."""
+    plans = dict.fromkeys(str(row.plan) for row in sweep.steps)
+    colors = dict(zip(plans, itertools.cycle(COLORS), strict=False))
+    figure, panels = axes(len(sweep.presets), 3.6 if len(sweep.presets) > 1 else 5.5, 3.3)
+    for panel, preset in zip(panels, sweep.presets, strict=True):
+        rows = [row for row in sweep.steps if row.preset == preset]
+        for plan in dict.fromkeys(str(row.plan) for row in rows):
+            line = [row for row in rows if str(row.plan) == plan]
+            size, *times = np.array([(row.batch_size, row.step_ms, row.q3_ms, row.q1_ms) for row in line]).T
+            speed, slow, fast = (1e3 * size / ms for ms in times)
+            style: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 3, "color": colors[plan]}
+            panel.errorbar(size, speed, [speed - slow, fast - speed], label=plan, **style)
+        for one in sweep.crossovers:
+            if one.subject == preset and one.at and not {",", "="} & {*one.first, *one.second}:
+                panel.axvspan(one.low, one.high, color=colors[one.second], alpha=0.1, lw=0)
+                panel.axvline(one.at, color=colors[one.second], ls=":", lw=1.2)
+        panel.set_title(f"{preset}, {rows[0].parameters / 1e6:.3g} M", fontsize=10)
+        panel.set(xlabel="batch size", ylabel="pairs/s")
+        log_axis(panel, "x", sorted({row.batch_size for row in rows}))
+        panel.set_ylim(bottom=0)
+    legend(figure, panels)
+    return save_figure(figure, path)
 
 
-def operation_rows(sweep: Sweep) -> Iterator[list[str]]:
-    for row in sorted(sweep.operations, key=lambda row: (row["device"], row["precision"])):
-        where = row["device"] if row["precision"] == "fp32" else f"{row['device']}, {row['precision']}"
-        times = (row[key] for key in ("alone_ms", "issued_ms", "launch_ms", "transfer_ms", "compute_ms"))
-        rates = (short(row["gflops"]), short(row["gb_per_s"]))
-        yield [row["operation"], row["size"], where, *map(short, times), *rates]
+def plot_roofline(sweep: Sweep, path: Path) -> Path:
+    """GFLOP/s over FLOP per byte in fp32, under the roofs of the fastest matmul and the highest bandwidth."""
+    peaks = {name: peak for (name, kind), peak in peak_gflops(sweep.operations).items() if kind == "fp32"}
+    figure, panels = axes(len(peaks), 7.0, 4.6)
+    for panel, (device, peak) in zip(panels, peaks.items(), strict=True):
+        rows = [row for row in sweep.operations if (row["device"], row["precision"]) == (device, "fp32")]
+        bandwidths = {row["operation"]: row["gb_per_s"] for row in rows if not row["gflops"]}
+        x = np.geomspace(0.5, 3000, 200)
+        panel.plot(x, np.minimum(peak, max(bandwidths.values(), default=math.inf) * x), color="black", lw=1.2)
+        roofs = [f"{name}: {number(gb_per_s)} GB/s" for name, gb_per_s in bandwidths.items()]
+        roofs.append(f"fastest matmul: {number(peak)} GFLOP/s")
+        annotate(panel, "\n".join(roofs), (0.02, 0.98), (0, 0), xycoords="axes fraction", va="top")
+        points = [(row["operation"], row["size"], (row["flop_per_byte"], row["gflops"])) for row in rows]
+        for row in (row for row in sweep.steps if row.plan == Plan(device)):
+            points.append(("step", f"{row.preset} {row.batch_size}", (step_intensity(row), row.gflops)))
+        for kind, marker, color in zip(("matmul", "attention", "step"), "sDo", COLORS, strict=False):
+            for index, (_, size, at) in enumerate(point for point in points if point[0] == kind):
+                panel.plot(*at, marker, color=color, ms=5, label="" if index else kind)
+                annotate(panel, size, at, (4, -9), fontsize=7, color=color)
+        for axis in "xy":
+            log_axis(panel, axis)
+        panel.set(title=device, xlabel="FLOP per byte", ylabel="GFLOP/s")
+        panel.legend(frameon=False, fontsize=8, loc="lower right")
+    return save_figure(figure, path)
 
 
-def step_rows(sweep: Sweep) -> Iterator[list[str]]:
-    for row in sorted(sweep.steps, key=lambda row: (row["parameters"], row["batch"])):
-        used = utilization(row, sweep.peaks)
-        yield [
-            row["preset"],
-            f"{row['batch']:,}",
-            str(plan_of(row)),
-            short(row["step_ms"]),
-            f"{short(row['low_ms'])}–{short(row['high_ms'])}",
-            short(row["pairs_per_s"]),
-            short(figures.rate(row)),
-            "–" if used is None else f"{100 * used:.0f} %",
-            "–" if row["peak_gb"] is None else f"{row['peak_gb']:.2f}",
-            short(row["watts"]),
-            short(row["pairs_per_joule"]),
-        ]
+def step_intensity(row: StepRow) -> float:
+    """FLOP per byte of a step: activations are written and read once; 40 bytes per parameter are moved."""
+    return row.step_gflop / (2 * row.activation_gb * row.batch_size + 40e-9 * row.parameters)
 
 
-def short(value: float | None) -> str:
-    """Three digits; what is unknown is a dash."""
-    if value is None:
-        return "–"
-    if value >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2g}"
-
-
-def findings(sweep: Sweep) -> list[str]:
-    """What the figures say, in sentences."""
-    said = [
-        f"{device}, {precision}: the best product of two matrices ran at {peak:,.0f} GFLOP/s"
-        for (device, precision), peak in sweep.peaks.items()
-    ]
-    fastest: dict[str, Row] = {}
-    for row in sweep.steps:
-        if row["preset"] not in fastest or row["pairs_per_s"] > fastest[row["preset"]]["pairs_per_s"]:
-            fastest[row["preset"]] = row
-    said += [
-        f"{name}: up to {row['pairs_per_s']:,.3g} pairs a second ({plan_of(row)}, batch {row['batch']:,}, "
-        f"{milliseconds(row['step_ms'])} a step)"
-        for name, row in fastest.items()
-    ]
-    busy = [row for row in sweep.steps if (row.get("busy") or 0.0) > BUSY]
-    if busy:
-        most = max(row["busy"] for row in busy)
-        said.append(
-            f"other programs took up to {100 * most:.0f} % of the cores during {len(busy)} of "
-            f"{len(sweep.steps)} timings: those are not gone by; measure again when the machine is quiet"
-        )
-    return said
-
-
-def left_out(sweep: Sweep) -> list[str]:
-    said = [f"{row['operation']} {row['size']} on {row['device']}: {row['reason']}" for row in sweep.refused]
-    for row in sweep.skipped:
-        plan = f", {plan_of(row)}" if "device" in row else ""
-        said.append(f"{row['preset']}, batch {row['batch']:,}{plan}: {row['reason']}")
-    return said
-
-
-def write(sweep: Sweep, folder: Path) -> Path:
-    """Images and page; the path of the page."""
-    folder.mkdir(parents=True, exist_ok=True)
-    machine = sweep.machine
-    page = Document("What this machine does with a CLIP training step")
-    day = time.strftime("%d %B %Y", time.strptime(sweep.session[:8], "%Y%m%d"))
-    page.text(
-        f"{machine['chip']}, {machine['cores']} cores, {machine['ram_gb']:.0f} GB, {machine['os']}, "
-        f"Python {machine['python']}, torch {machine['torch']}; measured on {day} by m1clip bench."
-    )
-    page.points(findings(sweep))
+def write_sweep(sweep: Sweep, folder: Path) -> Path:
+    """Write bench.md, bench.html and figures; return the path of the HTML file."""
     if sweep.steps:
-        about_steps(page, sweep, folder)
-    if left := left_out(sweep):
-        page.heading("Left out")
-        page.points(left)
+        plot_throughput(sweep, folder / "throughput.png")
     if sweep.operations:
-        about_operations(page, sweep, folder)
-    return page.write(folder, "bench")
-
-
-def about_steps(page: Document, sweep: Sweep, folder: Path) -> None:
-    found = sweep.crossings
-    page.heading("Steps")
-    page.text(
-        "Real training steps (train/step.py) on random images and captions, after a warm-up; plans for the "
-        "same model and batch took turns. ms is the median, then the middle half; of peak is the model's own "
-        "FLOPs against the best product measured below; GB is what stays from step to step and the most that "
-        "a step took beside it, or on a GPU the most that torch held."
-    )
-    page.image(figures.throughput(sweep.steps, folder / "throughput.png"), "pairs a second over the batch")
-    page.table(STEP_COLUMNS, list(step_rows(sweep)))
-    page.heading("Where one overtakes another")
-    page.text(
-        "Along the batch, or the parameters at one batch: how many times as fast one plan is as the other is "
-        "taken to rise or to fall, and where it passes one is read between the measured points. In brackets, "
-        "90 % of 400 such curves through times drawn anew from those measured."
-    )
-    page.points([str(one) for one in found] or ["nothing was measured at three batches, or for three models"])
-    page.image(figures.ratios(sweep.steps, found, folder / "crossover.png"), "speed against the plain plan")
-    page.heading("What a step is made of")
-    page.image(figures.phases(sweep.steps, folder / "phases.png"), "phases of a step")
-
-
-def about_operations(page: Document, sweep: Sweep, folder: Path) -> None:
-    page.heading("Operations")
-    page.text(
-        "alone: one call and a wait for its end. issued: the same without the wait. compute: one of many in "
-        "a row. launch: what a call on its own takes beyond that, asking and waiting. transfer: its inputs "
-        "from the host. A CPU has no queue, so there the call is the computation. GB/s counts each number "
-        "read or written once."
-    )
-    page.table(OPERATION_COLUMNS, list(operation_rows(sweep)))
-    page.image(figures.roofline(sweep.operations, sweep.steps, folder / "roofline.png"), "roofline")
-    page.text(
-        "The bytes of a step are an estimate: activations written and read once, and ten passes over the "
-        "weights, their gradients and moments.",
-        note=True,
-    )
+        plot_roofline(sweep, folder / "roofline.png")
+    steps = list(STEP_COLUMNS), table_rows(STEP_COLUMNS, sweep.step_records())
+    operations = list(OPERATION_COLUMNS), table_rows(OPERATION_COLUMNS, sweep.operations)
+    plain = [row for row in sweep.steps if row.plan == Plan(row.device)]
+    document = Document("Training steps on this machine")
+    tables = {"steps": steps, "operations": operations, "plain": plain}
+    document.template("bench/templates/bench.md.j2", sweep=sweep, **tables)
+    return document.write(folder, "bench")

@@ -1,205 +1,211 @@
-"""The sweep: which operations, models, batches and plans are measured, so that it can be taken up again."""
+"""What `m1clip bench` measures: single operations, and comparisons of plans. An interrupted sweep is resumed."""
 
+import itertools
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
 from m1clip import devices, sensors
-from m1clip.bench import operations
 from m1clip.config import TrainConfig, get_preset
+from m1clip.console import Console
 from m1clip.devices import Plan
-from m1clip.estimates import Work
 from m1clip.files import lock_folder
-from m1clip.measurements import Measurements
-from m1clip.training import device_plan, memory, timing
+from m1clip.training import memory, timing
+from m1clip.training.device_plan import split_plans
+from m1clip.training.measurements import MeasurementStore, StepCost, open_store
 
-Row = dict[str, Any]
-FRESH_S = 24 * 3600  # a sweep that was interrupted longer ago is begun anew
-FULL = {"nano": (4, 16, 64, 256, 1024), "tiny": (4, 16, 64), "small": (4, 16), "seed": (4,), "base": (4,)}
-QUICK = {"nano": (4, 32, 256), "tiny": (8,)}
-# Compiling takes half a minute for each model, so it is tried where it is most likely to pay.
-COMPILED = {("nano", 256), ("tiny", 16)}
-SLOW_GFLOP = 150  # a step with more is tried on each device and placement, not in every variant
-
-
-@dataclass(frozen=True)
-class Settings:
-    presets: tuple[str, ...]
-    batches: tuple[int, ...]
-    """For every preset; none is each preset's own row of the table."""
-    devices: tuple[str, ...]
-    precisions: tuple[str, ...]
-    """Beside fp32; none is those whose products are faster."""
-    threads: tuple[int, ...]
-    """Beside torch's own; none is one, the fast cores, and all."""
-    compile: bool
-    tokens: int
-    quick: bool
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Of products."""
-        return (64, 256, 1024, 2048) if self.quick else operations.SIZES
-
-    @property
-    def operation_s(self) -> float:
-        """For each operation."""
-        return 0.2 if self.quick else 1.0
-
-    @property
-    def seconds(self) -> float:
-        """For each plan of a time_plans."""
-        return 1.0 if self.quick else 4.0
+RESUME_S = 24 * 3600  # an older unfinished sweep is not resumed
+MATMULS, QUICK_MATMULS = (64, 128, 256, 512, 1024, 2048, 4096), (64, 256, 1024, 2048)
+SWEEP: dict[str, tuple[int, ...]] = {"nano": (4, 16, 64, 256, 1024), "tiny": (4, 16, 64), "small": (4, 16)}
+SWEEP |= {"vit-b16-char": (4,), "base": (4,)}
+QUICK_SWEEP: dict[str, tuple[int, ...]] = {"nano": (4, 32, 256), "tiny": (8,)}
+COMPILED = {("nano", 256), ("tiny", 16)}  # compiling takes half a minute per model
+LARGE_GFLOP = 150  # larger steps are not repeated with other thread counts
+USABLE_MEMORY = 0.85
+OperationRow = dict[str, Any]
+Comparison = tuple[TrainConfig, Sequence[Plan]]
+"""A model with its batch size, and the plans that time it in alternation."""
 
 
 @dataclass(frozen=True)
-class Group:
-    """One time_plans: a model and a batch, by several plans in turn."""
-
-    config: TrainConfig
-    tokens: int
-    plans: tuple[Plan, ...]
-
-    @property
-    def key(self) -> list[Any]:
-        return [self.config.preset, self.config.batch_size, self.tokens]
+class Operation:
+    name: str
+    size: str
+    gflop: float
+    elements: int
+    """Elements read and written, each counted once."""
+    shapes: tuple[tuple[int, ...], ...]
+    call: Callable[..., Any]
 
 
-def session(known: Measurements, settings: Settings, kind: str, overwrite: bool) -> str:
-    """The name of this sweep, or of the same one that was interrupted."""
-    wanted = asdict(settings)
-    for row in reversed(known.rows("session", of=kind)):
-        same = {key: list(value) if isinstance(value, tuple) else value for key, value in wanted.items()}
-        ended = known.rows("ended", session=row["session"])
-        if not overwrite and not ended and row["settings"] == same and time.time() - row["time"] < FRESH_S:
-            return str(row["session"])
-        break
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    known.add("session", session=name, of=kind, settings=wanted)
-    return name
+def operations(sizes: Sequence[int]) -> list[Operation]:
+    """An empty call, matrix products, and the other operations of a training step."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return devices.attention(q, k, v, causal=False)
+
+    every = [Operation("empty call", "1", 0.0, 2, ((1,),), lambda x: x + 1)]
+    for n in sizes:
+        every.append(Operation("matmul", f"{n}²", 2e-9 * n**3, 3 * n * n, ((n, n), (n, n)), torch.matmul))
+    for shape in ((64, 2, 17, 64), (16, 12, 197, 64)):  # nano at batch size 64, ViT-B/16 at 16
+        count, name = math.prod(shape), "×".join(map(str, shape))
+        gflop = 4e-9 * count * shape[2]
+        every.append(Operation("attention", name, gflop, 4 * count, 3 * (shape,), attend))
+    norm = (3152, 768), (768,), (768,)
+    every.append(
+        Operation("layer norm", "3152×768", 0.0, 2 * 3152 * 768, norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b))
+    )
+    every.append(Operation("AdamW", "10 M", 0.0, 7 * 10**7, ((10**7,),), adamw))
+    every.append(Operation("copy", "16 M", 0.0, 2 * 2**24, 2 * ((2**24,),), Tensor.copy_))
+    return every
+
+
+def adamw(x: Tensor) -> None:
+    """The fused update; the optimizer is made at the first call and kept with its tensor."""
+    if x.grad is None:
+        x.grad = torch.ones_like(x)
+        x.optimizer = torch.optim.AdamW([x], lr=1e-5, fused=True)  # type: ignore[attr-defined]
+    x.optimizer.step()  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def time_operation(operation: Operation, name: str, precision: str, seconds: float) -> OperationRow:
+    """Time per queued call; on a GPU also of a call with a synchronize, and of copying its inputs there."""
+    device, dtype = devices.torch_device(name), devices.DTYPES[precision]
+    host = [torch.randn(shape).to(dtype) for shape in operation.shapes]
+
+    def copy_inputs() -> list[Tensor]:
+        return [devices.copy_to(x, device) for x in host]
+
+    def run_alone() -> None:
+        operation.call(*inputs)
+        devices.synchronize(device)
+
+    def time_calls(call: Callable[[], Any]) -> Any:
+        threads = torch.get_num_threads()
+        return Timer("call()", globals={"call": call}, num_threads=threads).blocked_autorange(min_run_time=seconds)
+
+    inputs = copy_inputs()
+    queued, gb = time_calls(lambda: operation.call(*inputs)), operation.elements * dtype.itemsize / 1e9
+    launch_ms = transfer_ms = None
+    if devices.is_async(device):  # a CPU has no queue: the call is the computation
+        launch_ms = 1e3 * max(0.0, time_calls(run_alone).median - queued.median)
+        transfer_ms = 1e3 * time_calls(copy_inputs).median
+    return {
+        **{"launch_ms": launch_ms, "transfer_ms": transfer_ms, "compute_ms": 1e3 * queued.median},
+        **{"gb_per_s": gb / queued.median, "flop_per_byte": operation.gflop / gb},
+        "gflops": operation.gflop / queued.median if operation.gflop else None,
+        "best_gflops": operation.gflop / min(queued.times) if operation.gflop else None,
+    }
+
+
+def peak_gflops(rows: Sequence[OperationRow]) -> dict[tuple[str, str], float]:
+    """GFLOP/s of the fastest matrix product, by device and precision."""
+    peaks: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row["operation"] == "matmul":
+            key = row["device"], row["precision"]
+            peaks[key] = max(peaks.get(key, 0.0), row["best_gflops"])
+    return peaks
+
+
+def thread_counts() -> list[int]:
+    """Worth trying beside PyTorch's default: 1, the performance cores, all cores."""
+    machine = sensors.machine()
+    counts = {1, sensors.fast_cores() or 1, machine["cores"], machine["threads"]}
+    return sorted(counts - {devices.DEFAULT_THREADS})
+
+
+def make_plans(names: Sequence[str], precisions: Mapping[str, Sequence[str]], threads: Sequence[int]) -> list[Plan]:
+    """The plain plan of each device, placements, and plans that change a plain one in one setting."""
+    single = [name for name in names if "=" not in name]
+    placements = [Plan(name) for name in names if "=" in name] or (split_plans(single) if single else [])
+    plans = [Plan(name) for name in single] + placements
+    plans += [Plan("cpu", threads=count) for count in threads if "cpu" in single]
+    return plans + [Plan(name, precision) for name in single for precision in precisions[name]]
+
+
+def make_comparison(preset: str, batch_size: int, plans: Sequence[Plan], compile: bool) -> Comparison:
+    plain = [plan for plan in plans if compile and plan == Plan(plan.device) and not plan.is_split]
+    compiled = [replace(plan, compile=True) for plan in plain if devices.can_compile(plan.devices[0])[0]]
+    return replace(get_preset(preset), batch_size=batch_size), (*plans, *compiled)
+
+
+@dataclass(frozen=True)
+class Session:
+    """One sweep. What it has stored before it was interrupted is not measured again."""
+
+    store: MeasurementStore
+    name: str
+
+    def run_operations(self, sizes: Sequence[int], precisions: Mapping[str, Sequence[str]], seconds: float) -> None:
+        """Time all operations on the devices of `precisions`, in fp32 and in these precisions."""
+        pairs = list(itertools.product(operations(sizes), precisions))
+        with Console().progress_items(len(pairs)) as show:
+            for operation, device in pairs:
+                item = f"{operation.name} {operation.size} on {device}"
+                show(item)
+                for precision in ("fp32", *(precisions[device] if operation.name != "AdamW" else ())):
+                    key = {"session": self.name, "operation": operation.name, "size": operation.size}
+                    key |= {"device": device, "precision": precision}
+                    if self.store.rows("operation", **key) or self.store.rows("skipped", **key):
+                        continue
+                    try:
+                        row = time_operation(operation, device, precision, seconds)
+                        self.store.add("operation", **key, **row)
+                    except devices.DEVICE_ERRORS as error:
+                        self.store.add("skipped", **key, item=item, reason=devices.short_error(error))
+
+    def run_comparisons(self, comparisons: Sequence[Comparison], seconds: float) -> list[StepCost]:
+        """Time all comparisons that fit into memory, `seconds` per plan; return the cost of all."""
+        costs = []
+        with Console().progress_items(len(comparisons)) as show:
+            for config, plans in comparisons:
+                item = f"{config.preset}, batch size {config.batch_size:,}"
+                show(item)
+                tokens = config.model.text.context_length
+                cost = timing.step_cost(config, config.batch_size, tokens, self.store)
+                costs.append(cost)
+                key = {"session": self.name, "preset": config.preset, "batch_size": config.batch_size}
+                if self.store.rows("step", **key) or self.store.rows("skipped", **key):
+                    continue
+                states = len({plan.device for plan in plans})  # one TrainState per device or placement
+                need_gb = states * cost.state_gb + memory.PEAK * cost.activation_gb * config.batch_size
+                free_gb = sensors.available_gb()
+                if need_gb > USABLE_MEMORY * free_gb:
+                    reason = f"needs {need_gb:.1f} GB, {free_gb:.1f} GB are free"
+                    self.store.add("skipped", **key, item=item, reason=reason)
+                    continue
+                chosen = [plan for plan in plans if cost.step_gflop < LARGE_GFLOP or not plan.threads]
+                batch = timing.random_batch(config, config.batch_size, tokens)
+                timings = timing.time_plans(config, chosen, batch, seconds)
+                timing.add_comparison(self.store, cost, timings, self.name)
+        return costs
 
 
 @contextmanager
-def alone(known: Measurements) -> Iterator[None]:
-    """No other sweep on this machine meanwhile: each would time the other."""
-    known.folder.mkdir(parents=True, exist_ok=True)
-    with lock_folder(known.folder) as ours:
-        if not ours:
-            raise RuntimeError("another bench is measuring on this machine; wait for it, or stop it")
-        yield
-
-
-def groups(settings: Settings, gains: dict[str, list[str]]) -> list[Group]:
-    """Smallest work first, so that a sweep that is stopped has covered something."""
-    table = QUICK if settings.quick else FULL
-    made = []
-    for name in settings.presets or tuple(table):
-        config = get_preset(name)
-        tokens = min(settings.tokens or config.model.text.context_length, config.model.text.context_length)
-        for batch in settings.batches or table.get(name, (4, config.batch_size)):
-            given = replace(config, batch_size=batch)
-            made.append(Group(given, tokens, tuple(plans(given, settings, gains))))
-    return made
-
-
-def plans(config: TrainConfig, settings: Settings, gains: dict[str, list[str]]) -> Iterable[Plan]:
-    """The plain plan of each device, and what differs from it in one thing."""
-    here = [name for name in settings.devices if "=" not in name]
-    split = [Plan(name) for name in settings.devices if "=" in name]
-    yield from (Plan(name) for name in here)
-    yield from split or (device_plan.splits(here) if here else [])
-    if "cpu" in here:
-        yield from (Plan("cpu", threads=number) for number in settings.threads)
-    for name in here:
-        yield from (Plan(name, precision) for precision in gains[name])
-        tried = settings.compile or (not settings.quick and (config.preset, config.batch_size) in COMPILED)
-        if tried and devices.can_compile(devices.torch_device(name))[0]:
-            yield Plan(name, compile=True)
-
-
-def thread_numbers() -> tuple[int, ...]:
-    """Worth trying beside torch's own: one, the fast cores, all."""
-    machine = sensors.machine()
-    numbers = {1, sensors.fast_cores() or 1, machine["cores"], machine["threads"]} - {devices.DEFAULT_THREADS}
-    return tuple(sorted(numbers))
-
-
-def run_operations(
-    known: Measurements,
-    name: str,
-    settings: Settings,
-    gains: dict[str, list[str]],
-    step: Callable[[str], None],
-) -> None:
-    done = {(row["operation"], row["size"], row["device"], row["precision"]) for row in of(known, name, "operation")}
-    for one in operations.operations(settings.sizes):
-        for device, faster in gains.items():
-            for precision in ("fp32", *faster):
-                step(f"{one.name} {one.size} on {device}")
-                wanted = precision == "fp32" or one.name != "AdamW"  # which is fp32 whatever the products are
-                if wanted and (one.name, one.size, device, precision) not in done:
-                    try:
-                        found = operations.measure(one, device, precision, settings.operation_s)
-                        known.add("operation", session=name, **found)
-                    except devices.DEVICE_ERRORS as error:
-                        what = {"operation": one.name, "size": one.size, "device": device}
-                        known.add("refused", session=name, **what, reason=devices.short_error(error))
-
-
-def operation_count(settings: Settings, gains: dict[str, list[str]]) -> int:
-    return len(operations.operations(settings.sizes)) * sum(1 + len(some) for some in gains.values())
-
-
-def run_steps(
-    known: Measurements, name: str, groups: Sequence[Group], seconds: float, step: Callable[[str], None]
-) -> None:
-    done = [row["group"] for row in of(known, name, "time_plans")]
-    for group in groups:
-        config = group.config
-        step(f"{config.preset}, batch {config.batch_size}")
-        if group.key in done:
-            continue
-        work = device_plan.work_of(config, config.batch_size, group.tokens, known)
-        reason = too_large(group, work)
-        if reason:
-            known.add("skipped", session=name, preset=config.preset, batch=config.batch_size, reason=reason)
-        else:
-            tried = [plan for plan in group.plans if work.step_gflop < SLOW_GFLOP or plan.threads == 0]
-            batch = timing.some_batch(config, config.batch_size, group.tokens)
-            timings = timing.time_plans(config, tried, batch, seconds)
-            device_plan.keep_contest(known, config, work, group.tokens, timings, session=name)
-        known.add("time_plans", session=name, group=group.key)
-
-
-def too_large(group: Group, work: Work) -> str | None:
-    """Why a time_plans is not tried: more memory than is free, by what such a step is known to take."""
-    placements = len({plan.device for plan in group.plans})  # each has a state of its own
-    need = placements * work.state_gb + memory.PEAK * work.activation_gb * work.batch
-    free = sensors.available_gb()
-    if need <= memory.USABLE * free:
-        return None
-    return f"it needs about {need:.1f} GB, and {free:.1f} GB are free"
-
-
-def of(known: Measurements, session: str, kind: str) -> list[Row]:
-    return known.rows(kind, session=session)
-
-
-def peaks(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
-    """GFLOP/s of the best product of matrices, by device and precision: what utilization is a part of."""
-    best: dict[tuple[str, str], float] = {}
-    for row in rows:
-        if row["operation"] == "product":
-            key = row["device"], row["precision"]
-            best[key] = max(best.get(key, 0.0), row["best_gflops"])
-    return best
-
-
-def utilization(row: Row, best: dict[tuple[str, str], float]) -> float | None:
-    """The model's own FLOPs of a step against what the device could do; None for two different devices."""
-    names = set(devices.tower_devices(row["device"]))
-    peak = best.get((names.pop(), row["precision"])) if len(names) == 1 else None
-    return None if peak is None else row["gflop"] * row["batch"] / (row["step_ms"] / 1e3) / peak
+def open_session(command: str, settings: dict[str, Any], restart: bool, out: Path) -> Iterator[Session]:
+    """A new session, or the last one if it was interrupted and had the same settings."""
+    store = open_store()
+    for folder in (out, store.folder):  # fails before anything is measured
+        folder.mkdir(parents=True, exist_ok=True)
+    with lock_folder(store.folder) as locked:
+        if not locked:
+            raise RuntimeError("another m1clip bench is running on this machine and would disturb the timings")
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        last = next(reversed(store.rows("session", command=command)), None)
+        if last and not restart and last["settings"] == settings and time.time() - last["time"] < RESUME_S:
+            name = name if store.rows("finished", session=last["session"]) else last["session"]
+        store.add("session", session=name, command=command, settings=settings)
+        yield Session(store, name)
+        store.add("finished", session=name)

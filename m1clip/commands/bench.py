@@ -1,127 +1,106 @@
-"""m1clip bench: what this machine does with single operations and with real training steps."""
+"""m1clip bench: time single operations and real training steps on every device of this machine."""
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import tyro
 
-from m1clip import measurements, sensors
-from m1clip.commands import flags, tables
+from m1clip.commands.flags import parse_flags
 from m1clip.config import get_preset
-
-if TYPE_CHECKING:  # they bring torch
-    from m1clip.bench.report import Sweep
+from m1clip.console import command, loading, show_rows
 
 
-@dataclass(frozen=True)
-class Args(flags.OutputFlags):
-    """Compare this machine's devices on the real training step: speed, memory, where one overtakes another.
+@dataclass(frozen=True, kw_only=True)
+class SweepArgs:
+    presets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ()
+    """Models to time; `m1clip info` lists them."""
+    devices: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ()
+    """Devices to time; default: all."""
+    restart: bool = False
+    """Start again instead of resuming a sweep that was interrupted less than a day ago."""
+    out: Path = Path("bench")
+    """Folder of the page and its figures."""
+    json: bool = False
+    """Print one line of JSON instead of tables."""
 
-    m1clip bench --quick                            a first look, in under a minute
-    m1clip bench                                    the whole sweep, in under ten; may be interrupted
-    m1clip bench --presets small --batches 8 32     what you are going to train
+
+@dataclass(frozen=True, kw_only=True)
+class Args(SweepArgs):
+    """Compare devices, placements, precisions and thread counts on the real training step.
+
+    m1clip bench --quick                                a first impression, in under a minute
+    m1clip bench                                        everything, in under ten; Ctrl-C and resume at any time
+    m1clip bench --presets small --batch-sizes 8 32     the model that you want to train
     m1clip bench --devices cpu mps vision=mps,text=cpu
-    m1clip bench scaling                            from small to a billion parameters
 
-    Tables are printed, images and a page go to --out, and every measurement is kept for this machine:
-    `m1clip advise` and --device auto in training go by it.
+    All timings are stored for this machine; `m1clip advise` and `m1clip train --device auto` use them.
     """
 
     quick: bool = False
-    """Fewer sizes, less time for each."""
-    presets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ()
-    """Models to measure; by default those of a table that fits the time."""
-    batches: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N")] = ()
-    """BatchStream to measure for each of them."""
-    devices: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ()
-    """Devices and placements (vision=A,text=B); by default all there are."""
-    precisions: tuple[str, ...] = ()
-    """bf16, fp16: beside fp32; by default those whose products are faster than in fp32."""
+    """Fewer sizes, less time per plan."""
+    batch_sizes: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N")] = ()
+    """Batch sizes for every preset."""
     threads: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N")] = ()
-    """CPU threads beside torch's own number; by default one, the fast cores, and all."""
+    """CPU threads, in addition to PyTorch's default; default: 1, performance cores, all cores."""
     compile: bool = False
-    """Try torch.compile for every model, half a minute or more each; by default for two small ones."""
-    tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """Length of the captions; 0 is the longest that each model reads."""
+    """Also time torch.compile for every model (half a minute each); default: for two small ones."""
     no_operations: bool = False
-    """Leave out the single operations, and with them utilization."""
+    """Skip the single operations, and with them the utilization."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.parse_flags(Args, prog, words)
-    for name in args.presets:
-        get_preset(name)
-    if any(not 1 <= number <= 1024 for number in args.threads):
-        raise ValueError(f"threads must be 1 to 1024, not {', '.join(map(str, args.threads))}")
-    if any(not 2 <= batch <= 10**6 for batch in args.batches):
-        raise ValueError(f"a batch has 2 to a million pairs, not {', '.join(map(str, args.batches))}")
-    if args.out.exists() and not args.out.is_dir():
-        raise ValueError(f"--out {args.out} is a file, and should be a folder")
-    if args.tokens < 0 or args.tokens in (1, 2):
-        raise ValueError(f"tokens must be 0 or at least 3 (start, one symbol, end), not {args.tokens}")
-    for precision in args.precisions:
-        if precision not in ("bf16", "fp16"):
-            raise ValueError(f"no precision {precision!r}; there are bf16 and fp16, and fp32 is always measured")
+def parse(program: str, argv: list[str]) -> Args:
+    args = parse_flags(Args, program, argv)
+    check_sweep(args)
+    for name, values, low, high in (("threads", args.threads, 1, 1024), ("batch-sizes", args.batch_sizes, 2, 10**6)):
+        if any(not low <= value <= high for value in values):
+            raise ValueError(f"--{name} must be {low} to {high:,}, not {', '.join(map(str, values))}")
     return args
 
 
+def check_sweep(args: SweepArgs) -> None:
+    for name in args.presets:
+        get_preset(name)
+    if args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out {args.out} is not a folder")
+
+
 def main(args: Args) -> int:
-    with tables.loading():
+    with loading():
         from m1clip import devices
         from m1clip.bench import report, sweep
-        from m1clip.console import Console
-        from m1clip.training import device_plan
+        from m1clip.training.device_plan import faster_precisions
 
-    args.out.mkdir(parents=True, exist_ok=True)  # refused before anything is measured, if it will be
     names = args.devices or tuple(devices.available())
-    single = list(dict.fromkeys(part for name in names for part in devices.tower_devices(name)))
-    gains = {name: list(args.precisions) or device_plan.paying(name) for name in single}
-    settings = sweep.Settings(
-        args.presets,
-        args.batches,
-        names,
-        args.precisions,
-        args.threads or sweep.thread_numbers(),
-        args.compile,
-        args.tokens,
-        args.quick,
-    )
-    known, console = measurements.here(), Console()
-    groups = sweep.groups(settings, gains)
-    count = 0 if args.no_operations else sweep.operation_count(settings, gains)
-    with sweep.alone(known), console.progress_items(count + len(groups)) as step:
-        session = sweep.session(known, settings, "bench", args.again)
-        if count:
-            sweep.run_operations(known, session, settings, gains, step)
-        sweep.run_steps(known, session, groups, settings.seconds, step)
-    made = report.read(known, session, {**sensors.machine(), "torch": measurements.torch_version()})
-    if not args.json:
-        show(made)
-    page = report.write(made, args.out)
-    known.add("ended", session=session)
+    single = dict.fromkeys(device for name in names for device in devices.tower_devices(name))
+    precisions = {name: faster_precisions(name) for name in single}
+    plans = sweep.make_plans(names, precisions, args.threads or sweep.thread_counts())
+    table, compiled = (sweep.QUICK_SWEEP, set()) if args.quick else (sweep.SWEEP, sweep.COMPILED)
+    comparisons = [
+        sweep.make_comparison(preset, size, plans, args.compile or (preset, size) in compiled)
+        for preset in args.presets or table
+        for size in args.batch_sizes or table.get(preset, (4, get_preset(preset).batch_size))
+    ]
+    sizes = sweep.QUICK_MATMULS if args.quick else sweep.MATMULS
+    settings = {key: str(value) for key, value in vars(args).items() if key not in ("out", "json", "restart")}
+    with sweep.open_session("bench", {**settings, "devices": str(names)}, args.restart, args.out) as session:
+        if not args.no_operations:
+            session.run_operations(sizes, precisions, 0.2 if args.quick else 1.0)
+        session.run_comparisons(comparisons, 1.0 if args.quick else 4.0)
+        result = report.Sweep.load(session)
+        page = report.write_sweep(result, args.out)
     if args.json:
-        print(json.dumps({**made.record(), "page": str(page)}))
-    else:
-        print(f"page:  {page}")
-        next_up = tables.command("advise", "--preset", "nano", "--batch-size", 256)
-        print(f"next:  {next_up}    what this means for a run")
-    return 0
-
-
-def show(made: "Sweep") -> None:
-    from m1clip.bench import report
-
-    for title, columns, rows in (
-        ("operations", report.OPERATION_COLUMNS, report.operation_rows(made)),
-        ("training steps", report.STEP_COLUMNS, report.step_rows(made)),
+        print(json.dumps({**result.record(), "page": str(page)}))
+        return 0
+    for title, columns, records in (
+        ("operations", report.OPERATION_COLUMNS, result.operations),
+        ("\ntraining steps", report.STEP_COLUMNS, result.step_records()),
     ):
-        tables.show_rows(title, columns, rows)
-        print()
-    for title, lines in (
-        ("found", report.findings(made)),
-        ("overtaking", [str(one) for one in made.crossings]),
-        ("left out", report.left_out(made)),
-    ):
+        show_rows(title, list(columns), report.table_rows(columns, records))
+    texts = [crossover.text for crossover in result.crossovers]
+    for title, lines in (("findings", result.findings()), ("crossover", texts), ("skipped", result.skipped)):
         if lines:
-            print(f"{title}\n  " + "\n  ".join(lines) + "\n")
+            print(f"\n{title}", *lines, sep="\n  ")
+    print(f"\npage:  {page}\nnext:  {command('advise', '--preset', 'nano')}    the fastest plan for a run")
+    return 0

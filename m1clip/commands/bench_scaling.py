@@ -1,71 +1,63 @@
-"""m1clip bench scaling: time and memory from the smallest preset to a billion parameters."""
+"""m1clip bench scaling: step time and memory of every model size, up to a billion parameters."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import tyro
 
-from m1clip import measurements
-from m1clip.commands import flags, tables
+from m1clip.commands.bench import SweepArgs, check_sweep
+from m1clip.commands.flags import parse_flags
 from m1clip.config import PRESETS, get_preset
+from m1clip.console import loading, show_rows
+from m1clip.files import json_safe
+
+SCALING_BATCH_SIZE = 4  # small, so that the activations of a large model fit beside its state
 
 
-@dataclass(frozen=True)
-class Args(flags.OutputFlags):
-    """A few real steps of every preset that fits; of the rest, what these extrapolate and what memory they need.
+@dataclass(frozen=True, kw_only=True)
+class Args(SweepArgs):
+    """Time a few real training steps of every preset that fits; extrapolate the others.
 
     m1clip bench scaling                            about five minutes on two cores
-    m1clip bench scaling --pairs 591753             how long a pass over COCO's captions takes at each size
-    m1clip bench scaling --presets tiny small seed  only these
+    m1clip bench scaling --pairs 591753             with the time of an epoch of COCO captions
+    m1clip bench scaling --presets tiny small base
     """
 
-    presets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ()
-    """Models, by default all; m1clip info lists them."""
-    devices: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ()
-    """By default all there are."""
     pairs: Annotated[int, tyro.conf.arg(metavar="N")] = 100_000
-    """PairDataset of the data whose time is extrapolated, for one pass."""
+    """Pairs of an epoch."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.parse_flags(Args, prog, words)
-    for name in args.presets:
-        get_preset(name)
+def parse(program: str, argv: list[str]) -> Args:
+    args = parse_flags(Args, program, argv)
+    check_sweep(args)
     if args.pairs < 1:
-        raise ValueError(f"pairs must be at least 1, not {args.pairs}")
+        raise ValueError(f"--pairs must be at least 1, not {args.pairs}")
+    if any("=" in name for name in args.devices):
+        raise ValueError(f"--devices takes single devices here, not {', '.join(args.devices)}")
     return args
 
 
 def main(args: Args) -> int:
-    with tables.loading():
+    with loading():
         from m1clip import devices
-        from m1clip.bench import scaling, sweep
-        from m1clip.console import Console
+        from m1clip.bench import report, scaling, sweep
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    names, here = args.presets or tuple(PRESETS), args.devices or tuple(devices.available())
-    for name in here:
-        if "=" in name:
-            raise ValueError(f"scaling takes single devices, not {name!r}")
-        devices.tower_devices(name)
-    settings = sweep.Settings(names, (), here, (), (), False, 0, False)
-    known = measurements.here()
-    with sweep.alone(known), Console().going_through(1 + len(names)) as step:
-        session = sweep.session(known, settings, "scaling", args.again)
-        scaling.run(known, session, names, here, step)
-    peaks = sweep.peaks(known.rows("operation"))
-    made = scaling.sizes(known, session, names, here)
-    made.sort(key=lambda one: one.parameters)
-    page = scaling.page(made, here, peaks, args.pairs, args.out)
-    known.add("ended", session=session)
+    names, presets = args.devices or tuple(devices.available()), args.presets or tuple(PRESETS)
+    configs = [replace(get_preset(name), batch_size=SCALING_BATCH_SIZE, optimizer="adamw") for name in presets]
+    plans = tuple(devices.Plan(name) for name in names)
+    settings = {"presets": [*presets], "devices": [*names]}
+    with sweep.open_session("scaling", settings, args.restart, args.out) as session:
+        session.run_operations((1024, 2048), dict.fromkeys(names, ()), 0.5)
+        costs = session.run_comparisons([(config, plans) for config in configs], 3.0)
+        result = report.Sweep.load(session)
+        records = scaling.scaling_records(result, costs, names, args.pairs)
+        page = scaling.write_scaling(result, records, names, args.out)
     if args.json:
-        print(json.dumps({**scaling.record(made, args.pairs), "page": str(page)}))
+        values = {"pairs": args.pairs, "models": records, "skipped": result.skipped, "page": str(page)}
+        print(json.dumps(json_safe(values)))
         return 0
-    tables.show_rows("scaling", scaling.COLUMNS, scaling.table(made, here, peaks, args.pairs))
-    for one in made:
-        if one.reason and not one.measured:
-            print(f"{one.name} was not run: {one.reason}")
-    print(f"\nthe data: one pass over {args.pairs:,} pairs; documents: GPU/CPU by their predicted_speedup")
-    print(f"page:  {page}")
+    columns = scaling.SCALING_COLUMNS
+    show_rows("scaling", list(columns), report.table_rows(columns, records))
+    print("", *result.skipped, f"epoch: {args.pairs:,} pairs", f"page:  {page}", sep="\n")
     return 0

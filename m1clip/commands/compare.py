@@ -1,107 +1,133 @@
-"""m1clip compare: the same configuration for the same steps on each device, each in a process of its own."""
+"""m1clip compare: train the same configuration on each device, each in its own process."""
 
 import json
 import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any
 
 import tyro
 
 from m1clip import run as runs
-from m1clip.commands import flags, tables, train
-from m1clip.config import TrainConfig, to_json
+from m1clip import sensors
+from m1clip.commands.flags import parse_flags
+from m1clip.commands.train import given_settings
+from m1clip.config import TrainConfig, from_json, get_preset, override, to_json
+from m1clip.console import loading, show_rows
+from m1clip.format import number
 
-STEPS = 60
+WARMUP_STEPS = 3
+COMPARE_COLUMNS = {"device": "text", "ms/step": "step_ms", "IQR": "iqr_ms", "pairs/s": "pairs_per_s"}
+COMPARE_COLUMNS |= {"speed-up": "speedup", "GB": "peak_gb", "J": "joules", "W": "watts", "loss": "final_loss"}
+COMPARE_COLUMNS |= {"R@1": "mean_r1", "loss difference": "max_loss_difference"}
 
 
 @dataclass(frozen=True)
 class Args:
-    """Train the same on each device or placement: speed, memory, energy and loss curves side by side.
+    """Train the same model on each device or placement, and compare speed, memory, energy and loss.
 
-    m1clip compare                                  nano, 60 steps, on every device there is
+    m1clip compare                                  nano, 60 steps, on every device of this machine
     m1clip compare --on cpu mps --preset small --steps 200
     m1clip compare --on cpu vision=cpu,text=cpu --data photos/
 
-    Takes the flags of `m1clip train`. The runs are kept in runs/compare-N with a page and an image.
+    Takes the flags of `m1clip train`. The runs and a page are written to runs/compare-N.
     """
 
     training: Annotated[TrainConfig, tyro.conf.arg(name="")]
     on: Annotated[tuple[str, ...], tyro.conf.arg(metavar="DEVICE")] = ()
-    """Devices and placements (vision=A,text=B); by default all devices, and both placements of two."""
+    """Devices and placements (vision=A,text=B); default: all devices and placements."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Take every default from this config.json."""
+    """Take all defaults from this config.json."""
     runs: Path = Path("runs")
-    """Where the folder of this comparison goes."""
+    """Folder of the runs."""
     json: bool = False
-    """Print as one line of JSON."""
+    """Print one line of JSON."""
+    argv: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.parse_flags(Args, prog, words, default=Args(train.defaults(words)))
+def parse(program: str, argv: list[str]) -> Args:
+    args = parse_flags(Args, program, argv, default=Args(get_preset("nano"), argv=tuple(argv)))
     if args.training.device != "auto":
-        raise ValueError("compare takes its devices with --on, not with --device")
+        raise ValueError("compare takes its devices from --on, not from --device")
     if len(set(args.on)) != len(args.on):
-        raise ValueError("each device of --on once")
+        raise ValueError("--on names a device twice")
     return args
 
 
 def main(args: Args) -> int:
-    with tables.loading():
+    with loading():
         from m1clip import devices
-        from m1clip.bench import compare
-        from m1clip.training import device_plan
+        from m1clip.bench.report import load_warning, table_rows
+        from m1clip.training.device_plan import split_plans
 
-    here = devices.available()
-    names = args.on or (*here, *(plan.device for plan in device_plan.splits(here)))
+    available = devices.available()
+    names = args.on or (*available, *(plan.device for plan in split_plans(available)))
     for name in names:
         devices.tower_devices(name)
     folder = args.runs / runs.next_name(args.runs, "compare")
     folder.mkdir(parents=True)
-    config = args.training
-    config = replace(config, steps=config.steps or STEPS, budget="", save_every="100h")
-    # What is left to auto would be decided for each device by itself, and more than the device would differ.
+    settings = given_settings(args.training, args.argv)
+    base = from_json(TrainConfig, args.config) if args.config else get_preset(settings.get("preset", "nano"))
+    config = override(base, settings)
+    config = replace(config, steps=config.steps or 60, budget="", save_every="100h")
+    # Settings left at auto would be chosen for each device separately, and more than the device would differ.
     config = replace(config, precision="fp32") if config.precision == "auto" else config
     config = replace(config, compile="off") if config.compile == "auto" else config
     config = replace(config, threads=config.threads or devices.DEFAULT_THREADS)
     (folder / "training.json").write_text(to_json(config))
-    contestants = [compare.Contestant(name, *trained(folder, name)) for name in names]
-    if all(one.failed for one in contestants):
-        raise RuntimeError(f"no device could train it: {contestants[0].failed}")
-    contestants.sort(key=lambda one: one.failed is not None)  # the first is what others are compared with
-    page = compare.page(contestants, folder)
+    records = sorted((train_on(folder, name) for name in names), key=lambda record: "error" in record)
+    if "error" in records[0]:
+        raise RuntimeError(f"training failed on every device: {records[0]['error']}")
+    paths = [record["run"] for record in records if "error" not in record]
+    page = json.loads(run_m1clip("report", *paths, "--out", folder, "--json").stdout)["html"]
+    warnings = load_warning([record["background_load"] for record in records], "runs")
+    first, expected = records[0]["step_ms"], records[0]["losses"]
+    for record in records[: len(paths)]:
+        losses = record["losses"]
+        record["speedup"] = first / record["step_ms"]
+        record["max_loss_difference"] = max(abs(losses[i] - expected[i]) for i in losses if i in expected)
     if args.json:
-        print(json.dumps({"runs": [one.record(contestants[0]) for one in contestants], "page": str(page)}))
+        print(json.dumps({"runs": records, "warnings": warnings, "page": page}))
         return 0
-    print()
-    title = f"{config.preset}, {config.steps} steps of {config.batch_size:,} pairs"
-    tables.show_rows(title, compare.COLUMNS, compare.table(contestants))
-    print(f"\npage:  {page}")
+    title = f"{config.preset}, {config.steps} steps, batch size {config.batch_size:,}"
+    show_rows(f"\n{title}", list(COMPARE_COLUMNS), table_rows(COMPARE_COLUMNS, records))
+    failures = [f"{record['text']}: {record['error']}" for record in records if "error" in record]
+    print("", *failures, *warnings, f"page:  {page}", sep="\n")
     return 0
 
 
-def trained(folder: Path, requested: str) -> tuple[runs.Run, dict[str, Any], str | None]:
-    """One run in a process of its own, so that its memory and threads are; its scores, or why it failed."""
+def train_on(folder: Path, requested: str) -> dict[str, Any]:
+    """Train in a subprocess, which has its own memory and threads; what its metrics say, or its error."""
+    from m1clip.training.measurements import quartiles
+
     name = requested.replace("=", "-").replace(",", "-").replace(":", "")
-    words = [
-        "train",
-        "--config",
-        folder / "training.json",
-        "--device",
-        requested,
-        "--runs",
-        folder,
-        "--name",
-        name,
-    ]
+    run, load = runs.Run(folder / name), sensors.BackgroundLoad()
     print(f"\n{requested}", file=sys.stderr)
-    child = subprocess.run([sys.executable, "-m", "m1clip", *map(str, words), "--json"], stdout=subprocess.PIPE)
-    run = runs.Run(folder / name)
-    if child.returncode == 0:
-        return run, json.loads(child.stdout), None
+    where = ("--device", requested, "--runs", folder, "--name", name)
+    child = run_m1clip("train", "--config", folder / "training.json", *where, "--json")
+    record: dict[str, Any] = {"text": requested, "run": str(run.path), "background_load": load.share()}
     if child.returncode == 130:
         raise KeyboardInterrupt
-    if not run.path.exists():
-        return run, {}, "it was refused, as said above"
-    return run, {}, str(run.state().get("reason", f"exit code {child.returncode}"))
+    if child.returncode:
+        error = run.read_status().get("reason") if run.path.exists() else "see the message above"
+        return {**record, "error": str(error or f"exit code {child.returncode}")}
+    steps = list(run.records("step"))
+    q1_ms, step_ms, q3_ms = quartiles([row["step_ms"] for row in steps[WARMUP_STEPS:] or steps])
+    diagnostics = [row for row in run.records() if "peak_rss_gb" in row]
+    joules = diagnostics[-1]["joules"] if diagnostics else None
+    seconds = sum(row["step_ms"] + row["between_ms"] for row in steps) / 1e3
+    losses = {row["step"]: row["loss"] for row in steps if row["loss"] is not None}
+    peaks = [max(row["peak_rss_gb"], row["device_gb"] or 0) for row in diagnostics]
+    device, batch_size = run.read("machine.json")["device"], run.read("config.json")["batch_size"]
+    record |= {"text": requested if device == requested else f"{requested} → {device}", "device": device}
+    record |= {"step_ms": step_ms, "q1_ms": q1_ms, "q3_ms": q3_ms, "iqr_ms": f"{number(q1_ms)}–{number(q3_ms)}"}
+    record |= {"pairs_per_s": 1e3 * batch_size / step_ms, "peak_gb": max(peaks, default=None)}
+    record |= {"joules": joules, "watts": None if joules is None else joules / seconds}
+    record |= {"losses": losses, "final_loss": mean([*losses.values()][-10:]) if losses else None}
+    return record | {"mean_r1": json.loads(child.stdout).get("mean_r1")}
+
+
+def run_m1clip(*arguments: Any) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([sys.executable, "-m", "m1clip", *map(str, arguments)], stdout=subprocess.PIPE)

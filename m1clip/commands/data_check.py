@@ -1,6 +1,7 @@
 """m1clip data check: statistics of a dataset, its problems, and whether it can be trained on."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -10,8 +11,8 @@ import tyro
 
 from m1clip.commands import flags
 from m1clip.commands.data_preview import require_image_path
-from m1clip.config import DataConfig, check_data, get_preset
-from m1clip.format import printable
+from m1clip.config import DataConfig, check_config, get_preset
+from m1clip.format import percent, printable
 
 if TYPE_CHECKING:  # they import pyarrow
     from m1clip.data.rows import ProgressFactory
@@ -24,17 +25,17 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class Args(DataConfig):
-    """Decode every image and read every caption: bad rows by file and line, duplicates, leaks between splits.
+    """Decode all images and read all captions: bad rows by file and line, duplicates, leaks between splits.
 
     m1clip data check photos/
     m1clip data check products.csv --caption-column title
     m1clip data check coco:~/coco --json > coco.json
-    The exit code is 1 if more rows are bad than --max-bad-rows allows, so that training would refuse the data.
+    The exit code is 1 if more rows are bad than --max-bad-rows allows: training would refuse the data.
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")] = ""
-    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar, hf:NAME
-    or synthetic:N, as in `m1clip train --data`."""
+    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
+    hf:NAME or synthetic:N, as in `m1clip train --data`."""
     preset: str = "nano"
     """Preset whose vocabulary and context length captions are compared with."""
     tokenizer: str = "bpe"
@@ -45,36 +46,41 @@ class Args(DataConfig):
     """Print the report as one line of JSON, with up to 10,000 bad rows."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.parse_flags(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = flags.parse_flags(Args, program, argv)
     if not args.data:
-        raise ValueError("data check needs a SPEC: a folder, a table, coco:DIR …; see m1clip data check --help")
-    check_data(args)
+        raise ValueError("data check needs a SPEC, such as a folder or a table; see m1clip data check --help")
+    check_config(args)
     get_preset(args.preset)
     require_image_path(args.sheet)
     return args
 
 
 def main(args: Args) -> int:
+    reports = []
+    for report in check_sources(args):
+        reports.append(report)
+        if not args.json:
+            print_report(report, args)
+    if args.json:
+        print(json.dumps(reports[0] if len(reports) == 1 else {"sources": reports}))
+    return int(any(is_refused(report, args) for report in reports))
+
+
+def check_sources(args: Args) -> Iterator[Report]:
     from m1clip.console import Console
     from m1clip.data.sources import NoUsablePairs, open_sources
 
-    progress, reports = Console().progress, list[Report]()
+    progress = Console().progress
     try:
         sources = open_sources(replace(args, max_bad_rows=1.0), progress)
     except NoUsablePairs as error:
         empty = {"data": error.spec, "images": 0, "captions": 0}
-        reports.append({**empty, "rows": error.bad_rows.rows, "bad_rows": error.bad_rows.record()})
-        sources = []
+        yield {**empty, "rows": error.bad_rows.rows, "bad_rows": error.bad_rows.record()}
+        return
     for number, source in enumerate(sources):
         sheet = args.sheet.with_stem(f"{args.sheet.stem}-{number + 1}") if number else args.sheet
-        reports.append(check_source(source, args, sheet, progress))
-    if args.json:
-        print(json.dumps(reports[0] if len(reports) == 1 else {"sources": reports}))
-    else:
-        for report in reports:
-            print_report(report, args)
-    return int(any(is_refused(report, args) for report in reports))
+        yield check_source(source, args, sheet, progress)
 
 
 def is_refused(report: Report, args: Args) -> bool:
@@ -85,9 +91,7 @@ def check_source(source: "Source", args: Args, sheet: Path, progress: "ProgressF
     from m1clip.data import check
 
     pairs, bad_rows = source.all, source.bad_rows
-    stats, bad_images = check.image_stats(pairs, args.workers, progress)
-    for row in bad_images:
-        bad_rows.add(row, image=True)
+    stats = check.image_stats(pairs, bad_rows, args.workers, progress)
     duplicates = check.duplicate_images(source, stats)
     tiles = check.sample_tiles(pairs, 12)
     for index, reason in check.notable_images(stats, duplicates)[:18]:
@@ -107,9 +111,7 @@ def check_source(source: "Source", args: Args, sheet: Path, progress: "ProgressF
         "largest": None if not width else [width, height, pairs.location(largest)],
         "megabytes": round(int(stats["bytes"].sum()) / 1e6, 1),
         "unusual": check.trait_counts(stats),
-        **{
-            kind: [[pairs.location(row) for row in pair] for pair in found[:1000]] for kind, found in duplicates.items()
-        },
+        **{kind: [list(map(pairs.location, pair)) for pair in found[:1000]] for kind, found in duplicates.items()},
         **check.caption_stats(pairs, progress),
         **token_stats(source, args),
         "sheet": str(sheet),
@@ -136,7 +138,7 @@ def token_stats(source: "Source", args: Args) -> Report:
 
 
 def print_line(label: str, text: str, style: str = "") -> None:
-    """A labelled line; on a terminal, long text is wrapped in its own column."""
+    """A labeled line; on a terminal, long text is wrapped in its own column."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -170,9 +172,9 @@ def print_bad_rows(report: Report, args: Args) -> None:
     bad, refused = report["bad_rows"], is_refused(report, args)
     if not bad["count"]:
         return print_line("bad rows", "none", "green")
-    verdict = f"above --max-bad-rows {args.max_bad_rows:.2%}: training refuses this data"
+    verdict = f"above --max-bad-rows {percent(args.max_bad_rows)}: training refuses this data"
     verdict = verdict if refused else "training skips them"
-    counted = f"{bad['count']:,} of {report['rows']:,} rows ({bad['fraction']:.2%})"
+    counted = f"{bad['count']:,} of {report['rows']:,} rows ({percent(bad['fraction'])})"
     print_line("bad rows", f"{counted}, {verdict}", "bold red" if refused else "yellow")
     print_line("", ", ".join(f"{count:,} {kind}" for kind, count in bad["kinds"].items()))
     for row in bad["examples"][:MAX_SHOWN]:
@@ -182,10 +184,10 @@ def print_bad_rows(report: Report, args: Args) -> None:
 
 
 def print_images(report: Report) -> None:
-    most, label = max(report["sizes"].values()), "pixels"
+    highest, label = max(report["sizes"].values()), "pixels"
     for name, count in report["sizes"].items():
         if count:
-            print_line(label, f"{name:>9}  {'█' * max(1, round(30 * count / most))} {count:,}")
+            print_line(label, f"{name:>9}  {'█' * max(1, round(30 * count / highest))} {count:,}")
             label = ""
     if report["largest"]:
         width, height, location = report["largest"]
@@ -202,18 +204,16 @@ def print_images(report: Report) -> None:
 
 
 def print_captions(report: Report, args: Args) -> None:
-    per_image, words, tokens = (
-        report[key] for key in ("captions_per_image", "words_per_caption", "tokens_per_caption")
-    )
-    low, high = per_image["min"], per_image["max"]
+    words, tokens = report["words_per_caption"], report["tokens_per_caption"]
+    low, high = report["captions_per_image"]["min"], report["captions_per_image"]["max"]
     count = f"{low}" if low == high else f"{low} to {high}"
     length = f"{words['min']} to {words['max']} words (median {words['median']})"
     print_line("captions", f"{count} per image; {length}; {report['vocabulary']:,} distinct words")
     context = f"{args.preset} has a context of {report['context_length']}"
-    truncated = f"{report['truncated_captions']:.1%} of the captions are truncated"
+    truncated = f"{percent(report['truncated_captions'])} of the captions are truncated"
     print_line("tokens", f"up to {tokens['max']} (median {tokens['median']}); {context}: {truncated}")
     shared, twice = report["shared_captions"], report["duplicate_captions"]
     if shared or twice:
-        print_line("repeated", f"{shared:,} captions are shared by several images, {twice:,} are repeated on one")
+        print_line("repeated", f"{shared:,} captions are shared by several images, {twice:,} repeated on one")
     for caption, images in report["most_shared"][:3]:
         print_line("", f"{images:,} × {caption[:90]!r}")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from m1clip.commands import flags
-from m1clip.config import DataConfig, check_data
+from m1clip.config import DataConfig, check_config
 from m1clip.console import command
 from m1clip.format import file_size
 
@@ -19,13 +19,13 @@ class Args(DataConfig):
 
     m1clip data convert coco:~/coco shards/
     m1clip data convert photos/ parquet/ --to parquet
-    Image bytes are copied; bad rows are skipped and counted. An interrupted conversion continues when the command
-    is repeated. manifest.jsonl has the SHA-256 of each file.
+    Image bytes are copied; bad rows are skipped and counted. Repeat the command to continue an interrupted
+    conversion: manifest.jsonl has the SHA-256 of each file.
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")] = ""
-    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar, hf:NAME
-    or synthetic:N, as in `m1clip train --data`."""
+    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
+    hf:NAME or synthetic:N, as in `m1clip train --data`."""
     out: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = None
     """Output folder."""
     to: Literal["shards", "parquet"] = "shards"
@@ -36,11 +36,11 @@ class Args(DataConfig):
     """Print a summary as one line of JSON."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.parse_flags(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = flags.parse_flags(Args, program, argv)
     if not args.data or args.out is None:
         raise ValueError("data convert needs a SPEC and a folder OUT; see m1clip data convert --help")
-    check_data(args)
+    check_config(args)
     if not 1 <= args.per_file <= 1_000_000:
         raise ValueError(f"--per-file must be 1 to 1,000,000, not {args.per_file}")
     return args
@@ -62,7 +62,7 @@ def main(args: Args) -> int:
     for row in bad["examples"][:10]:
         console.warn(f"skipped {row['location']}: {row['reason']}")
     size = file_size(done["bytes"])
-    print(f"{args.out}: {done['pairs']:,} pairs in {done['files']:,} files, {size}; {bad['count']:,} rows skipped")
+    print(f"{args.out}: {done['pairs']:,} pairs in {done['files']:,} files, {size}; {bad['count']:,} bad rows")
     spec = args.out / ("*.tar" if args.to == "shards" else "*.parquet")
     print(f"next:  {command('train', '--data', spec)}")
     return 0

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from m1clip.commands import flags
-from m1clip.config import DataConfig, check_data
+from m1clip.config import DataConfig, check_config
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Args(DataConfig):
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[SPEC]")] = "synthetic"
-    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar, hf:NAME
-    or synthetic:N, as in `m1clip train --data`."""
+    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
+    hf:NAME or synthetic:N, as in `m1clip train --data`."""
     split: Literal["train", "val"] = "train"
     """Which split to show."""
     columns: int = 6
@@ -31,9 +31,9 @@ class Args(DataConfig):
     """Output file, .png, .jpg or .webp."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.parse_flags(Args, prog, words)
-    check_data(args)
+def parse(program: str, argv: list[str]) -> Args:
+    args = flags.parse_flags(Args, program, argv)
+    check_config(args)
     if args.columns < 1 or args.rows < 1 or args.columns * args.rows > 1000:
         raise ValueError(f"a contact sheet has 1 to 1000 images, not {args.columns} × {args.rows}")
     require_image_path(args.out)
@@ -56,7 +56,8 @@ def main(args: Args) -> int:
     count, tiles = args.columns * args.rows, []
     sources = open_sources(args, Console().progress)
     for source in sources:
-        tiles += sample_tiles(source.train if args.split == "train" else source.val, -(-count // len(sources)))
+        pairs = source.train if args.split == "train" else source.val
+        tiles += sample_tiles(pairs, -(-count // len(sources)))
     contact_sheet(tiles[:count], args.columns).save(args.out)
     print(f"{args.out}: {len(tiles[:count])} {args.split} pairs of {args.data}")
     return 0

@@ -1,26 +1,12 @@
 """Flags from a dataclass: fields are flags, field docstrings are help lines, the class docstring heads the help."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from inspect import cleandoc
-from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputFlags:
-    """Flags of every benchmark sweep."""
-
-    restart: bool = False
-    """Start again instead of continuing a sweep that was interrupted less than a day ago."""
-    out: Path = Path("bench")
-    """Folder for the report and its figures."""
-    json: bool = False
-    """Print everything as one line of JSON instead of tables."""
 
 
 def parse_flags(kind: type[T], program: str, argv: Sequence[str], default: T | None = None) -> T:

@@ -1,6 +1,7 @@
 """m1clip train: flags to keyword arguments of m1clip.train, then its result."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from m1clip import console
+from m1clip.commands.eval import show_retrieval
 from m1clip.commands.flags import given_flags, parse_flags
-from m1clip.commands.output import show_retrieval
 from m1clip.config import TrainConfig, check_exclusive, get_preset, requested_config, select_settings
 from m1clip.format import duration
 from m1clip.run import Run, create_run, new_run_path, open_run
@@ -59,9 +60,9 @@ def parse(program: str, argv: list[str]) -> Args:
     return args
 
 
-def given_settings(args: Args) -> dict[str, Any]:
+def given_settings(training: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:
     """The settings on the command line by dotted path; all others have their defaults elsewhere."""
-    return select_settings(args.training, setting_paths() & given_flags(args.argv))
+    return select_settings(training, setting_paths() & given_flags(argv))
 
 
 def setting_paths() -> set[str]:
@@ -76,7 +77,7 @@ def setting_paths() -> set[str]:
 
 
 def main(args: Args) -> int:
-    settings = given_settings(args)
+    settings = given_settings(args.training, args.argv)
     resumed = open_run(args.runs, args.name).path if args.resume else None
     requested = requested_config(settings, args.config, resumed)  # errors come before torch is imported
     if args.background:
@@ -84,12 +85,7 @@ def main(args: Args) -> int:
     with console.loading():
         from m1clip import api
     result = api.train(
-        config=args.config,
-        name=args.name,
-        runs=args.runs,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        **settings,
+        config=args.config, name=args.name, runs=args.runs, resume=args.resume, overwrite=args.overwrite, **settings
     )
     print_result(args, result)
     return 0 if result.finished else 130

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from m1clip.images import Pixels
 
+Uniform = NDArray[np.float64]
+
 STORED_SCALE = 1.25  # stored size over image size: few crops have to be enlarged
-# Independent streams of random numbers for one sample.
+# Independent streams of random numbers of a sample.
 CAPTION, DROPOUT_KEY, CROP, FLIP, COLOR, VIEW = 0, 3, (4, 5, 6, 7), 8, (9, 10, 11), 12
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """As in config.py."""
-
     crop_scale: float = 1.0
     hflip: bool = False
     color_jitter: float = 0.0
@@ -29,28 +29,23 @@ def stored_size(image_size: int, crop_scale: float) -> int:
     return image_size if crop_scale == 1 else int(np.ceil(image_size * STORED_SCALE / 8)) * 8
 
 
-def uniform(seed: int, epoch: int, samples: NDArray[np.int64], stream: int) -> NDArray[np.float64]:
+def sample_uniform(seed: int, epoch: int, samples: NDArray[np.int64], stream: int) -> Uniform:
     """Uniform numbers in [0, 1), each a function of (seed, epoch, sample, stream) and nothing else."""
     key = np.random.SeedSequence((seed, epoch, stream)).generate_state(1, np.uint64)[0]
     x = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
     for shift in (30, 27):  # the mixing steps of splitmix64
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(0xBF58476D1CE4E5B9)
-    unit: NDArray[np.float64] = (x >> np.uint64(11)).astype(np.float64) / 2.0**53
+    unit: Uniform = (x >> np.uint64(11)).astype(np.float64) / 2.0**53
     return unit
 
 
 def augment_images(
-    pixels: Pixels,
-    augmentation: Augmentation,
-    image_size: int,
-    seed: int,
-    epoch: int,
-    samples: NDArray[np.int64],
+    pixels: Pixels, augmentation: Augmentation, image_size: int, seed: int, epoch: int, samples: NDArray[np.int64]
 ) -> Tensor:
     """images_BHWC as one epoch of training sees them."""
 
-    def draw(*streams: int) -> NDArray[np.float64]:
-        return np.stack([uniform(seed, epoch, samples, stream) for stream in streams])
+    def draw(*streams: int) -> Uniform:
+        return np.stack([sample_uniform(seed, epoch, samples, stream) for stream in streams])
 
     if augmentation.crop_scale < 1:
         images_BHWC = random_resized_crop(pixels, draw(*CROP), augmentation.crop_scale, image_size)
@@ -63,7 +58,7 @@ def augment_images(
     return images_BHWC
 
 
-def random_resized_crop(pixels: Pixels, uniform_4B: NDArray[np.float64], min_area: float, image_size: int) -> Tensor:
+def random_resized_crop(pixels: Pixels, uniform_4B: Uniform, min_area: float, image_size: int) -> Tensor:
     """Random crops of at least `min_area` of each image, resized to (B, image_size, image_size, C)."""
     full = pixels.shape[1]
     area, ratio, x, y = uniform_4B
@@ -91,12 +86,12 @@ def resize(images_BHWC: Tensor, image_size: int) -> Tensor:
     return _interpolate(images_BHWC.permute(0, 3, 1, 2), image_size).permute(0, 2, 3, 1)
 
 
-def flip_half(images_BHWC: Tensor, uniform_B: NDArray[np.float64]) -> Tensor:
+def flip_half(images_BHWC: Tensor, uniform_B: Uniform) -> Tensor:
     flip_B111 = torch.from_numpy(uniform_B < 0.5)[:, None, None, None]
     return torch.where(flip_B111, images_BHWC.flip(2), images_BHWC)
 
 
-def jitter_color(images_BHWC: Tensor, uniform_3B: NDArray[np.float64], strength: float) -> Tensor:
+def jitter_color(images_BHWC: Tensor, uniform_3B: Uniform, strength: float) -> Tensor:
     """Multiply brightness, contrast and saturation, each by a factor in 1 ± strength."""
     brightness, contrast, saturation = (
         torch.from_numpy(1 + strength * (2 * draw_B - 1)).float()[:, None, None, None] for draw_B in uniform_3B

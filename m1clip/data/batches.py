@@ -5,10 +5,11 @@ Shapes: B pairs, K captions per image, L tokens, D features, N images and M capt
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, Self
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from m1clip import devices
-from m1clip.data.augment import CAPTION, DROPOUT_KEY, VIEW, Augmentation, augment_images, uniform
+from m1clip.data.augment import CAPTION, DROPOUT_KEY, VIEW, Augmentation, Uniform, augment_images, sample_uniform
 from m1clip.data.index import RowIndices
 from m1clip.data.splits import Split
 from m1clip.images import Pixels
@@ -26,38 +27,28 @@ Tokenize = Callable[[Sequence[str]], Tensor]
 TokenIds = Sequence[Sequence[int] | NDArray[np.int32]]
 
 
-@dataclass(frozen=True)
-class TowerInput:
-    """Pixels or token ids; for a frozen tower, its precomputed features."""
-
-    @property
-    def tensor(self) -> Tensor:
-        tensor: Tensor
-        (tensor,) = vars(self).values()
-        return tensor
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return replace(self, **{name: function(tensor) for name, tensor in vars(self).items()})
-
-
-@dataclass(frozen=True)
-class Images(TowerInput):
+# Inputs of a tower: pixels or token ids, or for a frozen tower its precomputed features.
+class Images(NamedTuple):
     images_BHWC: Tensor  # uint8
 
 
-@dataclass(frozen=True)
-class ImageFeatures(TowerInput):
+class ImageFeatures(NamedTuple):
     features_BD: Tensor
 
 
-@dataclass(frozen=True)
-class Tokens(TowerInput):
+class Tokens(NamedTuple):
     tokens_BKL: Tensor  # int64
 
 
-@dataclass(frozen=True)
-class TextFeatures(TowerInput):
+class TextFeatures(NamedTuple):
     features_BKD: Tensor
+
+
+Input = TypeVar("Input", bound=tuple[Tensor, ...])
+
+
+def map_input(function: Callable[[Tensor], Tensor], inputs: Input) -> Input:
+    return type(inputs)(*map(function, inputs))
 
 
 @dataclass(frozen=True)
@@ -76,8 +67,8 @@ class Batch:
     def to(self, vision: torch.device, text: torch.device) -> "Batch":
         """Copy each input to the device of its tower; keys stay on the CPU if there are two devices."""
         return Batch(
-            self.image.map(lambda tensor: devices.copy_to(tensor, vision)),
-            self.text.map(lambda tensor: devices.copy_to(tensor, text)),
+            map_input(lambda tensor: devices.copy_to(tensor, vision), self.image),
+            map_input(lambda tensor: devices.copy_to(tensor, text), self.text),
             devices.copy_to(self.key_B, vision) if vision == text else self.key_B,
             None if self.duplicate_BB is None else devices.copy_to(self.duplicate_BB, vision),
             self.rows,
@@ -85,11 +76,10 @@ class Batch:
 
     def split(self, size: int) -> "list[Batch]":
         """Micro-batches of at most `size` pairs; duplicates concern the whole batch only."""
-        starts = range(0, len(self), size)
-        return [self._rows(slice(start, start + size)) for start in starts]
+        return [self._take(slice(start, start + size)) for start in range(0, len(self), size)]
 
-    def _rows(self, rows: slice) -> "Batch":
-        image, text = self.image.map(lambda tensor: tensor[rows]), self.text.map(lambda tensor: tensor[rows])
+    def _take(self, rows: slice) -> "Batch":
+        image, text = map_input(itemgetter(rows), self.image), map_input(itemgetter(rows), self.text)
         return Batch(image, text, self.key_B[rows], None, self.rows[rows])
 
 
@@ -104,7 +94,7 @@ class ImageFeatureTable:
     source_row_N: RowIndices
     """Row whose image was encoded: another one where the row's own cannot be decoded."""
 
-    def take(self, rows: RowIndices, uniform_B: NDArray[np.float64]) -> Tensor:
+    def take(self, rows: RowIndices, uniform_B: Uniform) -> Tensor:
         """(B, D): one view of each row, chosen by a uniform random number."""
         view_B = (uniform_B * len(self.views)).astype(int)
         features_BD = np.empty((len(rows), self.views[0].shape[1]), self.views[0].dtype)
@@ -141,18 +131,16 @@ class FeatureTables:
 
 @dataclass(frozen=True)
 class TokenizedCaptions:
-    """All captions of a split as token ids, one after the other."""
+    """All captions of a split as token ids."""
 
-    ids: NDArray[np.int32]
-    end_M: RowIndices
+    ids_M: Sequence[NDArray[np.int32]]
     start_N: RowIndices
     """First caption of each image, and at the end M."""
     pad: Callable[[TokenIds], Tensor]
 
     def take(self, captions: RowIndices) -> tuple[Tensor, list[bytes]]:
         """Padded ids of some captions, and an id for each that is equal for equal captions."""
-        starts, ends = (self.end_M[captions - 1] * (captions > 0)).tolist(), self.end_M[captions].tolist()
-        ids = [self.ids[start:end] for start, end in zip(starts, ends, strict=True)]
+        ids = [self.ids_M[caption] for caption in captions.tolist()]
         return self.pad(ids), [caption.tobytes() for caption in ids]
 
 
@@ -169,8 +157,7 @@ def tokenize_captions(
     ids: list[NDArray[np.int32]] = []
     while chunk := list(islice(captions, 4096)):
         ids += [np.array(caption, np.int32) for caption in encode(chunk)]
-    ends = np.cumsum([len(caption) for caption in ids])
-    return TokenizedCaptions(np.concatenate(ids), ends, np.cumsum([0, *counts]), pad)
+    return TokenizedCaptions(ids, np.cumsum([0, *counts]), pad)
 
 
 @dataclass(frozen=True)
@@ -221,7 +208,7 @@ class BatchStream:
         rows, image, image_ids = self._images(epoch, samples)
         text, caption_ids = self._captions(epoch, samples, rows)
         duplicate_BB = find_duplicates(*caption_ids, image_ids) if self.mask_duplicates else None
-        key_B = (uniform(self.seed, epoch, samples, DROPOUT_KEY) * 2.0**32).astype(np.int64)
+        key_B = (sample_uniform(self.seed, epoch, samples, DROPOUT_KEY) * 2.0**32).astype(np.int64)
         return Batch(image, text, torch.from_numpy(key_B), duplicate_BB, rows)
 
     def _images(self, epoch: int, samples: RowIndices) -> tuple[RowIndices, Images | ImageFeatures, Sequence[Hashable]]:
@@ -229,7 +216,7 @@ class BatchStream:
         rows = samples % len(self.pairs)
         if (table := self.features.images) is not None:
             rows = table.source_row_N[rows]
-            features_BD = table.take(rows, uniform(self.seed, epoch, samples, VIEW))
+            features_BD = table.take(rows, sample_uniform(self.seed, epoch, samples, VIEW))
             return rows, ImageFeatures(features_BD), table.image_id_N[rows].tolist()
         rows, pixels = self.pairs.take(rows)
         images_BHWC = augment_images(pixels, self.augmentation, self.image_size, self.seed, epoch, samples)
@@ -239,7 +226,7 @@ class BatchStream:
         self, epoch: int, samples: RowIndices, rows: RowIndices
     ) -> tuple[Tokens | TextFeatures, list[list[Any]]]:
         """K captions of each row, and for each k ids that are equal for equal captions."""
-        uniform_B, K = uniform(self.seed, epoch, samples, CAPTION), self.captions_per_image
+        uniform_B, K = sample_uniform(self.seed, epoch, samples, CAPTION), self.captions_per_image
         text: Tokens | TextFeatures
         if (table := self.features.captions) is not None:
             captions = pick_captions(table.start_N, rows, uniform_B, K)
@@ -255,7 +242,7 @@ class BatchStream:
             text = Tokens(tokens.view(-1, K, tokens.shape[1]))
         return text, [ids[k::K] for k in range(K)]
 
-    def _pick_texts(self, rows: RowIndices, uniform_B: NDArray[np.float64]) -> list[str]:
+    def _pick_texts(self, rows: RowIndices, uniform_B: Uniform) -> list[str]:
         picked = []
         for row, u in zip(rows, uniform_B, strict=True):
             texts = self.pairs.captions(int(row))
@@ -264,7 +251,7 @@ class BatchStream:
         return picked
 
 
-def pick_captions(start_N: RowIndices, rows: RowIndices, uniform_B: NDArray[np.float64], K: int) -> RowIndices:
+def pick_captions(start_N: RowIndices, rows: RowIndices, uniform_B: Uniform, K: int) -> RowIndices:
     """K consecutive captions of each row, the first one random; (B · K)."""
     count_B = start_N[rows + 1] - start_N[rows]
     offset_BK = ((uniform_B * count_B).astype(np.int64)[:, None] + np.arange(K)) % count_B[:, None]

@@ -18,9 +18,7 @@ def list_coco(path: Path) -> Listing:
         return _list_karpathy(karpathy, path)
     files = sorted(chain(path.glob("annotations/captions_*.json"), path.glob("captions_*.json")))
     if not files:
-        raise FileNotFoundError(
-            f"{path} has no annotations/captions_train2017.json (or 2014), nor Karpathy's dataset_coco.json"
-        )
+        raise FileNotFoundError(f"{path} has neither annotations/captions_*.json nor dataset_coco.json")
     return Listing(str(path), chain.from_iterable(_coco_rows(file, path) for file in files))
 
 
@@ -29,7 +27,7 @@ def _coco_rows(path: Path, root: Path) -> Iterator[Row | BadRow]:
     values = load_json(path)
     images, annotations = (_objects(path, values, key) for key in ("images", "annotations"))
     split = re.search(r"(train|val|test)(\d*)", path.stem)
-    files = {image["id"]: image.get("file_name") for image in images if isinstance(image.get("id"), int | str)}
+    files = {item["id"]: item.get("file_name") for item in images if isinstance(item.get("id"), int | str)}
     captions: dict[Any, list[str]] = {image_id: [] for image_id in files}
     del values, images
     for number, annotation in enumerate(annotations, 1):
@@ -64,7 +62,7 @@ def _image_folder(root: Path, split: str, files: Iterable[Any]) -> str:
 def _list_karpathy(path: Path, root: Path) -> Listing:
     """{"images": [{"filename", "filepath", "split", "sentences": [{"raw"}]}]}"""
     images = _objects(path, load_json(path), "images")
-    names = [os.path.join(*(str(image.get(key) or "") for key in ("filepath", "filename"))) for image in images]
+    names = [os.path.join(image.get("filepath") or "", str(image.get("filename") or "")) for image in images]
     rows = (
         Row(name, caption_texts(image.get("sentences")), line, str(path), str(image.get("split") or ""))
         for line, (name, image) in enumerate(zip(names, images, strict=True), 1)
@@ -116,9 +114,8 @@ def list_flickr(path: Path, dataset: str, config: DataConfig) -> Listing:
     """Flickr8k or Flickr30k: token files, Kaggle's CSVs or Karpathy's JSON, and lists of the splits."""
     if karpathy := _karpathy_file(path, dataset):
         return _list_karpathy(karpathy, path)
-    files = sorted(
-        file for glob in ("*.t*", "*.csv", "*/*.t*", "*/*.csv") for file in path.glob(glob) if file.is_file()
-    )
+    patterns = ("*.t*", "*.csv", "*/*.t*", "*/*.csv")
+    files = sorted(file for pattern in patterns for file in path.glob(pattern) if file.is_file())
     tokens = [file for file in files if re.search(r"(\.|^)token(\.txt)?$", file.name)]
     tokens = [file for file in tokens if "lemma" not in file.name] or tokens
     csvs = [file for file in files if re.fullmatch(r"captions\.(txt|csv)|results\.csv", file.name)]
@@ -141,7 +138,7 @@ def _token_rows(path: Path) -> Iterator[Row | BadRow]:
             if tab and mark and IMAGE_SUFFIX.search(re.sub(r"\.\d+$", "", image)):
                 yield Row(re.sub(r"(\.jpg)\.\d+$", r"\1", image), [caption], number, str(path))
             elif line.strip():
-                yield BadRow("broken line", f"{path} line {number}", "expected name.jpg#0, a tab and a caption")
+                yield BadRow("broken line", f"{path} line {number}", "expected name.jpg#0, tab, caption")
 
 
 def _csv_rows(path: Path) -> Iterator[Row | BadRow]:

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from m1clip.data.decode import DECODE_ERRORS, ORIENTATION, BadImage, decode, read_header
 from m1clip.data.index import IndexedPairs
-from m1clip.data.rows import BadRow, PairDataset, ProgressFactory
+from m1clip.data.rows import BadImages, BadRows, PairDataset, ProgressFactory
 from m1clip.data.sources import Source
 from m1clip.data.workers import map_chunks, row_chunks
 
@@ -24,18 +24,7 @@ TINY = 32  # pixels of the shorter edge
 HUGE = 25_000_000  # pixels: slow to decode
 MAX_BITS, MAX_COLOR = 3, 8  # differences of near duplicates: bits of each 64-bit dHash, mean color of 255
 MAX_NEAR_DUPLICATES = 100_000
-TRAITS = (
-    "tiny",
-    "huge",
-    "CMYK",
-    "16-bit",
-    "palette",
-    "alpha",
-    "grayscale",
-    "EXIF-rotated",
-    "animated",
-    "HEIC",
-)
+TRAITS = ("tiny", "huge", "CMYK", "16-bit", "palette", "alpha", "grayscale", "EXIF-rotated", "animated", "HEIC")
 IMAGE_STATS = np.dtype("?, i4, i4, i8, u2, u8, 2u8, 3i2")
 IMAGE_STATS.names = ("good", "width", "height", "bytes", "traits", "content", "dhash", "color")
 SIZE_BINS = (64, 128, 224, 336, 512, 1024, 2048)  # pixels of the shorter edge
@@ -46,19 +35,19 @@ Tile = tuple[Image.Image, str]
 Pair = tuple[int, int]
 
 
-def image_stats(pairs: PairDataset, workers: int, progress: ProgressFactory) -> tuple[ImageStats, list[BadRow]]:
-    """Statistics of every image, and the images that cannot be used."""
-    stats, bad_rows = list[ImageStats](), list[BadRow]()
+def image_stats(pairs: PairDataset, bad_rows: BadRows, workers: int, progress: ProgressFactory) -> ImageStats:
+    """Statistics of every image; images that cannot be used are added to `bad_rows`."""
+    stats = []
     with progress("decoding images", len(pairs)) as advance:
         for chunk, bad in map_chunks(partial(examine_rows, pairs), row_chunks(len(pairs), 64), workers):
             stats.append(chunk)
-            bad_rows += [BadRow(kind, pairs.location(row), reason) for row, (kind, reason) in bad.items()]
+            bad_rows.add_images(pairs, bad)
             advance(len(chunk))
-    return np.concatenate(stats), bad_rows
+    return np.concatenate(stats)
 
 
-def examine_rows(pairs: PairDataset, rows: Sequence[int]) -> tuple[ImageStats, dict[int, tuple[str, str]]]:
-    stats, bad = np.zeros(len(rows), IMAGE_STATS), dict[int, tuple[str, str]]()
+def examine_rows(pairs: PairDataset, rows: Sequence[int]) -> tuple[ImageStats, BadImages]:
+    stats, bad = np.zeros(len(rows), IMAGE_STATS), BadImages()
     for i, row in enumerate(rows):
         try:
             if isinstance(pairs, IndexedPairs):
@@ -129,7 +118,7 @@ def near_duplicates(stats: ImageStats) -> list[Pair]:
                 near = near[np.bitwise_count(left[near] ^ left[row]) <= MAX_BITS]
                 near = near[np.bitwise_count(upper[near] ^ upper[row]) <= MAX_BITS]
                 near = near[(np.abs(color[near] - color[row]) <= MAX_COLOR).all(1)]
-                pairs.update(_pair_of(row, other) for other in near)
+                pairs.update((int(row), int(other)) for other in near)
             if len(pairs) >= MAX_NEAR_DUPLICATES:
                 return sorted(pairs)
     return sorted(pairs)
@@ -141,34 +130,28 @@ def duplicate_images(source: Source, stats: ImageStats) -> dict[str, list[Pair]]
     order = good[np.argsort(content[good], kind="stable")]
     groups = np.split(order, np.flatnonzero(np.diff(content[order])) + 1)
     groups = [group for group in groups if len(group) > 1]
-    exact = [_pair_of(a, b) for group in groups for a, b in pairwise(group)]
-    near = [_pair_of(good[a], good[b]) for a, b in near_duplicates(stats[good])]
+    exact = [(int(a), int(b)) for group in groups for a, b in pairwise(group)]
+    near = [(int(good[a]), int(good[b])) for a, b in near_duplicates(stats[good])]
     near = [(a, b) for a, b in near if content[a] != content[b]]
     split = np.zeros(len(stats), int)
     for number, pairs in enumerate((source.train, source.val, source.test), 1):
         if isinstance(pairs, IndexedPairs):
             split[pairs.rows] = number
-    leaks = []
+    leaks = list[Pair]()
     for group in groups:  # one leak per group of copies
         train, other = group[split[group] == 1], group[split[group] > 1]
-        leaks += [_pair_of(train[0], other[0])] if len(train) and len(other) else []
+        if len(train) and len(other):
+            leaks.append((int(min(train[0], other[0])), int(max(train[0], other[0]))))
     leaks += [(a, b) for a, b in near if split[a] * split[b] and (split[a] == 1) != (split[b] == 1)]
     return {"exact_duplicates": sorted(exact), "near_duplicates": near, "leaks": leaks}
-
-
-def _pair_of(a: int, b: int) -> Pair:
-    return int(min(a, b)), int(max(a, b))
 
 
 def size_histogram(stats: ImageStats) -> dict[str, int]:
     """Number of images by the length of their shorter edge."""
     shorter = np.minimum(stats["width"], stats["height"])[stats["good"]]
     counts = np.bincount(np.searchsorted(SIZE_BINS, shorter, "right"), minlength=len(SIZE_BINS) + 1)
-    names = [
-        f"below {SIZE_BINS[0]}",
-        *(f"{a}–{b - 1}" for a, b in pairwise(SIZE_BINS)),
-        f"{SIZE_BINS[-1]} up",
-    ]
+    ranges = [f"{low}–{high - 1}" for low, high in pairwise(SIZE_BINS)]
+    names = [f"below {SIZE_BINS[0]}", *ranges, f"{SIZE_BINS[-1]} up"]
     return dict(zip(names, counts.tolist(), strict=True))
 
 
@@ -184,13 +167,10 @@ def notable_images(stats: ImageStats, duplicates: dict[str, list[Pair]]) -> list
     for bit, name in enumerate(TRAITS):
         having = np.flatnonzero(stats["good"] & (stats["traits"] >> bit & 1).astype(bool))[:1]
         rows += [(int(row), name) for row in having if name != "grayscale"]
-    for key, name in (
-        ("leaks", "leak"),
-        ("exact_duplicates", "duplicate"),
-        ("near_duplicates", "near duplicate"),
-    ):
-        new = [pair for pair in duplicates[key] if pair not in shown][:2]
+    for kind in ("leaks", "exact_duplicates", "near_duplicates"):
+        new = [pair for pair in duplicates[kind] if pair not in shown][:2]
         shown.update(new)
+        name = kind.removesuffix("s").replace("_", " ")
         rows += [(row, f"{name} {number}") for number, pair in enumerate(new, 1) for row in pair]
     return rows
 
@@ -225,7 +205,7 @@ def _spread(values: Sequence[int]) -> dict[str, int]:
     return {"min": low, "median": median, "max": high}
 
 
-def _repeated_captions(pairs: PairDataset, hashes: NDArray[np.int64], rows: NDArray[np.int32]) -> dict[str, Any]:
+def _repeated_captions(pairs: PairDataset, hashes: NDArray[Any], rows: NDArray[Any]) -> dict[str, Any]:
     """Captions that several images share, captions that one image has twice, and the most shared ones."""
     _, first, group, uses = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
     distinct = np.unique(group * len(pairs) + rows) // len(pairs)  # each caption once per image
@@ -244,8 +224,6 @@ def _repeated_captions(pairs: PairDataset, hashes: NDArray[np.int64], rows: NDAr
 
 
 # Contact sheets: a grid of images with their captions.
-
-
 def sample_tiles(pairs: PairDataset, count: int) -> list[Tile]:
     """Evenly spaced images; the first ones of a small or synthetic dataset."""
     rows = range(min(count, len(pairs)))

@@ -11,7 +11,10 @@ from functools import partial
 from hashlib import file_digest
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from m1clip.data.decode import BadImage, decode, read_header
 from m1clip.data.index import IndexedPairs
@@ -20,38 +23,28 @@ from m1clip.data.sources import Source
 from m1clip.files import read_jsonl
 
 Format = Literal["shards", "parquet"]
+Sample = tuple[str, bytes, str, list[str], str]  # key, image file, its suffix, captions, location
 SUFFIXES = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "HEIF": "heic", "JPEG2000": "jp2"}
 
 
-class Sample(NamedTuple):
-    key: str
-    data: bytes
-    suffix: str
-    captions: list[str]
-    location: str
-
-
 def convert_dataset(
-    sources: list[Source],
-    out: Path,
-    to: Format,
-    per_file: int,
-    max_bad_rows: float,
-    progress: ProgressFactory,
+    sources: list[Source], out: Path, to: Format, per_file: int, max_bad_rows: float, progress: ProgressFactory
 ) -> dict[str, Any]:
     """Write all pairs of all splits; return a summary."""
-    splits = ((source, split) for source in sources for split in (source.train, source.val, source.test) if split)
-    identities = [[source.spec, split.fingerprint, split.identity] for source, split in splits]
+    splits = [(src.spec, split) for src in sources for split in (src.train, src.val, src.test) if split]
+    identities = [[spec, split.fingerprint, split.identity] for spec, split in splits]
     manifest = Manifest(out, {"from": identities, "to": to, "per_file": per_file})
     bad_rows = sum((source.bad_rows for source in sources), BadRows())
-    files = list(_plan_files(sources, per_file))
+    files, suffix, write = list(_plan_files(sources, per_file)), "tar", write_shard
+    if to == "parquet":
+        suffix, write = "parquet", write_parquet
     with progress("converting", sum(len(rows) for *_, rows in files)) as advance:
         for name, pairs, rows in files:
-            path = out / f"{name}.{'tar' if to == 'shards' else 'parquet'}"
+            path = out / f"{name}.{suffix}"
             if not manifest.has(path):
                 samples = list(_samples(pairs, rows, name, bad_rows))
                 bad_rows.require_at_most(max_bad_rows)
-                manifest.write(path, len(samples), partial(WRITERS[to], samples))
+                manifest.write(path, len(samples), partial(write, samples))
             advance(len(rows))
     totals = {key: sum(entry[key] for entry in manifest.entries.values()) for key in ("pairs", "bytes")}
     return {"out": str(out), "files": len(manifest.entries), **totals, "bad_rows": bad_rows.record()}
@@ -79,7 +72,7 @@ def _samples(pairs: PairDataset, rows: range, name: str, bad_rows: BadRows) -> I
         except BadImage as error:
             return BadRow(error.kind, pairs.location(row), str(error))
         key = f"{name}-{row - rows.start:06d}"
-        return Sample(key, data, suffix, list(pairs.captions(row)), pairs.location(row))
+        return key, data, suffix, list(pairs.captions(row)), pairs.location(row)
 
     with ThreadPoolExecutor() as pool:  # decoding releases the GIL
         for result in pool.map(sample, rows):
@@ -112,8 +105,6 @@ def write_shard(samples: list[Sample], path: Path) -> None:
 
 def write_parquet(samples: list[Sample], path: Path) -> None:
     import datasets
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
     text = datasets.Value("string")
     features = datasets.Features({"image": datasets.Image(), "captions": datasets.List(text), "source": text})
@@ -123,12 +114,6 @@ def write_parquet(samples: list[Sample], path: Path) -> None:
     ]
     compression = {"captions.list.element": "zstd"}  # images are compressed already
     pq.write_table(pa.Table.from_pylist(rows, features.arrow_schema), path, compression=compression)
-
-
-WRITERS: dict[Format, Callable[[list[Sample], Path], None]] = {
-    "shards": write_shard,
-    "parquet": write_parquet,
-}
 
 
 class Manifest:
@@ -143,7 +128,7 @@ class Manifest:
             self.path.write_text(json.dumps(settings) + "\n")
         header, *entries = [*read_jsonl(self.path)] or [{}]
         if header != settings:
-            raise ValueError(f"{out} is a conversion of other data or with other settings; choose another folder")
+            raise ValueError(f"{out} is a conversion of other data or settings; choose another folder")
         self.entries: dict[str, dict[str, Any]] = {entry["file"]: entry for entry in entries}
 
     def has(self, path: Path) -> bool:

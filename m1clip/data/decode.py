@@ -11,39 +11,20 @@ from PIL import Image, UnidentifiedImageError
 
 from m1clip.images import to_rgb
 
-MAX_PIXELS = 200_000_000
-"""Larger images count as decompression bombs; the largest cameras and panoramas stay below."""
+MAX_PIXELS = 200_000_000  # above is a decompression bomb; the largest cameras and panoramas stay below
 MAX_BYTES = 256_000_000
 MIN_SIZE = 8
 # No formats that run programs or fetch other files, such as EPS. Many phones write MPO as .jpg.
-FORMATS = (
-    "JPEG",
-    "MPO",
-    "PNG",
-    "WEBP",
-    "GIF",
-    "BMP",
-    "TIFF",
-    "PPM",
-    "AVIF",
-    "HEIF",
-    "JPEG2000",
-    "ICO",
-    "TGA",
-)
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "JPEG2000", "ICO", "TGA")
 # What Pillow's decoders raise on malformed bytes.
 DECODE_ERRORS = (
     *(OSError, ValueError, SyntaxError, EOFError, TypeError, LookupError, ArithmeticError, AttributeError),
     *(AssertionError, RuntimeError, struct.error, zlib.error, Image.DecompressionBombError),
 )
 ORIENTATION = 0x0112
-TRANSPOSES = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
+TRANSPOSES = {  # by the EXIF orientation; 1 is upright
+    **{2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM},
+    **{5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE},
     8: Image.Transpose.ROTATE_90,
 }
 HEIC_BRANDS = (b"ftypheic", b"ftypheix", b"ftypmif1", b"ftypheim", b"ftypheis", b"ftyphevc")
@@ -78,12 +59,12 @@ def read_header(data: bytes) -> Image.Image:
     if width * height > MAX_PIXELS:
         raise BadImage("refused", f"{width:,} × {height:,} pixels are refused as a decompression bomb")
     if min(width, height) < MIN_SIZE:
-        raise BadImage("tiny", f"{width} × {height} pixels are too few; {MIN_SIZE} × {MIN_SIZE} is the minimum")
+        raise BadImage("tiny", f"{width} × {height} pixels; {MIN_SIZE} × {MIN_SIZE} is the minimum")
     return image
 
 
 def decode(data: bytes, min_size: int = 0) -> Image.Image:
-    """Upright RGB image. A large JPEG is decoded at a smaller scale, with both lengths at least `min_size`."""
+    """Upright RGB image. A large JPEG is decoded at a smaller scale, but not below `min_size`."""
     header = read_header(data)
     is_plain_jpeg = header.format in ("JPEG", "MPO") and header.mode in ("RGB", "L")
     try:

@@ -1,4 +1,4 @@
-"""Image folders: captions in .txt files beside the images, in a metadata table, or folder names as labels. No torch."""
+"""Image folders with captions in .txt files, a metadata table, or folder names as labels. No torch."""
 
 import os
 import re
@@ -24,12 +24,10 @@ MAX_INSPECTED = 20_000
 def list_folder(path: Path, config: DataConfig) -> Listing:
     patterns = (f"{parent}metadata{suffix}" for suffix in TABLE_SUFFIXES for parent in ("", "*/"))
     if metadata := sorted(table for pattern in patterns for table in path.glob(pattern)):
-        return Listing(
-            str(path),
-            chain.from_iterable(
-                _rebase(list_table(table, config), str(path), split_of(table.relative_to(path))) for table in metadata
-            ),
-        )
+        splits = (split_from_path(table.relative_to(path)) for table in metadata)
+        listings = (list_table(table, config) for table in metadata)
+        rows = (_rebase(listing, str(path), split) for listing, split in zip(listings, splits, strict=True))
+        return Listing(str(path), chain.from_iterable(rows))
     tables = [file for file in path.iterdir() if file.suffix.lower() in TABLE_SUFFIXES and file.is_file()]
     has_caption_files, labels, has_unlabeled = _inspect(path, config)
     if has_caption_files:
@@ -67,8 +65,8 @@ def _rebase(listing: Listing, root: str, split: str = "") -> Iterator[Row | BadR
         yield row
 
 
-def _walk(path: Path, config: DataConfig) -> Iterator[str | BadRow]:
-    """Every file below the folder, sorted, as a relative path; hidden ones are skipped."""
+def _walk(path: Path, config: DataConfig) -> Iterator[tuple[str, list[str], list[BadRow]]]:
+    """Every folder, relative to the path, its files, and its links that are refused; sorted, none hidden."""
     follow, visited = "links" in config.allow, set[tuple[int, int]]()
     for folder, subfolders, files in os.walk(path, followlinks=follow):
         status = os.stat(folder)
@@ -77,62 +75,46 @@ def _walk(path: Path, config: DataConfig) -> Iterator[str | BadRow]:
             continue
         visited.add((status.st_dev, status.st_ino))
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        for link in (os.path.join(folder, name) for name in subfolders):
-            if not follow and os.path.islink(link):
-                yield BadRow("refused", link, "a symlink to a folder; --allow links follows it")
-        for name in sorted(files):
-            if not name.startswith("."):
-                yield os.path.relpath(os.path.join(folder, name), path)
+        links = [os.path.join(folder, name) for name in subfolders if os.path.islink(os.path.join(folder, name))]
+        refused = [BadRow("refused", link, "a symlink to a folder; --allow links follows it") for link in links]
+        names = sorted(name for name in files if not name.startswith("."))
+        yield os.path.relpath(folder, path).removeprefix("."), names, [] if follow else refused
 
 
 def _inspect(path: Path, config: DataConfig) -> tuple[bool, set[str], bool]:
     """Whether there are caption files, which folder names are labels, and whether some images have none."""
-    images, texts, labels = set[str](), set[str](), set[str]()
-    has_unlabeled = False
-    for name in _walk(path, config):
-        if isinstance(name, BadRow):
-            continue
-        stem, suffix = os.path.splitext(name)
-        if IMAGE_SUFFIX.search(name):
-            label = os.path.basename(os.path.dirname(name))
-            if label.lower() in SPLIT_WORDS or NO_LABEL.fullmatch(label):
-                has_unlabeled = True
-            else:
-                labels.add(label)
-            images.update((stem, name))
-        elif suffix.lower() in CAPTION_SUFFIXES:
-            texts.add(stem)
-        if len(images) > MAX_INSPECTED:
+    has_caption_files, has_unlabeled, labels, count = False, False, set[str](), 0
+    for folder, names, _ in _walk(path, config):
+        images = [name for name in names if IMAGE_SUFFIX.search(name)]
+        texts = {Path(name).stem for name in names if Path(name).suffix.lower() in CAPTION_SUFFIXES}
+        has_caption_files |= any(name in texts or Path(name).stem in texts for name in images)
+        label = os.path.basename(folder)
+        if images and (label.lower() in SPLIT_WORDS or NO_LABEL.fullmatch(label)):
+            has_unlabeled = True
+        elif images:
+            labels.add(label)
+        count += len(images)
+        if count > MAX_INSPECTED:
             break
-    return not images.isdisjoint(texts), labels, has_unlabeled
+    return has_caption_files, labels, has_unlabeled
 
 
 def _caption_file_rows(path: Path, config: DataConfig) -> Iterator[Row | BadRow]:
-    texts, images, folder = dict[str, str](), set[str](), ""  # of one folder at a time
-
-    def orphans() -> Iterator[BadRow]:
-        for stem in sorted(texts.keys() - images):
-            if not NOT_CAPTIONS.fullmatch(os.path.basename(texts[stem])):
-                yield BadRow("missing file", str(path / texts[stem]), "a caption file without an image")
-
-    for name in _walk(path, config):
-        if isinstance(name, BadRow):
-            yield name
-            continue
-        if os.path.dirname(name) != folder:
-            yield from orphans()
-            texts, images, folder = {}, set(), os.path.dirname(name)
-        stem, suffix = os.path.splitext(name)
-        if suffix.lower() in CAPTION_SUFFIXES:
-            texts[stem] = name
-        if IMAGE_SUFFIX.search(name):
-            images.update((stem, name))
-            yield _read_caption_file(path, name, stem)
-    yield from orphans()
+    for folder, names, refused in _walk(path, config):
+        yield from refused
+        images = [name for name in names if IMAGE_SUFFIX.search(name)]
+        for name in images:
+            yield _read_caption_file(path, os.path.join(folder, name))
+        captioned = {stem for name in images for stem in (name, Path(name).stem)}
+        for name in names:
+            stem, suffix = os.path.splitext(name)
+            if suffix.lower() in CAPTION_SUFFIXES and stem not in captioned and not NOT_CAPTIONS.fullmatch(name):
+                yield BadRow("missing file", str(path / folder / name), "a caption file without an image")
 
 
-def _read_caption_file(path: Path, image: str, stem: str) -> Row | BadRow:
-    candidates = (path / (name + suffix) for name in (stem, image) for suffix in (*CAPTION_SUFFIXES, ".TXT"))
+def _read_caption_file(path: Path, image: str) -> Row | BadRow:
+    stems = (os.path.splitext(image)[0], image)
+    candidates = (path / (stem + suffix) for stem in stems for suffix in (*CAPTION_SUFFIXES, ".TXT"))
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
         return BadRow("no caption", str(path / image), "there is no .txt file beside it")
@@ -141,26 +123,25 @@ def _read_caption_file(path: Path, image: str, stem: str) -> Row | BadRow:
             text = opened.read(MAX_CAPTION_BYTES).decode("utf-8-sig", "surrogateescape")
     except OSError as error:
         return BadRow("no caption", str(file), f"cannot be read ({error.strerror})")
-    return Row(image, text.splitlines() or [""], split=split_of(Path(image)))
+    return Row(image, text.splitlines() or [""], split=split_from_path(Path(image)))
 
 
 def _labeled_rows(path: Path, config: DataConfig) -> Iterator[Row | BadRow]:
-    for name in _walk(path, config):
-        if isinstance(name, BadRow):
-            yield name
-        elif IMAGE_SUFFIX.search(name):
-            label = os.path.basename(os.path.dirname(name))
-            yield Row(name, [label_caption(label, config.template)], split=split_of(Path(name)))
+    for folder, names, refused in _walk(path, config):
+        yield from refused
+        caption = label_caption(os.path.basename(folder), config.template)
+        for image in (os.path.join(folder, name) for name in names if IMAGE_SUFFIX.search(name)):
+            yield Row(image, [caption], split=split_from_path(Path(image)))
 
 
 def label_caption(label: str, template: str) -> str:
     """n02099601-golden_retriever or 042.golden_retriever → a photo of a golden retriever."""
-    words = re.sub(r"^(n\d{8}[-_ ]|\d{3}\.)", "", label).replace("_", " ").strip() or label
-    if words[0].lower() in "aeiou":
+    name = re.sub(r"^(n\d{8}[-_ ]|\d{3}\.)", "", label).replace("_", " ").strip() or label
+    if name.lower().startswith(tuple("aeiou")):
         template = re.sub(r"\b(a|A) \{\}", r"\1n {}", template)
-    return template.replace("{}", words)
+    return template.replace("{}", name)
 
 
-def split_of(path: Path) -> str:
+def split_from_path(path: Path) -> str:
     """The split that one of a path's folders names, if any."""
     return next((SPLIT_WORDS[part.lower()] for part in path.parts[:-1] if part.lower() in SPLIT_WORDS), "")

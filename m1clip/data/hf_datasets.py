@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -21,6 +21,7 @@ from m1clip.data.folders import label_caption
 from m1clip.data.rows import BadRow, Listing, Row
 from m1clip.data.tables import Record, caption_texts, guess_caption_columns, holds_images
 from m1clip.data.webdataset import SPLIT_PREFIX
+from m1clip.files import cache_folder
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -29,28 +30,28 @@ STREAM_CHUNK = 1000  # rows per file of a stream that is kept
 SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")  # in folders of save_to_disk
 
 
-def list_dataset(name: str, config: DataConfig, cache: Path) -> Listing:
-    """hf:NAME, optionally with ?config=…, ?split=…, ?stream=N (download the first N rows only), joined by &."""
+def list_dataset(name: str, config: DataConfig) -> Listing:
+    """hf:NAME, optionally with ?config=…&split=…&stream=N (download only the first N rows)."""
     name, _, query = name.partition("?")
     options = dict(parse_qsl(query))
     if not name or options.keys() - {"config", "split", "stream"}:
         raise ValueError(f"hf:{name}?{query}: the options are config=, split= and stream=, joined by &")
     if "stream" in options:
-        return _listing(_load_stream(name, options, cache), name, config, cache)
-    return _listing(_load(name, options.get("config"), options.get("split")), name, config, cache)
+        return _listing(_load_stream(name, options), name, config)
+    return _listing(_load(name, options.get("config"), options.get("split")), name, config)
 
 
-def list_parquet(paths: list[Path], config: DataConfig, cache: Path) -> Listing:
+def list_parquet(paths: list[Path], config: DataConfig) -> Listing:
     """Files whose names start with train-, val- or test- form these splits."""
     splits: dict[str, list[str]] = {}
     for path in paths:
         prefix = SPLIT_PREFIX.match(path.name)
         splits.setdefault(prefix[1].lower().replace("-", "_") if prefix else "train", []).append(str(path))
-    return _listing(_load_parquet(splits, cache), str(paths[0].parent), config, cache)
+    return _listing(_load_parquet(splits), str(paths[0].parent), config)
 
 
-def _load_parquet(files: Any, cache: Path) -> "dict[str, Dataset]":
-    return _load("parquet", None, None, data_files=files, cache_dir=str(cache / "datasets"))
+def _load_parquet(files: Any) -> "dict[str, Dataset]":
+    return _load("parquet", None, None, data_files=files, cache_dir=str(cache_folder() / "datasets"))
 
 
 def _load(name: str, config: str | None, split: str | None, **options: Any) -> "dict[str, Dataset]":
@@ -66,11 +67,11 @@ def _load(name: str, config: str | None, split: str | None, **options: Any) -> "
         return loaded if isinstance(loaded, dict) else {split or "": loaded}
 
 
-def _load_stream(name: str, options: dict[str, str], cache: Path) -> "dict[str, Dataset]":
+def _load_stream(name: str, options: dict[str, str]) -> "dict[str, Dataset]":
     """The first N rows of a stream, kept as they arrive, so that an interrupted download continues."""
     if not options["stream"].isdecimal() or int(options["stream"]) < 1:
         raise ValueError(f"stream={options['stream']} must be the number of rows to download")
-    folder = cache / f"streamed-{sha256(f'{name}/{sorted(options.items())}'.encode()).hexdigest()[:16]}"
+    folder = cache_folder() / f"streamed-{sha256(f'{name}/{sorted(options.items())}'.encode()).hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
     done = len(list(folder.glob("*.parquet"))) * STREAM_CHUNK
     with _explain_errors(name) as datasets:
@@ -85,7 +86,7 @@ def _load_stream(name: str, options: dict[str, str], cache: Path) -> "dict[str, 
             datasets.Dataset.from_list(rows, features=stream.features).to_parquet(str(partial))
             os.replace(partial, folder / f"{done:09d}.parquet")
             done += STREAM_CHUNK
-    return _load_parquet([str(part) for part in sorted(folder.glob("*.parquet"))], cache)
+    return _load_parquet([str(part) for part in sorted(folder.glob("*.parquet"))])
 
 
 @contextmanager
@@ -104,15 +105,15 @@ def _explain_errors(name: str) -> Iterator[Any]:
         raise ValueError(f"{name} cannot be loaded by `datasets`: {detail[0]}") from None
 
 
-def _listing(splits: "dict[str, Dataset]", name: str, config: DataConfig, cache: Path) -> Listing:
+def _listing(splits: "dict[str, Dataset]", name: str, config: DataConfig) -> Listing:
     named = splits.items() if len(splits) > 1 else [("", data) for data in splits.values()]
-    return Listing(".", (row for split, data in named for row in _rows(data, name, split, config, cache)))
+    return Listing(".", (row for split, data in named for row in _rows(data, name, split, config)))
 
 
-def _rows(data: "Dataset", name: str, split: str, config: DataConfig, cache: Path) -> Iterator[Row | BadRow]:
+def _rows(data: "Dataset", name: str, split: str, config: DataConfig) -> Iterator[Row | BadRow]:
     import datasets
 
-    data, features = _materialize(data, cache), dict(data.features)
+    data, features = _materialize(data), dict(data.features)
     schema, requested = data.data.schema, config.image_column
     images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
     images += [c for c in data.column_names if c not in images and holds_images(schema.field(c).type)]
@@ -147,7 +148,7 @@ def _caption_labels(values: dict[str, Any], labels: dict[str, list[str]], templa
     return values
 
 
-def _materialize(data: "Dataset", cache: Path) -> "Dataset":
+def _materialize(data: "Dataset") -> "Dataset":
     """The same rows in Arrow files that hold no others: a slice of a split is written to the cache."""
     import datasets
 
@@ -157,21 +158,14 @@ def _materialize(data: "Dataset", cache: Path) -> "Dataset":
             rows += sum(batch.num_rows for batch in pa.ipc.open_stream(source))
     if data.cache_files and rows == len(data) and data._indices is None:
         return data
-    folder = cache / "datasets" / f"rows-{data._fingerprint}"
+    folder = cache_folder() / "datasets" / f"rows-{data._fingerprint}"
     if not folder.exists():
         data.save_to_disk(folder)
     return datasets.Dataset.load_from_disk(str(folder))
 
 
-class ByteRange(NamedTuple):
-    file: str
-    offset: int
-    length: int
-    path: str | None
-
-
-def _byte_ranges(data: "Dataset", column: str) -> Iterator[ByteRange]:
-    """Where the bytes of each image are in the Arrow files."""
+def _byte_ranges(data: "Dataset", column: str) -> Iterator[tuple[str, int, int, str | None]]:
+    """Where the bytes of each image are in the Arrow files: file, offset, length; and the image's own path."""
     for file in (cached["filename"] for cached in data.cache_files):
         with pa.memory_map(file) as source:
             file_address = source.read_buffer().address
@@ -183,9 +177,8 @@ def _byte_ranges(data: "Dataset", column: str) -> Iterator[ByteRange]:
                     chunk, paths = fields["bytes"], fields["path"].to_pylist() if "path" in fields else paths
                 _, offsets, values = chunk.buffers()
                 dtype = np.int64 if pa.types.is_large_binary(chunk.type) else np.int32
-                ends = np.frombuffer(offsets, dtype)[chunk.offset : chunk.offset + len(chunk) + 1].astype(np.int64)
+                stop = chunk.offset + len(chunk) + 1
+                ends = np.frombuffer(offsets, dtype)[chunk.offset : stop].astype(np.int64)
                 start = values.address - file_address if values else 0
-                for offset, length, path in zip(
-                    (start + ends[:-1]).tolist(), np.diff(ends).tolist(), paths, strict=False
-                ):
-                    yield ByteRange(file, offset, length, path)
+                offsets, lengths = (start + ends[:-1]).tolist(), np.diff(ends).tolist()
+                yield from zip(repeat(file), offsets, lengths, paths, strict=False)

@@ -6,12 +6,13 @@ Rows that name the same image become one entry with several captions. A million 
 import json
 import os
 import stat
+import time
 from array import array
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +21,8 @@ from PIL import Image
 
 from m1clip.config import DataConfig
 from m1clip.data.decode import MAX_BYTES, BadImage, decode
-from m1clip.data.download import download
 from m1clip.data.rows import Advance, BadRow, BadRows, Listing, Row, normalize_split
+from m1clip.files import cache_folder
 
 RowIndices = NDArray[np.int64]
 ARROW_BATCH = 8192
@@ -29,6 +30,7 @@ SPLIT_CODES = {"": 0, "train": 1, "val": 2, "test": 3, "unlisted": 4, "unknown":
 NUMBERS = {"offset": pa.int64(), "length": pa.int64(), "line": pa.int32()}
 CODES = {"container": pa.int32(), "table": pa.int32(), "split": pa.int8()}
 SCHEMA = pa.schema({"image": pa.string(), **NUMBERS, **CODES, "captions": pa.list_(pa.string())})
+TIMEOUT_S, ATTEMPTS = 20, 2  # of downloads
 
 
 class IndexWriter:
@@ -67,8 +69,8 @@ class IndexWriter:
 
     def _record_batch(self, rows: Sequence[Row]) -> pa.RecordBatch:
         columns = {name: [getattr(row, name) for row in rows] for name in ("image", *NUMBERS, "captions")}
-        columns["container"] = [self.containers.setdefault(row.container, len(self.containers)) for row in rows]
-        columns["table"] = [self.tables.setdefault(row.table, len(self.tables)) for row in rows]
+        for name, numbers in (("container", self.containers), ("table", self.tables)):
+            columns[name] = [numbers.setdefault(getattr(row, name), len(numbers)) for row in rows]
         columns["split"] = [SPLIT_CODES[normalize_split(row.split) if row.split else ""] for row in rows]
         return pa.record_batch([pa.array(columns[field.name], field.type) for field in SCHEMA], SCHEMA)
 
@@ -119,7 +121,8 @@ class IndexWriter:
             identity.update("\n".join([*columns["image"], *batch["captions"].flatten().to_pylist()]).encode())
             fingerprint.update(batch["offset"].to_numpy().tobytes() + batch["length"].to_numpy().tobytes())
             for entry in range(*np.searchsorted(first_rows, (start, start + len(batch)))):
-                image, container, line, table = (column[first_rows[entry] - start] for column in columns.values())
+                i = first_rows[entry] - start
+                image, container, line, table = (column[i] for column in columns.values())
                 stamp = image if container else self._file_stamp(image)
                 if isinstance(stamp, BadRow):
                     usable[entry] = False
@@ -166,15 +169,26 @@ def _group_rows(keys: RowIndices) -> tuple[RowIndices, RowIndices]:
     return order, np.append(starts, len(order))
 
 
+class IndexFiles(NamedTuple):
+    table: pa.Table
+    order: RowIndices  # rows of the table, grouped by image
+    starts: RowIndices  # position in `order` of each image's first row, and the end
+    facts: dict[str, Any]
+
+
+@lru_cache
+def open_index(folder: Path) -> IndexFiles:
+    table = pa.ipc.open_file(pa.memory_map(str(folder / "rows.arrow"))).read_all()
+    order, starts = (np.load(folder / name, mmap_mode="r") for name in ("order.npy", "starts.npy"))
+    return IndexFiles(table, order, starts, json.loads((folder / "facts.json").read_text()))
+
+
 class IndexedPairs:
-    """All or some images of an index. Each process opens the files itself."""
+    """All or some images of an index."""
 
     def __init__(self, folder: Path, rows: RowIndices | None = None):
         self.folder = folder
-        self.rows = np.arange(len(self._starts) - 1) if rows is None else rows
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "rows": self.rows}
+        self.rows = np.arange(len(open_index(folder).starts) - 1) if rows is None else rows
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -183,64 +197,49 @@ class IndexedPairs:
         return IndexedPairs(self.folder, self.rows[rows])
 
     @property
+    def _index(self) -> IndexFiles:
+        return open_index(self.folder)  # in a worker process, the files are opened again
+
+    @property
     def fingerprint(self) -> str:
-        return f"{self._facts['fingerprint']}/{blake2b(self.rows.tobytes(), digest_size=8).hexdigest()}"
+        return f"{self._index.facts['fingerprint']}/{blake2b(self.rows.tobytes(), digest_size=8).hexdigest()}"
 
     @property
     def identity(self) -> str:
-        return f"{self._facts['identity']}/{blake2b(self.rows.tobytes(), digest_size=8).hexdigest()}"
-
-    @cached_property
-    def _facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = json.loads((self.folder / "facts.json").read_text())
-        return facts
-
-    @cached_property
-    def _table(self) -> pa.Table:
-        return pa.ipc.open_file(pa.memory_map(str(self.folder / "rows.arrow"))).read_all()
-
-    @cached_property
-    def _order(self) -> RowIndices:
-        order: RowIndices = np.load(self.folder / "order.npy", mmap_mode="r")
-        return order
-
-    @cached_property
-    def _starts(self) -> RowIndices:
-        starts: RowIndices = np.load(self.folder / "starts.npy", mmap_mode="r")
-        return starts
+        return f"{self._index.facts['identity']}/{blake2b(self.rows.tobytes(), digest_size=8).hexdigest()}"
 
     def column(self, name: str) -> NDArray[Any]:
         """A column of numbers, one value per image."""
-        values: NDArray[Any] = self._table[name].to_numpy()
-        return values[self._order[self._starts[self.rows]]]
+        values: NDArray[Any] = self._index.table[name].to_numpy()
+        return values[self._index.order[self._index.starts[self.rows]]]
 
     def _cell(self, name: str, row: int) -> Any:
         chunk, offset = divmod(int(row), ARROW_BATCH)
-        return self._table[name].chunk(chunk)[offset].as_py()
+        return self._index.table[name].chunk(chunk)[offset].as_py()
 
     def value(self, name: str, index: int) -> Any:
-        return self._cell(name, self._order[self._starts[self.rows[index]]])
+        return self._cell(name, self._index.order[self._index.starts[self.rows[index]]])
 
     def captions(self, index: int) -> list[str]:
-        start, end = self._starts[self.rows[index] : self.rows[index] + 2]
-        return [caption for row in self._order[start:end] for caption in self._cell("captions", row)]
+        start, end = self._index.starts[self.rows[index] : self.rows[index] + 2]
+        return [caption for row in self._index.order[start:end] for caption in self._cell("captions", row)]
 
     def location(self, index: int) -> str:
-        image, line, container = (self.value(name, index) for name in ("image", "line", "container"))
+        image, line, table, container = (self.value(name, index) for name in ("image", "line", "table", "container"))
         if line:
-            return f"{self._facts['tables'][self.value('table', index)]} line {line} ({image})"
+            return f"{self._index.facts['tables'][table]} line {line} ({image})"
         if container:
-            return f"{self._facts['containers'][container]}: {image}"
-        return os.path.join(str(self._facts["root"]), image)
+            return f"{self._index.facts['containers'][container]}: {image}"
+        return os.path.join(str(self._index.facts["root"]), image)
 
     def read(self, index: int) -> bytes:
         """The undecoded image file."""
-        image, container = (
-            self.value("image", index),
-            self._facts["containers"][self.value("container", index)],
-        )
+        image, facts = self.value("image", index), self._index.facts
         try:
-            path = container or (download(image) if "://" in image else os.path.join(self._facts["root"], image))
+            local = os.path.join(facts["root"], image)
+            path = facts["containers"][self.value("container", index)] or (
+                download_image(image) if "://" in image else local
+            )
             with open(path, "rb") as file:
                 size = self.value("length", index) or os.fstat(file.fileno()).st_size
                 if size > MAX_BYTES:
@@ -254,3 +253,39 @@ class IndexedPairs:
 
     def image(self, index: int, min_size: int = 0) -> Image.Image:
         return decode(self.read(index), min_size)
+
+
+def download_image(url: str) -> Path:
+    """The file of a URL, downloaded once and kept in the cache."""
+    path = cache_folder() / "downloads" / blake2b(url.encode(), digest_size=32).hexdigest()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(_fetch(url))
+        os.replace(partial, path)
+    return path
+
+
+def _fetch(url: str) -> bytes:
+    """The body of a response, limited in size and time; redirects are followed to http and https only."""
+    import httpx2 as httpx
+
+    headers, reason = {"User-Agent": "m1clip", "Accept-Encoding": "identity"}, ""
+    for _ in range(ATTEMPTS):
+        data, deadline = b"", time.monotonic() + 3 * TIMEOUT_S
+        try:
+            with httpx.stream("GET", url, follow_redirects=True, timeout=TIMEOUT_S, headers=headers) as response:
+                response.raise_for_status()
+                for part in response.iter_bytes():
+                    data += part
+                    if len(data) > MAX_BYTES:
+                        raise BadImage("refused", f"the response is larger than {MAX_BYTES:,} bytes")
+                    if time.monotonic() > deadline:
+                        raise httpx.ReadTimeout(f"it took longer than {3 * TIMEOUT_S} s")
+                return data
+        except httpx.HTTPStatusError as error:
+            status = f"{error.response.status_code} {error.response.reason_phrase}"
+            raise BadImage("missing file", f"{url[:80]} answers {status}") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            reason = " ".join(str(error).split())
+    raise BadImage("missing file", f"{url[:80]} cannot be downloaded ({reason})")

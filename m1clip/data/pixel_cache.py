@@ -14,6 +14,7 @@ from errno import ENOSPC
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from stat import S_ISREG
 from tempfile import mkdtemp
 from typing import Any
 
@@ -22,8 +23,8 @@ from numpy.typing import NDArray
 
 from m1clip import images
 from m1clip.data import decode
-from m1clip.data.rows import Advance, BadRow, PairDataset
-from m1clip.data.workers import decode_rows, map_chunks, row_chunks
+from m1clip.data.rows import Advance, BadImages, PairDataset
+from m1clip.data.workers import Decoded, decode_rows, map_chunks, row_chunks
 from m1clip.files import cache_folder, read_jsonl
 from m1clip.format import file_size
 from m1clip.images import Pixels
@@ -31,15 +32,15 @@ from m1clip.images import Pixels
 CHUNK_ROWS = 256
 PREFIXES = ("pixels-", "index-", "content-", "features-")  # cache entries that can be built again
 RESERVED_BYTES = 1e9  # never used of a disk, or a twentieth of a small one
-RETRIED = ("HEIC", "missing file", "cannot be read")
-"""Kinds of bad rows whose cause may be gone by the next run."""
+RETRIED = ("HEIC", "missing file", "cannot be read")  # kinds whose cause may be gone by the next run
 Notes = dict[Any, Any]
+Produce = Callable[[list[range]], Iterable[tuple[bytes, Notes]]]
 
 
 class RowStore:
     """Rows of equal size in one file, written chunk by chunk.
 
-    A journal has the checksum of each chunk: an interrupted build continues, and damage is found and repaired.
+    A journal has the checksum of each chunk: an interrupted build continues, and damage is repaired.
     """
 
     def __init__(self, folder: Path, rows: int, row_bytes: int):
@@ -52,13 +53,7 @@ class RowStore:
         written = self.data.stat().st_size if self.data.exists() else 0
         return max(0, self.rows * self.row_bytes - written)
 
-    def build(
-        self,
-        produce: Callable[[list[range]], Iterable[tuple[bytes, Notes]]],
-        max_bytes: float,
-        progress: Advance,
-        contents: str = "decoded images",
-    ) -> bool:
+    def build(self, produce: Produce, max_bytes: float, progress: Advance, contents: str = "decoded images") -> bool:
         """Verify what exists and produce the missing chunks; False if a cache of `max_bytes` is too small."""
         self._lock_folder()
         try:
@@ -109,7 +104,7 @@ class RowStore:
         """Whether an intact chunk need not be produced again."""
         return True
 
-    def _complete(self, produce: Callable[[list[range]], Iterable[tuple[bytes, Notes]]], progress: Advance) -> None:
+    def _complete(self, produce: Produce, progress: Advance) -> None:
         intact = self._intact_chunks(progress)
         missing = [k for k in range(len(self.chunks)) if k not in intact]
         if not missing:
@@ -151,7 +146,7 @@ class PixelCache(RowStore):
     """All images of a dataset, decoded at one size."""
 
     def __init__(self, pairs: PairDataset, image_size: int):
-        self.pairs, self.image_size = pairs, image_size
+        self.image_size = image_size
         # The key includes the decoding code: other code makes other pixels.
         code = "".join(Path(str(module.__file__)).read_text() for module in (images, decode))
         key = sha256(f"{pairs.fingerprint}/{len(pairs)}/{image_size}/{code}".encode()).hexdigest()[:16]
@@ -163,9 +158,9 @@ class PixelCache(RowStore):
     def pixels(self) -> Pixels:
         return self.memmap(np.uint8, self.image_size, self.image_size, 3)
 
-    def bad_rows(self) -> dict[int, BadRow]:
-        bad = {int(row): note for entry in self.entries().values() for row, note in entry["notes"].items()}
-        return {row: BadRow(kind, self.pairs.location(row), reason) for row, (kind, reason) in sorted(bad.items())}
+    def bad_images(self) -> BadImages:
+        notes = (note for entry in self.entries().values() for note in entry["notes"].items())
+        return dict(sorted((int(row), tuple(reason)) for row, reason in notes))
 
 
 def build_pixel_cache(
@@ -183,20 +178,16 @@ def build_pixel_cache(
     return cache if cache.build(produce, max_gb * 1e9, progress) else None
 
 
-def decode_to_memory(
-    pairs: PairDataset, image_size: int, workers: int, progress: Advance
-) -> tuple[Pixels, dict[int, BadRow]]:
-    pixels, bad = list[Pixels](), dict[int, BadRow]()
-    for chunk in map_chunks(partial(decode_rows, pairs, image_size), row_chunks(len(pairs), CHUNK_ROWS), workers):
+def decode_to_memory(pairs: PairDataset, image_size: int, workers: int, progress: Advance) -> Decoded:
+    pixels, bad, rows = list[Pixels](), BadImages(), row_chunks(len(pairs), CHUNK_ROWS)
+    for chunk in map_chunks(partial(decode_rows, pairs, image_size), rows, workers):
         pixels.append(chunk.pixels)
-        bad |= {row: BadRow(kind, pairs.location(row), reason) for row, (kind, reason) in chunk.bad.items()}
+        bad |= chunk.bad
         progress(len(chunk.pixels))
-    return np.concatenate(pixels), bad
+    return Decoded(np.concatenate(pixels), bad)
 
 
 # Disk space. A process holds a lock on every entry that it uses.
-
-
 def free_space(needed: int, max_bytes: float, keep: Path, contents: str) -> bool:
     """Remove the oldest unused entries until `needed` bytes fit; False if the cache limit is too small.
 
@@ -204,8 +195,9 @@ def free_space(needed: int, max_bytes: float, keep: Path, contents: str) -> bool
     """
     folder = cache_folder()
     entries = [path for path in folder.iterdir() if path.name.startswith(PREFIXES)]
-    entries.sort(key=_modified_at)
-    sizes = {entry: _disk_usage(entry) for entry in entries}
+    files = {entry: _file_stats(entry) for entry in entries}
+    entries.sort(key=lambda entry: files[entry][0].st_mtime if files[entry] else 0.0)
+    sizes = {entry: sum(file.st_size for file in files[entry] if S_ISREG(file.st_mode)) for entry in entries}
     locks = {entry: _try_lock(entry) for entry in entries if entry != keep}
     unused = [entry for entry, lock in locks.items() if lock is not None]
     used = sum(sizes.values())
@@ -217,8 +209,9 @@ def free_space(needed: int, max_bytes: float, keep: Path, contents: str) -> bool
             _remove(entry)
             used -= sizes[entry]
     finally:
-        for lock in filter(None, locks.values()):
-            os.close(lock)
+        for lock in locks.values():
+            if lock is not None:
+                os.close(lock)
     if needed > (free := free_bytes(folder)):
         raise OSError(
             f"{folder} has {file_size(max(0, free))} free, the {contents} need {file_size(needed)}; "
@@ -251,25 +244,17 @@ def explain_full_disk(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno == ENOSPC or "No space left" in str(error):
-            raise OSError(
-                f"the disk of {folder.parent} is full; set M1CLIP_CACHE to a folder on another disk"
-            ) from None
+            raise OSError(f"the disk of {folder.parent} is full; set M1CLIP_CACHE to another disk") from None
         raise
 
 
-def _modified_at(path: Path) -> float:
-    try:
-        return path.lstat().st_mtime
-    except FileNotFoundError:  # removed by another process
-        return 0.0
-
-
-def _disk_usage(path: Path) -> int:
-    total = 0
+def _file_stats(path: Path) -> list[os.stat_result]:
+    """Of the entry and everything below it that another process does not remove meanwhile."""
+    stats = []
     for file in (path, *path.rglob("*")):
         with suppress(FileNotFoundError):
-            total += 0 if file.is_dir() else file.lstat().st_size
-    return total
+            stats.append(file.lstat())
+    return stats
 
 
 def _try_lock(path: Path) -> int | None:

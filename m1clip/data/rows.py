@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 from PIL import Image
 
+from m1clip.format import percent
+
 MAX_CAPTION_BYTES = 1_000_000  # captions of one image
 MAX_EXAMPLES = 10_000  # bad rows that are listed; further ones are only counted
 SPLIT_WORDS = {
@@ -35,15 +37,9 @@ class PairDataset(Protocol):
     """Images and captions by row; light enough to be sent to a worker process."""
 
     @property
-    def fingerprint(self) -> str:
-        """Changes with the images or their order: the key of cached pixels."""
-        ...
-
+    def fingerprint(self) -> str: ...  # of the images and their order: the key of cached pixels
     @property
-    def identity(self) -> str:
-        """Changes with the pairs or their order: a resumed run compares it."""
-        ...
-
+    def identity(self) -> str: ...  # of the pairs and their order: compared when a run is resumed
     def __len__(self) -> int: ...
     def image(self, index: int, min_size: int = 0) -> Image.Image: ...
     def captions(self, index: int) -> Sequence[str]: ...
@@ -93,6 +89,10 @@ class Row(NamedTuple):
         return self if captions == self.captions else self._replace(captions=captions)
 
 
+BadImages = dict[int, tuple[str, str]]
+"""Kind and reason of the images that cannot be decoded, by row."""
+
+
 class Listing(NamedTuple):
     root: str
     rows: Iterator[Row | BadRow]
@@ -120,6 +120,10 @@ class BadRows:
         if len(self.examples) < MAX_EXAMPLES:
             self.examples.append(row)
 
+    def add_images(self, pairs: PairDataset, bad: BadImages) -> None:
+        for row, (kind, reason) in bad.items():
+            self.add(BadRow(kind, pairs.location(row), reason), image=True)
+
     def __add__(self, other: "BadRows") -> "BadRows":
         return BadRows(
             self.rows + other.rows,
@@ -141,23 +145,17 @@ class BadRows:
         return f"{len(self):,} of {self.rows:,} rows are unusable ({kinds}), such as {first}"
 
     def record(self, examples: int = MAX_EXAMPLES) -> dict[str, Any]:
-        """As JSON."""
-        listed = [row._asdict() for row in self.examples[:examples]]
-        kinds = dict(self.counts.most_common())
+        listed, kinds = [row._asdict() for row in self.examples[:examples]], dict(self.counts.most_common())
         return {"count": len(self), "fraction": self.fraction, "kinds": kinds, "examples": listed}
 
     def require_at_most(self, max_fraction: float) -> None:
         if self.fraction > max_fraction:
-            raise ValueError(f"{self}; --max-bad-rows allows {max_fraction:.2%}. `m1clip data check` lists all of them")
+            raise ValueError(f"{self}; --max-bad-rows allows {percent(max_fraction)}, `m1clip data check` lists all")
 
 
 def is_utf8(text: str) -> bool:
     """Whether a text that was decoded with surrogateescape was valid UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)
 
 
 @lru_cache

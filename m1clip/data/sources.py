@@ -1,28 +1,22 @@
-"""A --data spec to sources: which files it names, how they are listed and split. No torch."""
+"""A --data spec to sources of pairs, split into train, val and test. No torch."""
 
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from glob import glob
 from hashlib import blake2b
-from pathlib import Path
 
 import numpy as np
-from braceexpand import braceexpand
 from numpy.typing import NDArray
 
 from m1clip.config import DataConfig
-from m1clip.data import caption_datasets, folders, hf_datasets, tables, webdataset
 from m1clip.data.decode import BadImage
 from m1clip.data.index import SPLIT_CODES, IndexedPairs, IndexWriter, RowIndices
 from m1clip.data.pixel_cache import explain_full_disk, temporary_cache
-from m1clip.data.rows import BadRows, Listing, PairDataset, ProgressFactory, no_progress
-from m1clip.data.synthetic.scenes import SyntheticScenes
+from m1clip.data.rows import BadRows, PairDataset, ProgressFactory, no_progress
 from m1clip.data.workers import row_chunks
 from m1clip.files import cache_folder
-from m1clip.format import did_you_mean
 
 SCHEMES = ("synthetic", "coco", "flickr30k", "flickr8k", "hf")
 MAX_VAL = 5000  # validation images of a dataset's own split that are used, unless --val-size asks for more
@@ -80,6 +74,8 @@ def _exists(spec: str) -> bool:
 def _open_source(spec: str, weight: float, config: DataConfig, progress: ProgressFactory) -> Source:
     if spec.partition(":")[0] == "synthetic":
         return _open_synthetic(spec, weight, config)
+    from m1clip.data.readers import list_rows  # here, because synthetic data needs no readers
+
     bad_rows, folder = BadRows(), temporary_cache("index-")
     with progress(f"listing {spec}", None) as advance, explain_full_disk(folder):
         IndexWriter(list_rows(spec, config), config, bad_rows).write(folder, advance)
@@ -94,67 +90,14 @@ def _open_source(spec: str, weight: float, config: DataConfig, progress: Progres
 
 
 def _open_synthetic(spec: str, weight: float, config: DataConfig) -> Source:
+    from m1clip.data.synthetic.scenes import SyntheticScenes
+
     size = spec.partition(":")[2]
     if size and not size.isdecimal():
         raise ValueError(f"in {spec!r}, {size!r} must be a whole number of scenes")
     train = SyntheticScenes(int(size or 12000), config.seed)
     val = SyntheticScenes(SYNTHETIC_VAL if config.val_size == "auto" else config.val_size, config.seed, "val")
-    return Source(spec, weight, train, train, val, None, BadRows(), "combinations that never occur in training")
-
-
-def list_rows(spec: str, config: DataConfig) -> Listing:
-    scheme, colon, path = spec.partition(":")
-    if not colon or scheme not in SCHEMES:
-        return _list_paths(expand_paths(spec), config)
-    if scheme == "hf":
-        return hf_datasets.list_dataset(path, config, cache_folder())
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{spec} needs the folder of {scheme}; there is no folder {path!r}")
-    if scheme == "coco":
-        return caption_datasets.list_coco(folder)
-    return caption_datasets.list_flickr(folder, scheme, config)
-
-
-def _list_paths(paths: list[Path], config: DataConfig) -> Listing:
-    """Shards, and Parquet files that contain images, are listed together; other paths one by one."""
-    suffixes = {path.suffix.lower() for path in paths if path.is_file()}
-    if suffixes == {".tar"} and not any(path.is_dir() for path in paths):
-        return webdataset.list_shards(paths)
-    if suffixes == {".parquet"} and tables.contains_images(paths[0]):
-        return hf_datasets.list_parquet(paths, config, cache_folder())
-    return folders.join_listings([_list_path(path, config) for path in paths])
-
-
-def _list_path(path: Path, config: DataConfig) -> Listing:
-    suffix = path.suffix.lower()
-    if path.is_dir():
-        for pattern in ("*.tar", "*.parquet", "data/*.parquet"):
-            if files := sorted(path.glob(pattern)):
-                return _list_paths(files, config)
-        if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
-            return hf_datasets.list_dataset(str(path), config, cache_folder())
-        return folders.list_folder(path, config)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    if suffix in (".txt", ".token"):
-        return caption_datasets.list_text_file(path, config)
-    if suffix not in tables.TABLE_SUFFIXES:
-        formats = ", ".join(tables.TABLE_SUFFIXES)
-        raise ValueError(f"{path} cannot be read; expected a folder, {formats} or uncompressed .tar shards")
-    listing = caption_datasets.list_json(path) if suffix == ".json" else None
-    return listing or tables.list_table(path, config)
-
-
-def expand_paths(spec: str) -> list[Path]:
-    """The files of a path that may contain {000..099} or *."""
-    spec = os.path.expanduser(spec)
-    names = [spec] if os.path.exists(spec) else list(braceexpand(spec))
-    names = [path for name in names for path in (sorted(glob(name)) if "*" in name else [name])]
-    if not any(map(os.path.exists, names)):
-        hint = f"; {did_you_mean(spec.partition(':')[0], SCHEMES)}" if ":" in spec else ""
-        raise FileNotFoundError(f"no data source {spec!r}: there is no such file or folder{hint}")
-    return [Path(name) for name in names]
+    return Source(spec, weight, train, train, val, None, BadRows(), "combinations not in training")
 
 
 def split_rows(
@@ -227,13 +170,10 @@ def _remove_val_images(sources: list[Source], progress: ProgressFactory) -> list
     hashes = {spec: content_hashes(pairs, progress) for spec, pairs in indexed.items()}
     splits = ((source.spec, pairs) for source in sources for pairs in (source.val, source.test))
     held_out = [hashes[spec][pairs.rows] for spec, pairs in splits if isinstance(pairs, IndexedPairs)]
-    return [_without(source, hashes, np.concatenate(held_out)) for source in sources]
-
-
-def _without(source: Source, hashes: dict[str, NDArray[np.uint64]], held_out: NDArray[np.uint64]) -> Source:
-    if not isinstance(source.train, IndexedPairs):
-        return source
-    rows = np.flatnonzero(~np.isin(hashes[source.spec][source.train.rows], held_out))
-    if not len(rows):
-        raise ValueError(f"every training image of {source.spec} is a validation image of another source")
-    return replace(source, train=source.train.take(rows))
+    for i, source in enumerate(sources):
+        if isinstance(source.train, IndexedPairs):
+            rows = np.flatnonzero(~np.isin(hashes[source.spec][source.train.rows], np.concatenate(held_out)))
+            if not len(rows):
+                raise ValueError(f"every training image of {source.spec} is a validation image of another source")
+            sources[i] = replace(source, train=source.train.take(rows))
+    return sources

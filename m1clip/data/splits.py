@@ -1,27 +1,21 @@
-"""Train and validation splits of a run: pairs of one or several sources, with cached or on-the-fly images. No torch."""
+"""Train and validation splits of a run: pairs of its sources, with cached or on-the-fly images. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from m1clip.config import DataConfig
 from m1clip.data.index import IndexedPairs, RowIndices
 from m1clip.data.pixel_cache import build_pixel_cache, decode_to_memory
-from m1clip.data.rows import BadRow, BadRows, PairDataset, ProgressFactory, no_progress
+from m1clip.data.rows import BadRows, PairDataset, ProgressFactory, no_progress
 from m1clip.data.sources import Source, validation_subset
 from m1clip.data.workers import WorkerPool, decode_rows
 from m1clip.images import Pixels
 
 SHUFFLE_WINDOW = 10_000  # rows; on the fly, shards are read nearly in sequence
-
-
-class ImageStore(Protocol):
-    def take(self, rows: RowIndices) -> tuple[RowIndices, Pixels]:
-        """Images (B, H, W, 3) and their rows: a row that cannot be decoded is replaced by another one."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -50,9 +44,8 @@ class OnTheFlyImages:
             results = self.pool.map([rows[chunk].tolist() for chunk in chunks])
             for chunk, decoded in zip(chunks, results, strict=True):
                 pixels[chunk] = decoded.pixels
-                for row, (kind, reason) in decoded.bad.items():
-                    self.bad.add(row)
-                    self.bad_rows.add(BadRow(kind, self.pairs.location(row), reason), image=True)
+                self.bad.update(decoded.bad)
+                self.bad_rows.add_images(self.pairs, decoded.bad)
             self.bad_rows.require_at_most(self.max_bad_rows)
             todo = np.flatnonzero(np.isin(rows, list(self.bad)))
             rows[todo] = [self._next_good(int(row)) for row in rows[todo]]
@@ -73,7 +66,7 @@ class SplitPart:
     pairs: PairDataset
     rows: RowIndices
     """Usable rows of `pairs`."""
-    images: ImageStore
+    images: CachedImages | OnTheFlyImages
     weight: float = 1.0
 
     @property
@@ -81,7 +74,7 @@ class SplitPart:
         return round(self.weight * len(self.rows))
 
     def shuffled(self, rng: np.random.Generator) -> RowIndices:
-        """A random order. For shards that are read on the fly: shards in random order, rows within a window."""
+        """A random order; shards that are read on the fly are shuffled, and their rows within a window."""
         count = len(self.rows)
         if not (isinstance(self.images, OnTheFlyImages) and isinstance(self.pairs, IndexedPairs)):
             return rng.permutation(count)
@@ -196,10 +189,10 @@ def open_splits(
     A resumed run passes `on_the_fly` of its data.json, one flag per source: the order of rows depends on it.
     """
     bad_rows = sum((source.bad_rows for source in sources), BadRows())
-    max_gb = [{True: 0.0, False: float("inf")}[flag] for flag in on_the_fly] or [config.cache_gb] * len(sources)
+    limits = [0.0 if flag else float("inf") for flag in on_the_fly] or [config.cache_gb] * len(sources)
     train = [
-        _open_part(source.train, stored_size, config, bad_rows, progress, gb, source.weight)
-        for source, gb in zip(sources, max_gb, strict=True)
+        _open_part(source.train, stored_size, config, bad_rows, progress, max_gb, source.weight)
+        for source, max_gb in zip(sources, limits, strict=True)
     ]
     val_pairs = [validation_subset(source.val, config) for source in sources]
     val = open_eval_split(val_pairs, image_size, config, bad_rows, progress)
@@ -207,23 +200,18 @@ def open_splits(
     if not all(len(part.rows) for part in (*train, *val.parts)):
         raise ValueError(f"{config.data}: a split has no image that can be decoded; see `m1clip data check`")
     facts = {"split": "; ".join(dict.fromkeys(source.split_reason for source in sources))}
-    uncached = [isinstance(part.images, OnTheFlyImages) for part in train]
-    if any(uncached):
-        specs = ", ".join(source.spec for source, flag in zip(sources, uncached, strict=True) if flag)
-        facts["images"] = f"{specs} decoded on the fly: above --cache-gb {config.cache_gb:g}"
+    parts = zip(sources, train, strict=True)
+    if uncached := [source.spec for source, part in parts if isinstance(part.images, OnTheFlyImages)]:
+        facts["images"] = f"{', '.join(uncached)} decoded on the fly: above --cache-gb {config.cache_gb:g}"
     return Splits(Split(train), val, bad_rows, facts)
 
 
 def open_eval_split(
-    pairs: Sequence[PairDataset],
-    image_size: int,
-    config: DataConfig,
-    bad_rows: BadRows,
-    progress: ProgressFactory = no_progress,
+    pairs: Sequence[PairDataset], image_size: int, config: DataConfig, bad_rows: BadRows, progress: ProgressFactory
 ) -> Split:
     """One split of several datasets, cached, or decoded to memory if the cache limit is too small."""
-    open_part = partial(_open_part, image_size=image_size, config=config, bad_rows=bad_rows, progress=progress)
-    return Split([open_part(dataset, max_gb=config.cache_gb, in_memory=True) for dataset in pairs])
+    settings = (image_size, config, bad_rows, progress, config.cache_gb)
+    return Split([_open_part(dataset, *settings, in_memory=True) for dataset in pairs])
 
 
 def _open_part(
@@ -236,16 +224,14 @@ def _open_part(
     weight: float = 1.0,
     in_memory: bool = False,
 ) -> SplitPart:
-    """Cached images; if the cache limit is too small, decoded to memory or on the fly."""
     with progress("decoding images", len(pairs)) as advance:
         if cache := build_pixel_cache(pairs, image_size, max_gb, config.workers, advance):
-            pixels, bad = cache.pixels(), cache.bad_rows()
+            pixels, bad = cache.pixels(), cache.bad_images()
         elif in_memory:
             pixels, bad = decode_to_memory(pairs, image_size, config.workers, advance)
         else:
             images = OnTheFlyImages(pairs, image_size, config.workers, config.max_bad_rows)
             return SplitPart(pairs, np.arange(len(pairs)), images, weight)
-    for row in bad.values():
-        bad_rows.add(row, image=True)
+    bad_rows.add_images(pairs, bad)
     good_rows = np.setdiff1d(np.arange(len(pairs)), list(bad)).astype(np.int64)
     return SplitPart(pairs, good_rows, CachedImages(pixels, good_rows), weight)

@@ -1,11 +1,11 @@
-"""Tables of images and captions: .csv, .tsv, .jsonl, .json, .parquet. A broken line affects no other. No torch."""
+"""Tables of images and captions. A broken line affects no other line. No torch."""
 
 import ast
 import csv
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,12 +39,6 @@ class Record(NamedTuple):
     values: dict[str, Any]
 
 
-class Columns(NamedTuple):
-    image: str
-    captions: tuple[str, ...]
-    split: str | None
-
-
 def list_table(path: Path, config: DataConfig) -> Listing:
     """The rows of one table; images are searched for near it."""
     records = READERS[path.suffix.lower()](path)
@@ -52,17 +46,17 @@ def list_table(path: Path, config: DataConfig) -> Listing:
     good = [record for record in head if isinstance(record, Record)]
     if not good:
         raise ValueError(f"{path} has no rows" + (f" that can be read: {head[0]}" if head else ""))
-    columns = guess_columns(path, good, config)
-    root = find_image_root(path, [str(record.values.get(columns.image) or "") for record in good])
-    rows = (item if isinstance(item, BadRow) else _row(path, item, columns) for item in chain(head, records))
+    image_column, caption_columns, split_column = guess_columns(path, good, config)
+    root = find_image_root(path, [str(record.values.get(image_column) or "") for record in good])
+
+    def row(record: Record) -> Row:
+        line, values = record
+        image = _unix_path(str(values.get(image_column) or "").strip())
+        captions = [text for column in caption_columns for text in caption_texts(values.get(column))]
+        return Row(image, captions, line, str(path), str(values.get(split_column) or "") if split_column else "")
+
+    rows = (item if isinstance(item, BadRow) else row(item) for item in chain(head, records))
     return Listing(root, rows)
-
-
-def _row(path: Path, record: Record, columns: Columns) -> Row:
-    image = _unix_path(str(record.values.get(columns.image) or "").strip())
-    captions = [text for column in columns.captions for text in caption_texts(record.values.get(column))]
-    split = str(record.values.get(columns.split) or "") if columns.split else ""
-    return Row(image, captions, record.line, str(path), split)
 
 
 def _unix_path(name: str) -> str:
@@ -72,7 +66,8 @@ def _unix_path(name: str) -> str:
 def caption_texts(value: Any) -> list[str]:
     """One or several captions, from a string, a list, a list written as a string, or objects."""
     if isinstance(value, dict):
-        answer = value.get("value") if value.get("from") in ("gpt", "assistant") else None  # of a conversation
+        # In a conversation, the answer is the caption.
+        answer = value.get("value") if value.get("from") in ("gpt", "assistant") else None
         value = answer or value.get("raw") or value.get("caption") or value.get("text")
     if isinstance(value, list | tuple):
         return [text for item in value for text in caption_texts(item)]
@@ -90,15 +85,14 @@ def caption_texts(value: Any) -> list[str]:
 
 
 # Which column is which: as the flags say, else by usual names, else by contents.
-
-
-def guess_columns(path: Path, records: Sequence[Record], config: DataConfig) -> Columns:
+def guess_columns(path: Path, records: Sequence[Record], config: DataConfig) -> tuple[str, tuple[str, ...], str | None]:
+    """The image column, the caption columns, and the split column, if any."""
     names = _column_names(records)
-    image = _guess_column(path, records, names, "image", config.image_column, IMAGE_COLUMNS, _are_images)
+    image = _guess_column(path, records, names, "image", config.image_column)
     others = [Record(line, {k: v for k, v in values.items() if k != image}) for line, values in records]
     lower = {name.strip().lower(): name for name in reversed(names)}
     split = next((lower[name] for name in SPLIT_COLUMNS if name in lower), None)
-    return Columns(image, guess_caption_columns(path, others, config), split)
+    return image, guess_caption_columns(path, others, config), split
 
 
 def guess_caption_columns(path: Path, records: Sequence[Record], config: DataConfig) -> tuple[str, ...]:
@@ -111,26 +105,19 @@ def guess_caption_columns(path: Path, records: Sequence[Record], config: DataCon
         return sum(len(text.split()) for record in records for text in caption_texts(record.values.get(name)))
 
     names.sort(key=word_count, reverse=True)  # if no name is known, the column with the most words
-    return (_guess_column(path, records, names, "caption", requested, CAPTION_COLUMNS, _are_texts),)
+    return (_guess_column(path, records, names, "caption", requested),)
 
 
 def _column_names(records: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys(name for record in records for name in record.values))
 
 
-def _guess_column(
-    path: Path,
-    records: Sequence[Record],
-    names: Sequence[str],
-    role: str,
-    requested: str,
-    usual: Iterable[str],
-    fits: Callable[[Sequence[Any]], bool],
-) -> str:
+def _guess_column(path: Path, records: Sequence[Record], names: Sequence[str], role: str, requested: str) -> str:
     if requested != "auto":
         if requested not in names:
             raise ValueError(f"{path} has no column {requested!r}; it has {', '.join(map(repr, names))}")
         return requested
+    usual, fits = (IMAGE_COLUMNS, _are_images) if role == "image" else (CAPTION_COLUMNS, _are_texts)
     lower = {name.strip().lower(): name for name in reversed(names)}
     by_name = [lower[name] for name in usual if name in lower]
     fitting = [name for name in names if fits([record.values.get(name) for record in records])]
@@ -164,8 +151,6 @@ def find_image_root(path: Path, images: Sequence[str]) -> str:
 
 
 # Readers, one per format.
-
-
 def read_csv(path: Path, delimiter: str = "") -> Iterator[Record | BadRow]:
     """One record per line. A line that does not fit the header, or lacks a quotation mark, is a bad row."""
     with open(path, "rb") as file:
@@ -237,7 +222,7 @@ def _json_record(number: int, value: Any, location: str) -> Record | BadRow:
     return BadRow("broken line", location, "expected an object in {}")
 
 
-def read_json(path: Path) -> Iterator[Record | BadRow]:
+def read_json_table(path: Path) -> Iterator[Record | BadRow]:
     values = load_json(path)
     if isinstance(values, dict):
         lists = [v for v in values.values() if isinstance(v, list) and v and isinstance(v[0], dict)]
@@ -291,6 +276,6 @@ READERS: dict[str, Callable[[Path], Iterator[Record | BadRow]]] = {
     ".tsv": lambda path: read_csv(path, "\t"),
     ".txt": read_csv,
     ".jsonl": read_json_lines,
-    ".json": read_json,
+    ".json": read_json_table,
     ".parquet": read_parquet,
 }

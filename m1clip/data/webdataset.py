@@ -1,4 +1,4 @@
-"""WebDataset shards: tar files in which the members of a pair share a name. Read in place, never unpacked. No torch."""
+"""WebDataset shards: tar files in which the members of a pair share a name. Never unpacked. No torch."""
 
 import json
 import os
@@ -93,8 +93,9 @@ def _pair(path: Path, tar: tarfile.TarFile, key: str, members: Members) -> Itera
     values = values if isinstance(values, dict) else {}
     caption = caption_texts(values.get("caption") or values.get("text"))
     captions = caption_texts(values.get("captions")) or lines or caption or [""]
-    split = SPLIT_PREFIX.match(path.name)
-    yield Row(image.name, captions, 0, "", split[1] if split else "", str(path), image.offset_data, image.size)
+    prefix = SPLIT_PREFIX.match(path.name)
+    split = prefix[1] if prefix else ""
+    yield Row(image.name, captions, 0, "", split, str(path), image.offset_data, image.size)
 
 
 def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:

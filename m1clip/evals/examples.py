@@ -81,7 +81,7 @@ def largest_errors(results: TopResults, relevance: Relevance, pairs: Split) -> l
         truth, winner = int(relevance.owner_M[m]), int(results.row_MK[m, 0])
         if winner == truth or truth in truths or winner in winners:
             continue
-        if caption_text(m, relevance, pairs) in pairs.captions(winner):
+        if has_caption(pairs, winner, caption_text(m, relevance, pairs)):
             continue
         chosen.append(m)
         truths.add(truth)
@@ -94,10 +94,15 @@ def caption_text(m: int, relevance: Relevance, pairs: Split) -> str:
     return pairs.captions(owner)[m - int(torch.searchsorted(relevance.owner_M, owner))]
 
 
+def has_caption(pairs: Split, row: int, text: str) -> bool:
+    """Compared as Relevance does: without case and outer spaces."""
+    return text.strip().lower() in (caption.strip().lower() for caption in pairs.captions(row))
+
+
 def query_record(m: int, results: TopResults, relevance: Relevance, pairs: Split) -> dict[str, Any]:
     truth, text = int(relevance.owner_M[m]), caption_text(m, relevance, pairs)
     top = [
-        {"row": row, "score": round(score, 4), "same_caption": row != truth and text in pairs.captions(row)}
+        {"row": row, "score": round(score, 4), "same_caption": row != truth and has_caption(pairs, row, text)}
         for row, score in zip(results.row_MK[m].tolist(), results.score_MK[m].tolist(), strict=True)
     ]
     return {

@@ -107,24 +107,21 @@ def retrieval(image_NE: Tensor, text_ME: Tensor, relevance: Relevance | None = N
         # NaN is neither above nor below anything: unnoticed, it would rank first everywhere.
         raise FloatingPointError("the embeddings are not finite; this model is broken")
     relevance = relevance or Relevance.one_to_one(len(image_NE))
-    text_ranks, text_counts = ranks(image_NE, text_ME, relevance.captions_of)
-    image_ranks, image_counts = ranks(text_ME, image_NE, relevance.images_of)
     return Retrieval(
-        direction(text_ranks),
-        direction(image_ranks),
-        chance_direction(len(text_ME), text_counts),
-        chance_direction(len(image_NE), image_counts),
+        direction(ranks(image_NE, text_ME, relevance.captions_of)),
+        direction(ranks(text_ME, image_NE, relevance.images_of)),
+        *chance_scores(relevance),
         len(image_NE),
         len(text_ME),
     )
 
 
-def ranks(query_QE: Tensor, target_TE: Tensor, correct: Callable[[int, int], Tensor]) -> tuple[Tensor, Tensor]:
-    """Rank of the best correct target of each query, from 1, and its number of correct targets.
+def ranks(query_QE: Tensor, target_TE: Tensor, correct: Callable[[int, int], Tensor]) -> Tensor:
+    """Rank of the best correct target of each query, from 1.
 
     Ties share the mean of their ranks: otherwise a collapsed model would have perfect scores.
     """
-    best_ranks, counts = [], []
+    best_ranks = []
     for start in range(0, len(query_QE), CHUNK):
         score_qT = query_QE[start : start + CHUNK] @ target_TE.T
         correct_qT = correct(start, start + CHUNK)
@@ -132,8 +129,7 @@ def ranks(query_QE: Tensor, target_TE: Tensor, correct: Callable[[int, int], Ten
         better_q = ((score_qT > best_q1) & ~correct_qT).sum(1)
         equal_q = ((score_qT == best_q1) & ~correct_qT).sum(1)
         best_ranks.append(1 + better_q + equal_q / 2)
-        counts.append(correct_qT.sum(1))
-    return torch.cat(best_ranks), torch.cat(counts)
+    return torch.cat(best_ranks)
 
 
 def direction(rank_Q: Tensor) -> Direction:
@@ -141,23 +137,42 @@ def direction(rank_Q: Tensor) -> Direction:
     return Direction(r1, r5, r10, rank_Q.quantile(0.5).item())
 
 
+def chance_scores(relevance: Relevance) -> tuple[Direction, Direction]:
+    """Expected scores of a random ranking, image to text and text to image."""
+    images, captions = relevance.images, len(relevance.owner_M)
+    captions_N, images_M = (
+        torch.cat([correct(start, start + CHUNK).sum(1) for start in range(0, queries, CHUNK)])
+        for queries, correct in ((images, relevance.captions_of), (captions, relevance.images_of))
+    )
+    return chance_direction(captions, captions_N), chance_direction(images, images_M)
+
+
 def chance_direction(targets: int, correct_Q: Tensor) -> Direction:
     """Expected scores of a random ranking, for queries with so many correct targets."""
     counts = Counter(correct_Q.tolist())
-    scores = {count: _random_ranking(targets, count) for count in counts}
+    recalls = {count: _random_recalls(targets, count) for count in counts}
+    r1, r5, r10 = (
+        sum(recalls[count][i] * queries for count, queries in counts.items()) / len(correct_Q)
+        for i in range(len(TOP_K))
+    )
+    return Direction(r1, r5, r10, _random_median_rank(targets, counts))
 
-    def mean(values: Callable[[int], float]) -> float:
-        return sum(values(count) * queries for count, queries in counts.items()) / len(correct_Q)
 
-    r1, r5, r10 = (mean(lambda count, i=i: scores[count][i]) for i in range(len(TOP_K)))  # type: ignore[misc]
-    return Direction(r1, r5, r10, mean(lambda count: scores[count][-1]))
-
-
-def _random_ranking(targets: int, correct: int) -> tuple[float, float, float, float]:
-    """R@1, R@5, R@10 and median rank of the first of `correct` among `targets` in random order."""
+def _random_recalls(targets: int, correct: int) -> tuple[float, float, float]:
+    """R@1, R@5 and R@10 of the first of `correct` among `targets` in random order."""
     if correct == 1:
         r1, r5, r10 = (min(1.0, k / targets) for k in TOP_K)
-        return r1, r5, r10, (targets + 1) / 2
+        return r1, r5, r10
     missed = (prod(max(0.0, 1 - correct / (targets - i)) for i in range(min(k, targets))) for k in TOP_K)
     r1, r5, r10 = (1 - probability for probability in missed)
-    return r1, r5, r10, targets * (1 - 0.5 ** (1 / correct)) + 0.5
+    return r1, r5, r10
+
+
+def _random_median_rank(targets: int, counts: Counter[int]) -> float:
+    """Median rank of the first correct target in random order; `counts` has the queries by correct targets."""
+    correct_C, queries_C = torch.tensor([*counts.items()], dtype=torch.float64).T
+    missed_CT = (1 - correct_C[:, None] / torch.arange(targets, 0, -1)).clamp(min=0).cumprod(1)
+    found_T = 1 - queries_C / queries_C.sum() @ missed_CT  # probability that it is among the first 1, 2, 3 …
+    before = int((found_T < 0.5 - 1e-9).sum())
+    is_between = bool(found_T[before] < 0.5 + 1e-9)  # half of the ranks are this or less, half are more
+    return before + (1.5 if is_between else 1.0)

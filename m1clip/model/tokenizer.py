@@ -57,10 +57,7 @@ class Tokenizer:
         if vocab_size < len(alphabet) + 3:
             raise ValueError(f"BPE needs a vocab_size of at least {len(alphabet) + 3}, not {vocab_size}")
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[PAD, START, END],
-            initial_alphabet=alphabet,
-            show_progress=False,
+            vocab_size=vocab_size, special_tokens=[PAD, START, END], initial_alphabet=alphabet, show_progress=False
         )
         core.train_from_iterator(map(clean, islice(captions, BPE_CAPTIONS)), trainer)
         return cls.from_state(json.loads(core.to_str()))

@@ -16,7 +16,7 @@ from m1clip.format import UNKNOWN, duration, number, percent
 from m1clip.monitor import figures
 from m1clip.monitor.curves import chance_level, minutes_at, wilson_interval
 from m1clip.monitor.log import STEP_PHASES, Column, Record, RunView, event_text, flatten, number_or_none
-from m1clip.monitor.terminal_views import gigabytes, timestamp, watt_hours
+from m1clip.monitor.terminal_views import gigabytes, local_time, watt_hours
 
 MAX_ROWS = 24
 
@@ -37,7 +37,7 @@ def write_report(run: RunView, folder: Path) -> Path:
         temperature_figure=figures.draw_temperature(run, folder / "temperature.png") if len(run.log) else None,
         gradients=gradient_flow(run),
         gradients_figure=figures.draw_gradient_flow(run, folder / "gradients.png"),
-        examples=example_queries(run, folder),
+        examples=draw_examples(run, folder),
     )
     return document.write(folder, "report")
 
@@ -140,7 +140,7 @@ def gradient_flow(run: RunView) -> Record | None:
     return {"rows": rows, "first": first, "last": last, "count": len(records), "extremes": extremes}
 
 
-def example_queries(run: RunView, folder: Path) -> Record:
+def draw_examples(run: RunView, folder: Path) -> Record:
     """Queries by group (errors, sample), each group with its figure."""
     retrievals = run.retrievals()
     groups = {}
@@ -228,7 +228,7 @@ def repeat_command(run: RunView) -> str:
 
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(number, percent, duration, gigabytes, watt_hours, timestamp, thousands, event_text, with_interval),
+    *(number, percent, duration, gigabytes, watt_hours, local_time, thousands, event_text, with_interval),
     *(chance_level, wilson_interval, median_range, largest, thin_out, flatten, step_gaps),
     *(step_seconds, elapsed_seconds, seconds_to_score, repeat_command),
 )

@@ -73,12 +73,11 @@ class Monitor(App[None]):
         self.exit(return_code=1)
 
     def compose(self) -> ComposeResult:
-        yield SizedView(lambda width, _: terminal_views.header(self.shown, width), id="header")
+        yield SizedView(lambda width, _: terminal_views.header_view(self.shown, width), id="header")
         yield SizedView(lambda width, _: self._tabs(width), id="tabs")
         with ContentSwitcher(initial="curves"):
             yield SizedView(
-                lambda width, height: terminal_views.curve_grid(self.views, width, height, self.smooth),
-                id="curves",
+                lambda width, height: terminal_views.curves_view(self.views, width, height, self.smooth), id="curves"
             )
             for name in ("speed", "gradients", "events"):
                 with VerticalScroll(id=name):
@@ -122,9 +121,9 @@ class Monitor(App[None]):
         for view in self.query(SizedView):
             view.refresh()
         width = max(20, self.size.width - 4)
-        self.query_one("#speed-text", Static).update(terminal_views.speed(self.shown, width))
-        self.query_one("#gradients-text", Static).update(terminal_views.gradients(self.shown, width))
-        self.query_one("#events-text", Static).update(terminal_views.events(self.shown))
+        self.query_one("#speed-text", Static).update(terminal_views.speed_view(self.shown, width))
+        self.query_one("#gradients-text", Static).update(terminal_views.gradients_view(self.shown, width))
+        self.query_one("#events-text", Static).update(terminal_views.events_view(self.shown))
 
     def update_runs(self) -> None:
         """Update the table of runs; announce new runs; keep the cursor on its run."""

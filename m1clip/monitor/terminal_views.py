@@ -33,7 +33,7 @@ ROUTINE_EVENTS = ("start", "resume", "chunk", "saved again", "loss scale halved"
 RECENT_STEPS = 50
 
 
-def header(run: RunView, width: int) -> Text:
+def header_view(run: RunView, width: int) -> Text:
     """Name, state, progress and device; then problems, if any; then the scores."""
     summary = run.summary
     state, total = summary.get("state", "unknown"), summary.get("total")
@@ -100,7 +100,7 @@ def bar_table(rows: Mapping[str, tuple[float, str]], color: str) -> Table:
     return table
 
 
-def curve_grid(runs: Sequence[RunView], width: int, height: int, smooth: int = 0) -> Group:
+def curves_view(runs: Sequence[RunView], width: int, height: int, smooth: int = 0) -> Group:
     """Six curves of the first run, with those of the others behind them."""
     columns = 3 if width >= 120 else 2
     names = [
@@ -128,7 +128,7 @@ def curve_plot(runs: Sequence[RunView], key: str, width: int, height: int, smoot
     return line_plot(title, lines, width, height, partial(format_tick, key), list(levels))
 
 
-def speed(run: RunView, width: int) -> Group:
+def speed_view(run: RunView, width: int) -> Group:
     """Step time by phase, memory by part, and the machine; below, their curves."""
     left = Group(*phase_lines(run), Text(), *memory_lines(run.log.last("diagnostics")))
     plots = [curve_plot([run], key, width // 2 - 1, 8) for key in ("step_ms", "rss_gb")]
@@ -185,7 +185,7 @@ def watt_hours(joules: float | None) -> str:
     return number(None if joules is None else joules / 3600, unit="Wh")
 
 
-def gradients(run: RunView, width: int) -> RenderableType:
+def gradients_view(run: RunView, width: int) -> RenderableType:
     """Gradient norms by block and embedding statistics of the last diagnostics record."""
     record = run.log.last("diagnostics")
     if not record:
@@ -215,12 +215,12 @@ def norm_rows(norms: Record, weights: Record) -> dict[str, tuple[float, str]]:
     return rows
 
 
-def events(run: RunView, limit: int | None = None) -> Text:
+def events_view(run: RunView, limit: int | None = None) -> Text:
     """Events, the newest first; what is not routine is colored."""
     lines = []
     for event in run.log.events[::-1][:limit]:
         style = "" if event.get("event") in ROUTINE_EVENTS else "yellow"
-        head = f"{timestamp(event.get('time'))}  step {event['step']:>6,}  "
+        head = f"{local_time(event.get('time'))}  step {event['step']:>6,}  "
         lines.append(Text.assemble((head, "dim"), (event_text(event), style)))
     if bad := run.log.bad_lines:
         count = "1 line" if len(bad) == 1 else f"{len(bad):,} lines"
@@ -228,7 +228,7 @@ def events(run: RunView, limit: int | None = None) -> Text:
     return Text("\n").join(lines or [Text("no events yet", "dim")])
 
 
-def timestamp(seconds: object) -> str:
+def local_time(seconds: object) -> str:
     time = float_or_nan(seconds)
     return datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M:%S") if 0 < time < 1e11 else UNKNOWN
 
@@ -236,7 +236,7 @@ def timestamp(seconds: object) -> str:
 def snapshot(run: RunView, width: int) -> Group:
     """All views of a run, for a script or a mail."""
     views = (
-        *(header(run, width), curve_grid([run], width, 21 if width < 120 else 16), speed(run, width)),
-        *(gradients(run, width), Group(Text("events", "bold"), events(run, 12))),
+        *(header_view(run, width), curves_view([run], width, 21 if width < 120 else 16), speed_view(run, width)),
+        *(gradients_view(run, width), Group(Text("events", "bold"), events_view(run, 12))),
     )
     return Group(*(part for view in views for part in (view, Text())))

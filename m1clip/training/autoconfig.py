@@ -13,15 +13,7 @@ from statistics import median, median_high
 from typing import Any
 
 from m1clip import devices
-from m1clip.config import (
-    PRESETS,
-    ModelConfig,
-    TextConfig,
-    TrainConfig,
-    VisionConfig,
-    check_train,
-    with_defaults,
-)
+from m1clip.config import PRESETS, ModelConfig, TextConfig, TrainConfig, VisionConfig, check_config, with_defaults
 from m1clip.console import Console
 from m1clip.data.augment import stored_size
 from m1clip.data.pixel_cache import PixelCache
@@ -29,6 +21,7 @@ from m1clip.data.sources import Source
 from m1clip.data.workers import decode_rows
 from m1clip.devices import Plan
 from m1clip.format import duration
+from m1clip.training.setup import evenly_spaced
 from m1clip.training.timing import random_batch, time_plans
 
 TRANSFORMER_FROM = 50_000
@@ -146,11 +139,6 @@ class TimeBudget:
         return (seconds - self.decode_s) * pairs_per_s
 
 
-def evenly_spaced(count: int, limit: int) -> range:
-    """At most `limit` of the numbers below `count`."""
-    return range(0, count, -(-count // limit))
-
-
 def fit_budget(
     config: TrainConfig, given: Mapping[str, Any], sources: Sequence[Source], console: Console
 ) -> tuple[TrainConfig, str]:
@@ -166,7 +154,7 @@ def fit_budget(
         if given.get("model.text.encoder") == "transformer":  # has no word dropout
             settings = {key: value for key, value in settings.items() if key != "word_dropout"}
         made = with_defaults(TrainConfig(), settings, given)
-        check_train(made)
+        check_config(made)
         return made
 
     smallest = configured({**candidates[0].settings, **dict(candidates[0].regularization).get(0, {})})

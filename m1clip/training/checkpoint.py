@@ -72,10 +72,7 @@ def save_checkpoint(run: Run, state: TrainState, progress: Progress) -> Path:
         with state.averaged_model() as model:
             model.write(folder)
         save_tensors(folder / "training.safetensors", tensors)
-        record = {
-            "position": asdict(progress),
-            "files": {name: file_checksum(folder / name) for name in FILES},
-        }
+        record = {"position": asdict(progress), "files": {name: file_checksum(folder / name) for name in FILES}}
         (folder / "state.json").write_text(json.dumps({**record, "sum": record_checksum(record)}) + "\n")
     best = checkpoint_path(run, progress.best_step) if progress.best_step is not None else None
     keep = {best, *list_checkpoints(run)[-KEEP:]}

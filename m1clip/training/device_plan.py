@@ -51,10 +51,7 @@ def choose_plan(
     if is_features and not resumed_plan:
         plan = Plan(str(model.devices[0]), threads=config.threads)
         return PlanChoice(plan, "the device that encoded the features")
-    if resumed_plan:
-        choice = resume_plan(resumed_plan, config)
-    else:
-        choice = measured_plan(config, batch, steps, console)
+    choice = resume_plan(resumed_plan, config) if resumed_plan else measured_plan(config, batch, steps, console)
     return check_parity(choice, model, batch, console, config)
 
 
@@ -99,7 +96,7 @@ def resume_plan(plan: Plan, config: TrainConfig) -> PlanChoice:
 def measured_plan(config: TrainConfig, batch: Batch, steps: int, console: Console) -> PlanChoice:
     """The fastest plan by the measurements of this machine; without any, every device is timed first."""
     available, requested, store = devices.available(), requested_plan(config), open_store()
-    rows, tokens = store.steps(), batch.text.tensor.shape[-1]
+    rows, tokens = store.steps(), batch.text[0].shape[-1]
     is_open = "device" not in requested and len(available) > 1
     cost = StepCost("", config.preset, tokens, 1, 1.0, 1.0, len(batch))
     if rows or is_open:  # counting the cost takes a second
@@ -165,7 +162,7 @@ def check_parity(
         return choice
     with console.progress(f"comparing {plan.device} with the CPU", None):
         result = compare_with_cpu(model, batch, plan, config)
-    if result.ok:
+    if not result.mismatch:
         return replace(choice, parity=str(result))
     reason = f"{plan.device} is not used, because {result}"
     console.warn(f"{reason}. The CPU is used instead. {SKIP_PARITY}=1 skips this check")
@@ -179,7 +176,7 @@ def compare_with_cpu(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig 
 
     def run(plan: Plan) -> Recording:
         model.to_devices(*plan.devices)
-        recording = parity.record(model, lambda: contrastive_loss(model, *embed_pairs(model, few, plan)))
+        recording = parity.record(model, lambda: contrastive_loss(model, few, plan))
         if config:
             recording |= record_step(model, few, plan, config)
         with torch.no_grad():  # the shapes of training: some faults only show with many rows
@@ -200,9 +197,10 @@ def embed_pairs(model: CLIP, batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
         return image_BE, text_embeddings(model, on_device.text).float()
 
 
-def contrastive_loss(model: CLIP, image_BE: Tensor, text_BKE: Tensor) -> Tensor:
-    text_BE = text_BKE[:, 0].to(image_BE.device)
-    return losses.LOSSES[model.config.loss](model.logits(image_BE, text_BE))
+def contrastive_loss(model: CLIP, batch: Batch, plan: Plan) -> Tensor:
+    image_BE, text = embed_pairs(model, batch, plan)
+    text_BE = text[:, 0] if text.ndim == 3 else text  # the first of several captions
+    return losses.LOSSES[model.config.loss](model.logits(image_BE, text_BE.to(image_BE.device)))
 
 
 def record_step(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig) -> Recording:

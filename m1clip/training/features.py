@@ -47,12 +47,7 @@ def encode_split(
 
 
 def _encode_images(
-    model: CLIP,
-    pairs: Split,
-    config: TrainConfig,
-    views: int,
-    progress: ProgressFactory,
-    deadline: float | None,
+    model: CLIP, pairs: Split, config: TrainConfig, views: int, progress: ProgressFactory, deadline: float | None
 ) -> ImageFeatureTable:
     size, width, device = model.config.vision.image_size, model.config.vision.width, model.devices[0]
     tower, weights = inference_tower(model.vision).to(device), weight_digest(model.vision)

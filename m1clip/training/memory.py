@@ -115,7 +115,7 @@ def step_with_retry(
             if not devices.is_out_of_memory(error) or final:
                 raise
         # Outside of `except` the error is gone, and with it the tensors of its frames.
-        state.zero_grad()
+        state.discard_gradients()
         release_memory(state)
         state.chunk = -(-min(state.chunk, len(batch)) // 2)
         on_retry(state.chunk)
@@ -133,7 +133,7 @@ def memory_by_part(state: TrainState, batch: Batch, pair_bytes: int, imported: s
         "optimizer": total_gb(optimizer_tensors(state)),
         "ema": total_gb((state.ema or {}).values()),
         "activations": pair_bytes * min(state.chunk, len(batch)) / 1e9,
-        "batch": total_gb((batch.image.tensor, batch.text.tensor, batch.key_B)),
+        "batch": total_gb((batch.image[0], batch.text[0], batch.key_B)),
         "libraries": imported.rss_gb,
     }
     now = sensors.memory_use()

@@ -16,7 +16,6 @@ from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
-from m1clip.model.lora import has_lora
 from m1clip.training.optim import make_optimizers
 
 LOSS_SCALE, GROWTH_INTERVAL = 1024.0, 1000
@@ -30,7 +29,7 @@ class TrainState:
         self.chunk = config.batch_size
         self.optimizers = make_optimizers(model, config)
         self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self.has_lora = has_lora(model)
+        self.has_lora = config.recipe == "lora"
         self.ema = {name: w.detach().clone() for name, w in self.weights.items()} if config.ema else None
         self.updates = torch.zeros((), device=self.device)  # on the device, where skipping is decided
         self.scaler = self._make_scaler()
@@ -101,6 +100,13 @@ class TrainState:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
+    def discard_gradients(self) -> None:
+        """Undo a step that failed before its update, so that it can be repeated."""
+        self.zero_grad()
+        if self.scaler.is_enabled():  # a scaler refuses to unscale twice
+            state, self.scaler = self.scaler.state_dict(), self._make_scaler()
+            self.scaler.load_state_dict(state)
+
     def unscale_gradients(self) -> None:
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
@@ -153,14 +159,20 @@ class TrainState:
         if self.ema is not None and self.has_lora:
             tensors |= {f"{name}/ema": average for name, average in self.ema.items()}
         tensors = {key: value.cpu().contiguous() for key, value in tensors.items()}
-        scale = {"loss_scale": torch.tensor(self.scaler.get_scale())} if self.scaler.is_enabled() else {}
-        return {"random_state": torch.get_rng_state(), "updates": self.updates.cpu(), **scale, **tensors}
+        scaler = {}
+        if self.scaler.is_enabled():
+            state = self.scaler.state_dict()
+            scaler = {
+                "loss_scale": torch.tensor(state["scale"]),
+                "growth_tracker": torch.tensor(state["_growth_tracker"]),
+            }
+        return {"random_state": torch.get_rng_state(), "updates": self.updates.cpu(), **scaler, **tensors}
 
     def load(self, weights: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
         """Restore a checkpoint."""
         tensors = dict(tensors)
         random_state, updates = tensors.pop("random_state"), tensors.pop("updates")
-        loss_scale = tensors.pop("loss_scale", None)
+        loss_scale, growth_tracker = tensors.pop("loss_scale", None), tensors.pop("growth_tracker", 0)
         by_name: dict[str, dict[str, Tensor]] = {name: {} for name in self.weights}
         for key, value in tensors.items():
             name, _, kind = key.rpartition("/")
@@ -186,5 +198,6 @@ class TrainState:
         self.updates = updates.to(self.device)
         if self.scaler.is_enabled() and loss_scale is not None:  # the precision may have changed
             self.scaler = self._make_scaler()
-            self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": float(loss_scale)})
+            growth = {"scale": float(loss_scale), "_growth_tracker": int(growth_tracker)}
+            self.scaler.load_state_dict({**self.scaler.state_dict(), **growth})
         torch.set_rng_state(random_state)

@@ -80,14 +80,14 @@ def backward_chunks(state: TrainState, embed: Embed, chunks: list[Batch], output
 
 def embed_images(state: TrainState, batch: Batch) -> Tensor:
     """(B, E)"""
-    device = batch.image.tensor.device
+    device = batch.image[0].device
     with devices.autocast(device, state.plan.precision):
         return image_embeddings(state.model, batch.image, devices.copy_to(batch.key_B, device)).float()
 
 
 def embed_texts(state: TrainState, batch: Batch) -> Tensor:
     """(B, K, E)"""
-    device = batch.text.tensor.device
+    device = batch.text[0].device
     with devices.autocast(device, state.plan.precision):
         return text_embeddings(state.model, batch.text, devices.copy_to(batch.key_B, device)).float()
 
@@ -101,7 +101,7 @@ def image_embeddings(model: CLIP, image: Images | ImageFeatures, key_B: Tensor |
 
 def text_embeddings(model: CLIP, text: Tokens | TextFeatures, key_B: Tensor | None = None) -> Tensor:
     """Unit vectors (B, K, E) of token ids, or of a frozen tower's features."""
-    x = text.tensor
+    x = text[0]
     B, K = x.shape[:2]
     if key_B is not None:  # each caption of an image has its own dropout
         key_B = (key_B[:, None] + CAPTION_KEY * torch.arange(K, device=x.device)).flatten()

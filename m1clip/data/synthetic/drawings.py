@@ -82,7 +82,7 @@ def grow(points: Sequence[Point], distance: float) -> list[Point]:
     normals = [((by - ay) / n, (ax - bx) / n) for ((ax, ay), (bx, by)), n in zip(edges, lengths, strict=True)]
     grown = []
     for (x, y), (nx, ny), (mx, my) in zip(points, [normals[-1], *normals], normals, strict=False):
-        step = distance / max(1 + nx * mx + ny * my, 0.5)  # the minimum keeps sharp corners from becoming spikes
+        step = distance / max(1 + nx * mx + ny * my, 0.5)  # without the 0.5, sharp corners become spikes
         grown.append((x + step * (nx + mx), y + step * (ny + my)))
     return grown
 
@@ -113,8 +113,8 @@ def parse_sketch(text: str) -> Sketch:
     polygons = []
     for shape in text.split(";"):
         first, _, copies = shape.partition("*")
-        kind, tone, *words = first.split()
-        n = [float(word) / 100 for word in words]
+        kind, tone, *numbers = first.split()
+        n = [float(number) / 100 for number in numbers]
         inside = shape_polygon(kind, n)
         if kind == "ring":  # grown edge by edge, it would open at its slit
             outline = shape_polygon(kind, [*n[:2], n[2] + INK_WIDTH, n[3] + 2 * INK_WIDTH])
@@ -126,16 +126,6 @@ def parse_sketch(text: str) -> Sketch:
             polygons.append(Polygon(tone, *moved))
     return tuple(polygons)
 
-
-SIZES = {"small": 0.2, "large": 0.3}  # of the image's width
-POSITIONS = {"left": 0.28, "middle": 0.5, "right": 0.72}
-# Where the subjects of a group stand, in steps from its center: across, and back from the front row.
-GROUPS: dict[int, tuple[Point, ...]] = {
-    1: ((0, 0),),
-    2: ((-0.5, 0), (0.5, 0)),
-    3: ((0, -1), (-0.5, 0), (0.5, 0)),
-    4: ((-0.5, -1), (0.5, -1), (-0.5, 0), (0.5, 0)),
-}
 
 FILE = Path(__file__).with_suffix(".toml")
 _toml: dict[str, Any] = tomllib.loads(FILE.read_text(encoding="utf-8"))
@@ -152,8 +142,9 @@ def _parse(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-COLORS, FIXED, PAINTS, TRIMS, SUBJECTS, SKIES = (
-    _values(_toml[table]) for table in ("colors", "fixed", "paints", "trims", "subjects", "skies")
+SIZES, POSITIONS, COLORS, FIXED, PAINTS, TRIMS, SUBJECTS, SKIES = (
+    _values(_toml[table]) for table in ("sizes", "positions", "colors", "fixed", "paints", "trims", "subjects", "skies")
 )
+GROUPS: dict[int, list[Point]] = {int(count): points for count, points in _toml["groups"].items()}
 TIMES = {name: TimeOfDay(**_values(table)) for name, table in _toml["times"].items()}
 PLACES = {name: Place(**_values(table)) for name, table in _toml["places"].items()}

@@ -8,19 +8,9 @@ from random import Random
 from PIL import Image, ImageDraw
 
 from m1clip.data.synthetic import drawings
-from m1clip.data.synthetic.drawings import (
-    COLORS,
-    FIXED,
-    PLACES,
-    RGB,
-    SIZES,
-    SKIES,
-    SUBJECTS,
-    TIMES,
-    Sketch,
-    Tones,
-)
+from m1clip.data.synthetic.drawings import COLORS, FIXED, PLACES, RGB, SIZES, SKIES, SUBJECTS, TIMES, Sketch, Tones
 
+Draw = ImageDraw.ImageDraw
 Box = tuple[float, float, float, float]  # center x, bottom y, width (negative: mirrored) and height
 
 
@@ -55,7 +45,8 @@ def subject_tones(color: str) -> Tones:
 def background_tones(time: str) -> Tones:
     light = TIMES[time]
     red, green, blue = light.tint
-    tinted = {tone: (int(r * red), int(g * green), int(b * blue)) for tone, (r, g, b) in drawings.PAINTS.items()}
+    paints = drawings.PAINTS.items()
+    tinted = {tone: (int(r * red), int(g * green), int(b * blue)) for tone, (r, g, b) in paints}
     return {**FIXED, **tinted, "cloud": light.cloud, "bird": light.bird, "glass": light.glass}
 
 
@@ -67,7 +58,7 @@ def sky_gradient(time: str, size: int) -> Image.Image:
     return column.resize((size, size))
 
 
-def draw_sketch(draw: ImageDraw.ImageDraw, sketch: Sketch, tones: Tones, box: Box, ink: RGB | None = None) -> None:
+def draw_sketch(draw: Draw, sketch: Sketch, tones: Tones, box: Box, ink: RGB | None = None) -> None:
     """Fill the polygons of a sketch, on an outline around all of them if there is ink."""
     center, bottom, width, height = box
     x, y = center - width / 2, bottom - height

@@ -1,6 +1,6 @@
 """Built-in dataset: any number of drawn scenes with captions, each a function of (seed, index). No torch.
 
-A caption describes everything that varies, and no two scenes of a split are alike, so it identifies its image.
+A caption describes everything that varies, and no two scenes are alike, so it identifies its image.
 """
 
 import struct
@@ -80,9 +80,7 @@ class SyntheticScenes:
     def fingerprint(self) -> str:
         return f"synthetic/{_code_hash()}/{self.split}/{self.seed}/{self.size}"
 
-    @property
-    def identity(self) -> str:
-        return self.fingerprint
+    identity = fingerprint
 
     def __len__(self) -> int:
         return self.size
@@ -119,11 +117,8 @@ class SyntheticScenes:
 
 
 def describe(scene: Scene, template: int) -> str:
-    words = {
-        **vars(scene),
-        "count": COUNTS[scene.count - 1],
-        "at": "in" if scene.position == "middle" else "on",
-    }
+    at = "in" if scene.position == "middle" else "on"
+    words = {**vars(scene), "count": COUNTS[scene.count - 1], "at": at}
     if scene.count > 1:
         words["subject"] = PLURALS.get(scene.subject, scene.subject + "s")
     return TEMPLATES[template].format(**words)
@@ -143,7 +138,7 @@ def alternatives(scene: Scene, field: str) -> list[Any]:
 def permute(index: int, size: int, key: str) -> int:
     """Position of `index` in a random permutation of range(size), computed without the permutation.
 
-    Four rounds of a Feistel network over the next even number of bits; results beyond `size` are permuted again.
+    Four rounds of a Feistel network over the next even number of bits, until the result is below `size`.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

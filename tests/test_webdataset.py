@@ -8,12 +8,12 @@ import threading
 import pytest
 import webdataset
 
-from photos import found, jpeg, listed, opened, photos, tar
+from photos import bad_rows, captions_by_image, jpeg, open_source, write_photos, write_tar
 
 
-def pairs(start: int, number: int) -> dict[str, bytes]:
+def pair_members(start: int, count: int) -> dict[str, bytes]:
     members: dict[str, bytes] = {}
-    for i in range(start, start + number):
+    for i in range(start, start + count):
         members[f"{i:09d}.jpg"] = jpeg(i)
         members[f"{i:09d}.json"] = json.dumps(
             {"caption": f"scene {i}", "key": f"{i:09d}", "status": "success"}
@@ -24,35 +24,37 @@ def pairs(start: int, number: int) -> dict[str, bytes]:
 
 def test_shards_are_read_as_webdataset_itself_reads_them(tmp_path):
     for k in range(3):
-        tar(tmp_path / f"{k:05d}.tar", pairs(10 * k, 10))
-    source = opened(tmp_path / "{00000..00002}.tar")
+        write_tar(tmp_path / f"{k:05d}.tar", pair_members(10 * k, 10))
+    source = open_source(tmp_path / "{00000..00002}.tar")
     theirs = {
         sample["txt"].decode(): sample["jpg"]
         for sample in webdataset.WebDataset(str(tmp_path / "{00000..00002}.tar"), shardshuffle=False)
     }
-    every = source.every
-    assert {every.captions(i)[0]: every.read(i) for i in range(len(every))} == theirs
+    ours = {source.all.captions(i)[0]: source.all.read(i) for i in range(len(source.all))}
+    assert ours == theirs
     assert len(theirs) == 30
-    assert not source.faults
-    assert len(opened(tmp_path / "*.tar").every) == len(opened(tmp_path).every) == 30
+    assert not source.bad_rows
+    assert len(open_source(tmp_path / "*.tar").all) == len(open_source(tmp_path).all) == 30
 
 
-def test_captions_in_json_and_names_with_folders_and_dots(tmp_path):
+def test_captions_in_json_and_keys_with_folders_and_dots(tmp_path):
     members = {
         "a/b.c/one.jpg": jpeg(0),
         "a/b.c/one.json": b'{"captions": ["x", "y"]}',
         "two.png.jpg": jpeg(1),
         "two.txt": b"z",
     }
-    assert listed(opened(tar(tmp_path / "s.tar", members), val_size=1)) == {
+    assert captions_by_image(open_source(write_tar(tmp_path / "s.tar", members), val_size=1)) == {
         "a/b.c/one.jpg": ["x", "y"],
         "two.png.jpg": ["z"],
     }
 
 
-def test_what_a_mac_adds_is_passed_over_and_a_key_that_comes_twice_is_two_pairs(tmp_path):
-    members = {name: data for key, value in pairs(0, 3).items() for name, data in ((f"._{key}", b"mac"), (key, value))}
-    assert not opened(tar(tmp_path / "mac.tar", members), val_size=1).faults
+def test_files_that_macos_adds_are_skipped_and_a_repeated_key_is_another_pair(tmp_path):
+    members = {
+        name: data for key, value in pair_members(0, 3).items() for name, data in ((f"._{key}", b"mac"), (key, value))
+    }
+    assert not open_source(write_tar(tmp_path / "mac.tar", members), val_size=1).bad_rows
     twice = tmp_path / "twice.tar"
     with tarfile.open(twice, "w") as file:
         for i in (0, 1, 1):
@@ -60,37 +62,37 @@ def test_what_a_mac_adds_is_passed_over_and_a_key_that_comes_twice_is_two_pairs(
                 info = tarfile.TarInfo(name)
                 info.size = len(data)
                 file.addfile(info, io.BytesIO(data))
-    assert len(opened(twice, val_size=1).every) == 3
+    assert len(open_source(twice, val_size=1).all) == 3
 
 
-def test_pairs_without_image_or_caption_are_named(tmp_path):
-    members = pairs(0, 6)
+def test_pairs_without_image_or_caption_are_listed(tmp_path):
+    members = pair_members(0, 6)
     del members["000000001.jpg"], members["000000002.txt"], members["000000002.json"]
-    members["000000003.json"] = b"{broken"  # its text is there
-    assert found(opened(tar(tmp_path / "s.tar", members), val_size=1)) == {
+    members["000000003.json"] = b"{broken"  # its .txt is intact
+    assert bad_rows(open_source(write_tar(tmp_path / "s.tar", members), val_size=1)) == {
         ("missing file", "s.tar: 000000001"),
         ("no caption", "s.tar: 000000002.jpg"),
     }
 
 
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.3, 0.62, 0.8])
-def test_a_shard_that_breaks_off_gives_what_is_whole(tmp_path, part):
-    whole, cut = tar(tmp_path / "0.tar", pairs(0, 10)), tar(tmp_path / "1.tar", pairs(10, 10))
-    cut.write_bytes(cut.read_bytes()[: int(cut.stat().st_size * part)])
-    source = opened(tmp_path / "{0..1}.tar")
-    assert 10 <= len(source.every) < 20
-    assert source.faults.counts["truncated"] >= 1
-    for i in range(len(source.every)):
-        source.every.image(i)
-    assert whole.exists()
+def test_a_truncated_shard_gives_its_complete_pairs(tmp_path, part):
+    write_tar(tmp_path / "0.tar", pair_members(0, 10))
+    truncated = write_tar(tmp_path / "1.tar", pair_members(10, 10))
+    truncated.write_bytes(truncated.read_bytes()[: int(truncated.stat().st_size * part)])
+    source = open_source(tmp_path / "{0..1}.tar")
+    assert 10 <= len(source.all) < 20
+    assert source.bad_rows.counts["truncated"] >= 1
+    for i in range(len(source.all)):
+        source.all.image(i)
 
 
 HOSTILE = {
-    "leads out": {"name": "../../etc/cron.jpg"},
-    "leads out of": {"name": "/etc/passwd.jpg"},
+    "points outside": {"name": "../../etc/cron.jpg"},
+    "points outside the archive": {"name": "/etc/passwd.jpg"},
     "is a link to": {"name": "a.jpg", "type": tarfile.SYMTYPE, "linkname": "/etc/passwd"},
     "link to '/etc": {"name": "a.jpg", "type": tarfile.LNKTYPE, "linkname": "/etc/passwd"},
-    "is not a plain file": {"name": "a.jpg", "type": tarfile.CHRTYPE},
+    "is not a regular file": {"name": "a.jpg", "type": tarfile.CHRTYPE},
     "a pickle": {"name": "a.pkl"},
     "pickle, which can run code": {"name": "a.emb.npy"},
 }
@@ -99,7 +101,7 @@ HOSTILE = {
 @pytest.mark.parametrize("words", HOSTILE)
 def test_a_hostile_shard_is_refused(tmp_path, words):
     with tarfile.open(tmp_path / "s.tar", "w") as file:
-        for name, data in pairs(0, 2).items():
+        for name, data in pair_members(0, 2).items():
             info = tarfile.TarInfo(name)
             info.size = len(data)
             file.addfile(info, io.BytesIO(data))
@@ -108,57 +110,59 @@ def test_a_hostile_shard_is_refused(tmp_path, words):
             setattr(info, key, value)
         file.addfile(info, io.BytesIO(b""))
     with pytest.raises(ValueError, match=f"s.tar is refused.*{words}"):
-        opened(tmp_path / "s.tar")
+        open_source(tmp_path / "s.tar")
 
 
 @pytest.mark.parametrize(("size", "first"), [(-512, False), (-5, False), (-1024, False), (-512, True), (-1024, True)])
-def test_a_member_with_less_than_no_bytes_is_refused(tmp_path, size, first):
-    """Such a size once sent tarfile back to where it had been, for ever (CVE-2025-8194)."""
-    path = tar(tmp_path / "s.tar", pairs(0, 2))
+def test_a_member_of_negative_size_is_refused(tmp_path, size, first):
+    """Such a size once made tarfile loop for ever (CVE-2025-8194)."""
+    path = write_tar(tmp_path / "s.tar", pair_members(0, 2))
     with tarfile.open(path) as file:
         end = 0 if first else file.getmembers()[3].offset
     info = tarfile.TarInfo("evil.jpg")
     info.size = size
     whole = path.read_bytes()
     path.write_bytes(whole[:end] + info.tobuf(tarfile.GNU_FORMAT) + whole[end:])
-    with pytest.raises(ValueError, match=r"impossible|no plain tar"):
-        opened(path)
+    with pytest.raises(ValueError, match=r"invalid|not an uncompressed tar"):
+        open_source(path)
 
 
-def test_a_compressed_shard_is_no_plain_tar(tmp_path):
+def test_a_compressed_shard_is_refused(tmp_path):
     with tarfile.open(tmp_path / "s.tar", "w:gz") as file:
         file.addfile(tarfile.TarInfo("a.jpg"))
-    with pytest.raises(ValueError, match="no plain tar"):
-        opened(tmp_path / "s.tar")
+    with pytest.raises(ValueError, match="not an uncompressed tar"):
+        open_source(tmp_path / "s.tar")
 
 
-def test_missing_shards_are_named(tmp_path):
-    tar(tmp_path / "0.tar", pairs(0, 3))
-    with pytest.raises(FileNotFoundError, match=r"2 of 3 shards are missing, the first is .*1\.tar"):
-        opened(tmp_path / "{0..2}.tar")
+def test_missing_shards_are_counted(tmp_path):
+    write_tar(tmp_path / "0.tar", pair_members(0, 3))
+    with pytest.raises(FileNotFoundError, match=r"2 of 3 shards are missing, such as .*1\.tar"):
+        open_source(tmp_path / "{0..2}.tar")
 
 
-def test_links_that_leave_the_folder_are_refused_unless_asked_for(tmp_path):
-    photos(tmp_path / "elsewhere", 2)
-    photos(tmp_path / "set" / "cat", 3, start=10)
+def test_links_out_of_the_folder_are_refused_unless_allowed(tmp_path):
+    write_photos(tmp_path / "elsewhere", 2)
+    write_photos(tmp_path / "set" / "cat", 3, start=10)
     os.symlink(tmp_path / "elsewhere" / "0000.jpg", tmp_path / "set" / "cat" / "out.jpg")
     os.symlink(tmp_path / "set" / "cat" / "0010.jpg", tmp_path / "set" / "cat" / "within.jpg")
     os.symlink(tmp_path / "elsewhere", tmp_path / "set" / "dog")
-    refused = opened(tmp_path / "set", val_size=1)
-    assert found(refused) == {("refused", "out.jpg"), ("refused", "dog")}
-    assert "cat/within.jpg" in listed(refused)
+    refused = open_source(tmp_path / "set", val_size=1)
+    assert bad_rows(refused) == {("refused", "out.jpg"), ("refused", "dog")}
+    assert "cat/within.jpg" in captions_by_image(refused)
     table = tmp_path / "set" / "t.csv"
     table.write_text("image,caption\ndog/0001.jpg,a dog\ncat/0010.jpg,a cat\ncat/0011.jpg,x")
-    assert found(opened(table, val_size=1)) == {("refused", "t.csv line 2")}
+    assert bad_rows(open_source(table, val_size=1)) == {("refused", "t.csv line 2")}
     table.unlink()
     os.symlink(tmp_path / "set", tmp_path / "set" / "circle")
     os.symlink(tmp_path / "set", tmp_path / "set" / "cat" / "circle")
-    assert {"cat/out.jpg", "dog/0001.jpg"} <= listed(opened(tmp_path / "set", val_size=1, allow=("links",))).keys()
+    assert {"cat/out.jpg", "dog/0001.jpg"} <= captions_by_image(
+        open_source(tmp_path / "set", val_size=1, allow=("links",))
+    ).keys()
 
 
 @pytest.fixture
 def server(tmp_path):
-    """A real one, of the files in tmp_path/web; /away sends on to a local file."""
+    """Serves tmp_path/web; /away.jpg redirects to a local file, /short.jpg is cut off."""
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *args):
@@ -169,6 +173,11 @@ def server(tmp_path):
                 self.send_response(302)
                 self.send_header("Location", "file:///etc/passwd")
                 self.end_headers()
+            elif self.path == "/short.jpg":
+                self.send_response(200)
+                self.send_header("Content-Length", "1000")
+                self.end_headers()
+                self.wfile.write(b"x")
             else:
                 super().do_GET()
 
@@ -181,22 +190,22 @@ def server(tmp_path):
     serving.shutdown()
 
 
-def test_addresses_are_refused_unless_asked_for(tmp_path, server, monkeypatch):
+def test_urls_are_refused_unless_allowed(tmp_path, server, monkeypatch):
     monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path / "cache"))
-    images = photos(tmp_path / "web", 4)
+    images = write_photos(tmp_path / "web", 4)
     rows = [
         *(f"{server}/{name},scene" for name in images),
         f"{server}/gone.jpg,scene",
         f"{server}/away.jpg,scene",
+        f"{server}/short.jpg,scene",
         "ftp://x/y.jpg,s",
     ]
     (tmp_path / "t.csv").write_text("url,caption\n" + "\n".join(rows))
-    with pytest.raises(ValueError, match=r"is on the net; --allow urls would fetch it"):
-        opened(tmp_path / "t.csv")
-    source = opened(tmp_path / "t.csv", val_size=1, allow=("urls",))
-    assert found(source) == {("refused", "t.csv line 8")}
-    every = source.every
-    assert every.read(2) == jpeg(2)
-    for row, words in ((4, "answers 404"), (5, "cannot be fetched|answers 302")):
-        with pytest.raises(ValueError, match=words):
-            every.read(row)
+    with pytest.raises(ValueError, match=r"is a URL; --allow urls downloads it"):
+        open_source(tmp_path / "t.csv")
+    source = open_source(tmp_path / "t.csv", val_size=1, allow=("urls",))
+    assert bad_rows(source) == {("refused", "t.csv line 9")}
+    assert source.all.read(2) == jpeg(2)
+    for row, reason in ((4, "answers 404"), (5, "unsupported protocol"), (6, "received 1 bytes, expected 1000")):
+        with pytest.raises(ValueError, match=reason):
+            source.all.read(row)
