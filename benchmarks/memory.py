@@ -1,9 +1,9 @@
-"""A large batch in little memory: peak RSS of one step, whole and divided, each in a process of its own.
+"""Peak RSS of one training step, with the whole batch and with chunks (GradCache), each in its own process.
 
     python benchmarks/memory.py --preset small
 
-What the process holds before the step (torch, the model, the batch) is a column of its own. The step is the
-one that training runs; images and captions are random, captions as long as the model reads.
+Memory held before the step (torch, model, batch) is a separate column. The step is the one of training;
+images and captions are random, captions as long as the context.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 
 CASES = [
-    # batch, chunk, grad_checkpointing
+    # batch size, chunk, grad_checkpointing
     (64, 64, False),
     (64, 64, True),
     (256, 16, False),
@@ -24,60 +24,44 @@ CASES = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="small")
-    parser.add_argument("--one", nargs=3, metavar=("BATCH", "CHUNK", "RECOMPUTE"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--case", nargs=3, type=int, metavar=("BATCH_SIZE", "CHUNK", "CHECKPOINTING"), help=argparse.SUPPRESS
+    )
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(one(args.preset, *map(int, args.one))))
+    if args.case:
+        print(json.dumps(measure(args.preset, *args.case)))
         return
     print(f"`{args.preset}`, one step:\n")
-    print(
-        "| batch | chunk | grad_checkpointing | before, GB | peak, GB | s | pairs/s |\n|---|---|---|---|---|---|---|"
-    )
-    for batch, chunk, grad_checkpointing in CASES:
-        command = [sys.executable, __file__, "--preset", args.preset, "--one"]
-        words = [*command, str(batch), str(chunk), str(int(grad_checkpointing))]
-        row = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        cells = (
-            batch,
-            chunk,
-            "yes" if grad_checkpointing else "no",
-            row["before_gb"],
-            row["peak_gb"],
-            row["seconds"],
-        )
-        print(f"| {' | '.join(map(str, cells))} | {batch / row['seconds']:.1f} |", flush=True)
+    print("| batch size | chunk | grad checkpointing | before, GB | peak RSS, GB | s | pairs/s |")
+    print("|---|---|---|---|---|---|---|")
+    for batch_size, chunk, checkpointing in CASES:
+        case = [str(batch_size), str(chunk), str(int(checkpointing))]
+        command = [sys.executable, __file__, "--preset", args.preset, "--case", *case]
+        result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        measured = (result["before_gb"], result["peak_gb"], result["seconds"])
+        cells = (batch_size, chunk, "yes" if checkpointing else "no", *measured)
+        speed = batch_size / result["seconds"]
+        print(f"| {' | '.join(map(str, cells))} | {speed:.1f} |", flush=True)
 
 
-def one(name: str, batch: int, chunk: int, grad_checkpointing: int) -> dict[str, float]:
-    import numpy as np
-    import torch
-
+def measure(preset: str, batch_size: int, chunk: int, checkpointing: int) -> dict[str, float]:
     from m1clip import sensors
     from m1clip.config import get_preset
-    from m1clip.data.batches import Batch
     from m1clip.model.clip import CLIP
     from m1clip.training.state import TrainState
     from m1clip.training.step import train_step
+    from m1clip.training.timing import random_batch
 
-    config = replace(get_preset(name), batch=batch, grad_checkpointing=bool(grad_checkpointing))
-    vision, text = config.model.vision, config.model.text
+    config = replace(get_preset(preset), batch_size=batch_size, grad_checkpointing=bool(checkpointing))
     state = TrainState(CLIP(config.model), config)
     state.chunk = chunk
-    images = torch.randint(0, 256, (batch, vision.image_size, vision.image_size, 3), dtype=torch.uint8)
-    tokens = torch.randint(3, text.vocab_size, (batch, text.context_length))
-    tokens[:, -1] = state.model.text.end_id
-    data = Batch(images, tokens, torch.arange(batch), None, np.arange(batch))
-    before_gb, began = sensors.memory_gb(), time.perf_counter()
-    train_step(state, data)
-    return {
-        "before_gb": before_gb,
-        "peak_gb": sensors.peak_gb(),
-        "seconds": round(time.perf_counter() - began, 1),
-    }
+    batch = random_batch(config, batch_size, config.model.text.context_length)
+    before_gb, start = sensors.memory_gb(), time.perf_counter()
+    train_step(state, batch)
+    seconds = round(time.perf_counter() - start, 1)
+    return {"before_gb": before_gb, "peak_gb": sensors.peak_gb(), "seconds": seconds}
 
 
 if __name__ == "__main__":

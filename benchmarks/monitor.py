@@ -1,6 +1,6 @@
-"""How soon and how smoothly a long run is shown: ten logs of 100,000 steps, with gaps, restarts and NaN.
+"""Latency of the monitors with ten logs of 100,000 steps, with gaps, restarts and NaN.
 
-python benchmarks/monitor.py            (the browser's part needs Chromium and playwright)
+python benchmarks/monitor.py            (the browser part needs Chromium and playwright)
 """
 
 import argparse
@@ -15,126 +15,126 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # longlog writes what the tests read
-from longlog import write_run
-from m1clip.monitor.log import Followed
-from m1clip.monitor.terminal_views import learning
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from long_log import write_run
+from m1clip.monitor.log import RunView
+from m1clip.monitor.terminal_views import curves_view
 from m1clip.run import Run
 
 REPEATS = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--runs", type=int, default=10)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "runs"
         first = write_run(folder / "night-0", args.steps)
-        for number in range(1, args.runs):
-            shutil.copytree(first, folder / f"night-{number}")
+        for index in range(1, args.runs):
+            shutil.copytree(first, folder / f"night-{index}")
         size = (first / "metrics.jsonl").stat().st_size / 1e6
         print(f"{args.runs} runs of {args.steps:,} steps, {size:.0f} MB of log each")
-        say("read a whole log", [timed(lambda: Followed(Run(first)).refresh()) for _ in range(REPEATS)])
-        one = Followed(Run(first))
-        one.refresh()
-        say("draw six curves as text", [timed(lambda: learning([one], 160, 48)) for _ in range(REPEATS)])
-        words = [sys.executable, "-m", "m1clip", "monitor", "--runs", str(folder)]
-        once = [*words, "--once"]
-        say(
-            "monitor --once",
-            [timed(lambda: subprocess.run(once, capture_output=True)) for _ in range(REPEATS)],
-        )
-        say("terminal: from the command to its first image", [terminal(words) for _ in range(REPEATS)])
-        browser(words, args.runs)
+        report("read a whole log", [seconds(lambda: RunView(Run(first)).refresh()) for _ in range(REPEATS)])
+        run = RunView(Run(first))
+        run.refresh()
+        console = Console(width=160, file=open(os.devnull, "w"))  # noqa: SIM115
+        draw = [seconds(lambda: console.print(curves_view([run], 160, 48))) for _ in range(REPEATS)]
+        report("draw six curves as text", draw)
+        command = [sys.executable, "-m", "m1clip", "monitor", "--runs", str(folder)]
+        once = [*command, "--once"]
+        snapshot = [seconds(lambda: subprocess.run(once, capture_output=True)) for _ in range(REPEATS)]
+        report("monitor --once", snapshot)
+        report("terminal: start to first screen", [terminal_start(command) for _ in range(REPEATS)])
+        measure_browser(command, args.runs)
 
 
-def timed(act) -> float:
-    began = time.perf_counter()
+def seconds(act) -> float:
+    start = time.perf_counter()
     act()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def say(what: str, seconds: list[float]) -> None:
-    print(f"{what:55} {median(seconds):6.2f} s  ({min(seconds):.2f}–{max(seconds):.2f})", flush=True)
+def report(name: str, times: list[float]) -> None:
+    print(f"{name:55} {median(times):6.2f} s  ({min(times):.2f}–{max(times):.2f})", flush=True)
 
 
-def terminal(words: list[str]) -> float:
-    """On a pseudo-terminal of 80 × 24, until the name of the run stands there."""
+def terminal_start(command: list[str]) -> float:
+    """Seconds until the name of the run is on a pseudo-terminal of 80 x 24."""
     import pty
 
-    began = time.perf_counter()
-    pid, console = pty.fork()
+    start = time.perf_counter()
+    pid, terminal = pty.fork()
     if pid == 0:
         os.environ.update(TERM="xterm-256color", COLUMNS="80", LINES="24")
-        os.execv(words[0], words)
-    seen = b""
-    while b"night-" not in seen:
-        seen += os.read(console, 65536)
-    took = time.perf_counter() - began
-    os.write(console, b"q")
-    while True:  # until it has ended: it would wait for somebody to read what it draws
+        os.execv(command[0], command)
+    output = b""
+    while b"night-" not in output:
+        output += os.read(terminal, 65536)
+    elapsed = time.perf_counter() - start
+    os.write(terminal, b"q")
+    while True:  # until it ends: it would block if nobody read its output
         try:
-            if not os.read(console, 65536):
+            if not os.read(terminal, 65536):
                 break
         except OSError:
             break
     os.waitpid(pid, 0)
-    os.close(console)
-    return took
+    os.close(terminal)
+    return elapsed
 
 
-def browser(words: list[str], runs: int) -> None:
+def measure_browser(command: list[str], runs: int) -> None:
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     entries = "...performance.getEntriesByType('paint'), ...performance.getEntriesByType('mark')"
-    marks = f"Object.fromEntries([{entries}].reverse().map(one => [one.name, one.startTime / 1000]))"
-    drawn = "performance.getEntriesByName('curves').length"
+    marks = f"Object.fromEntries([{entries}].reverse().map(entry => [entry.name, entry.startTime / 1000]))"
+    draws = "performance.getEntriesByName('curves').length"
     with sync_playwright() as play:
-        made = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        found: dict[str, list[float]] = {}
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        times: dict[str, list[float]] = {}
         for _ in range(REPEATS):
-            with serving(words) as address:
-                page = made.new_page(viewport={"width": 1400, "height": 900})
+            with serve(command) as address:
+                page = browser.new_page(viewport={"width": 1400, "height": 900})
                 page.goto(address, wait_until="commit")
-                until(page, f"{drawn} > 0")
-                for name, seconds in page.evaluate(marks).items():
-                    found.setdefault(name, []).append(seconds)
+                wait_until(page, f"{draws} > 0")
+                for name, value in page.evaluate(marks).items():
+                    times.setdefault(name, []).append(value)
                 page.close()
-        say("browser: first paint", found["first-contentful-paint"])
-        say("browser: the table of runs", found["table"])
-        say("browser: curves of one run (plotly's start included)", found["curves"])
-        with serving(words) as address:
-            page = made.new_page(viewport={"width": 1400, "height": 900})
-            others = "".join(f"&with=night-{number}" for number in range(1, runs))
-            began = time.perf_counter()
+        report("browser: first paint", times["first-contentful-paint"])
+        report("browser: list of runs", times["table"])
+        report("browser: curves of one run (with the start of plotly)", times["curves"])
+        with serve(command) as address:
+            page = browser.new_page(viewport={"width": 1400, "height": 900})
+            others = "".join(f"&with=night-{index}" for index in range(1, runs))
+            start = time.perf_counter()
             page.goto(f"{address}#run=night-0{others}")
-            until(page, f"document.getElementById('chart-loss')?.data?.length === {runs + 1}")
-            say(f"browser: curves of {runs} runs, all logs unread", [time.perf_counter() - began])
+            wait_until(page, f"document.getElementById('chart-loss')?.data?.length === {runs + 1}")
+            report(f"browser: curves of {runs} runs, no log read yet", [time.perf_counter() - start])
             changes = []
             for value in 3 * ("100", "0"):
-                count, began = page.evaluate(drawn), time.perf_counter()
+                count, start = page.evaluate(draws), time.perf_counter()
                 page.select_option("#smooth", value)
-                until(page, f"{drawn} > {count}")
-                changes.append(time.perf_counter() - began)
-            say(f"browser: another smoothing of {runs} runs", changes)
+                wait_until(page, f"{draws} > {count}")
+                changes.append(time.perf_counter() - start)
+            report(f"browser: change the smoothing of {runs} runs", changes)
             page.close()
-        made.close()
+        browser.close()
 
 
-def until(page, condition: str) -> None:
+def wait_until(page, condition: str) -> None:
     while not page.evaluate(condition):
         time.sleep(0.01)
 
 
 @contextmanager
-def serving(words: list[str]):
-    """The page's server, in a process of its own; its address."""
-    process = subprocess.Popen([*words, "--web"], stdout=subprocess.PIPE, text=True)
+def serve(command: list[str]):
+    """The web monitor in its own process; yields the address."""
+    process = subprocess.Popen([*command, "--web"], stdout=subprocess.PIPE, text=True)
     try:
         yield re.search(r"http://\S+", process.stdout.readline())[0]
     finally:

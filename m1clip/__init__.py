@@ -3,10 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from m1clip.api import evaluate, train
     from m1clip.model.clip import CLIP, load
 
 __version__ = "0.1.0"
-__all__ = ["CLIP", "load"]
+__all__ = ["CLIP", "evaluate", "load", "train"]
 
 
 def __dir__() -> list[str]:
@@ -14,9 +15,13 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when first used: torch takes seconds, `m1clip --help` should not."""
+    """Import the public names on first use: torch takes seconds to load."""
     if name not in __all__:
         raise AttributeError(f"m1clip has no {name}; it has {', '.join(__all__)}")
+    if name in ("train", "evaluate"):
+        from m1clip import api
+
+        return getattr(api, name)
     from m1clip.model import clip
 
     return getattr(clip, name)

@@ -1,4 +1,4 @@
-"""The table of verbs. A verb's file is imported when it is called; errors end here, as one sentence."""
+"""The command table. A command's module is imported when it is called; errors end here as one sentence."""
 
 import os
 import signal
@@ -10,59 +10,58 @@ from io import TextIOWrapper
 from m1clip import __version__
 from m1clip.format import did_you_mean, printable
 
-VERBS = {
-    "train": "train a model; with no flags, the built-in data and the nano preset",
-    "runs": "every run: state, progress, best score, device",
-    "stop": "end a run that trains in the background, with a checkpoint",
-    "monitor": "logger a run live: curves, speed, gradients, events; --web for the browser",
-    "report": "a run, or several side by side, as a document with figures",
-    "eval": "validation retrieval of a run or a saved model, and which words it reads",
-    "convert": "a model for transformers or open_clip, or one of theirs as ours",
-    "info": "the presets: parameters by part, FLOPs per pair, memory of a batch",
-    "bench": "compare this machine's devices on real training steps; tables, images, a page",
-    "bench scaling": "time and memory of every size up to a billion parameters, measured or planned",
-    "compare": "train the same on each device: speed, memory, energy and loss curves side by side",
-    "advise": "how to train a model here: device, precision, threads, time, each with its reason",
-    "doctor": "is this machine fit to train: versions, memory, power, heat, and do its devices agree",
-    "data check": "what is in your data and what is wrong with it, by file and line",
-    "data convert": "your data as WebDataset shards or Parquet, with checksums",
-    "data preview": "a contact sheet of the data with its captions",
+COMMANDS = {
+    "train": "train a model; without flags, the nano preset on synthetic data",
+    "runs": "list runs: state, progress, best score, device",
+    "stop": "stop a background run, with a checkpoint",
+    "monitor": "watch a run live: curves, speed, gradients, events; --web for the browser",
+    "report": "write a report of a run, or a comparison of several, with figures",
+    "eval": "retrieval scores of a run or saved model, with chance",
+    "convert": "convert a model to transformers or open_clip, or one of theirs to m1clip",
+    "info": "list presets: parameters, FLOPs per pair, memory of a batch",
+    "bench": "benchmark this machine's devices on real training steps; tables, figures, report",
+    "bench scaling": "time and memory of model sizes up to 1 B parameters, measured or extrapolated",
+    "compare": "train the same on each device: speed, memory, energy and loss curves",
+    "advise": "recommend device, precision, threads, chunk and time for a model, with reasons",
+    "doctor": "check this machine: versions, memory, power, heat, and whether its devices agree",
+    "data check": "inspect a dataset: counts, bad rows by file and line, duplicates, leaks",
+    "data convert": "convert a dataset to WebDataset shards or Parquet, with checksums",
+    "data preview": "contact sheet of a dataset with its captions",
 }
 HELP = f"""m1clip {__version__}: train, understand and ship a CLIP model on the computer you own
 
-usage: m1clip VERB [flags]
+usage: m1clip COMMAND [flags]
 
-{chr(10).join(f"  {verb:14}{text}" for verb, text in VERBS.items())}
+{chr(10).join(f"  {name:14}{text}" for name, text in COMMANDS.items())}
 
-m1clip VERB --help lists a verb's flags. With --debug an error shows its traceback.
-Exit codes: 0 done, 1 failed, 2 the command was not understood, 130 stopped by Ctrl-C."""
+m1clip COMMAND --help lists the flags of a command. --debug shows the traceback of an error.
+Exit codes: 0 success, 1 failure, 2 usage error, 130 stopped by Ctrl-C."""
 
 
 def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an arrow is no reason to fail where only ASCII is spoken
+            stream.reconfigure(errors="replace")  # arrows on ASCII terminals
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asks us to ignore it
-            # As Ctrl-C: what is half-made is removed on the way out.
-            signal.signal(number, signal.default_int_handler)
-    sys.exit(run(sys.argv[1:]))
+        if signal.getsignal(number) is not signal.SIG_IGN:  # set by nohup
+            signal.signal(number, signal.default_int_handler)  # as Ctrl-C: partial files are removed
+    sys.exit(run_command(sys.argv[1:]))
 
 
-def run(words: list[str]) -> int:
-    # What MPS cannot do must fail, or the CPU would do it, be timed and be trusted in its name. Set here,
-    # because torch reads it when it is loaded.
+def run_command(argv: list[str]) -> int:
+    # Operations MPS lacks must fail: a silent CPU fallback would be timed and trusted as MPS.
+    # Set here because torch reads it when it is loaded.
     os.environ["PYTORCH_ENABLE_MPS_FALLBACK"] = "0"
-    debug = "--debug" in words
-    words = [word for word in words if word != "--debug"]
+    debug = "--debug" in argv
+    argv = [word for word in argv if word != "--debug"]
     try:
-        verb, flags = split_verb(words)
-        if verb is None:
+        name, flags = split_command(argv)
+        if name is None:
             return 0
-        module = import_module(f"m1clip.commands.{verb.replace(' ', '_')}")
-        code: int = module.main(module.parse(f"m1clip {verb}", flags))
+        module = import_module(f"m1clip.commands.{name.replace(' ', '_')}")
+        code: int = module.main(module.parse(f"m1clip {name}", flags))
         return code
-    except BrokenPipeError:  # the reader has had enough, as in `m1clip info | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `m1clip info | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -71,41 +70,38 @@ def run(words: list[str]) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        return explain(error)
+        return report_error(error)
 
 
-def split_verb(words: list[str]) -> tuple[str | None, list[str]]:
-    """The verb (one word or two) and its flags; None once the help or the version has been printed."""
-    if not words or words[0] in ("-h", "--help", "help"):
+def split_command(argv: list[str]) -> tuple[str | None, list[str]]:
+    """The command (one or two words) and its flags; None once help or version have been printed."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
         print(HELP)
         return None, []
-    if words[0] in ("-V", "--version"):
+    if argv[0] in ("-V", "--version"):
         print(f"m1clip {__version__}")
         return None, []
     for length in (2, 1):
-        verb = " ".join(words[:length])
-        if verb in VERBS:
-            return verb, words[length:]
-    two = any(verb.startswith(f"{words[0]} ") for verb in VERBS)
-    if (two and len(words) == 1) or (two and words[1] in ("-h", "--help")):
-        print(
-            "\n".join(f"m1clip {verb:14}{text}" for verb, text in VERBS.items() if verb.startswith(words[0]))
-        )
+        name = " ".join(argv[:length])
+        if name in COMMANDS:
+            return name, argv[length:]
+    is_group = any(name.startswith(f"{argv[0]} ") for name in COMMANDS)
+    if is_group and (len(argv) == 1 or argv[1] in ("-h", "--help")):
+        members = {name: text for name, text in COMMANDS.items() if name.startswith(argv[0])}
+        print("\n".join(f"m1clip {name:14}{text}" for name, text in members.items()))
         return None, []
-    asked = " ".join(words[: 2 if two else 1])
-    raise ValueError(f"no verb {asked!r}; {did_you_mean(asked, VERBS)} (m1clip --help lists them)")
+    unknown = " ".join(argv[: 2 if is_group else 1])
+    raise ValueError(f"no command {unknown!r}; {did_you_mean(unknown, COMMANDS)} (m1clip --help lists them)")
 
 
-def explain(error: Exception) -> int:
-    """One sentence on stderr. Exit 2 for what the user can write differently, 1 for what went wrong."""
+def report_error(error: Exception) -> int:
+    """Print one sentence on stderr; exit code 2 for usage errors, 1 for failures."""
     if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        sentence = f"{where}{error.strerror}"
-    elif (
-        isinstance(error, ValueError | OSError | ArithmeticError | MemoryError) or type(error) is RuntimeError
-    ):
-        sentence = str(error) or "not enough memory"  # the only one that comes without words
+        location = f"{error.filename}: " if error.filename else ""
+        sentence = f"{location}{error.strerror}"
+    elif isinstance(error, ValueError | OSError | ArithmeticError | MemoryError) or type(error) is RuntimeError:
+        sentence = str(error) or "not enough memory"  # only MemoryError comes without a message
     else:
-        sentence = f"unexpected {type(error).__name__}: {error} (--debug shows where)"
+        sentence = f"unexpected {type(error).__name__}: {error} (--debug shows the traceback)"
     print(f"m1clip: {printable(sentence)}", file=sys.stderr)
     return 2 if isinstance(error, ValueError | FileNotFoundError | FileExistsError) else 1

@@ -4,11 +4,14 @@ Presets, recipes and budgets are functions of a TrainConfig; `override` puts the
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, fields, replace
+from functools import reduce
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+from annotated_types import Ge, Gt, Le, Lt
 from tyro.conf import Suppress  # keeps a field out of `m1clip train --help`; it can be set in a config file
 
 from m1clip.format import did_you_mean
@@ -16,6 +19,9 @@ from m1clip.format import did_you_mean
 T = TypeVar("T")
 Recipe = Literal["auto", "scratch", "frozen", "lora", "full"]
 Metric = Literal["mean_r1", "i2t_r1", "t2i_r1", "i2t_r5", "t2i_r5", "i2t_r10", "t2i_r10"]
+Positive = Annotated[int, Ge(1)]
+NonNegative = Annotated[int, Ge(0)]
+Fraction = Annotated[float, Ge(0), Lt(1)]
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -29,15 +35,15 @@ def require(condition: bool, message: str) -> None:
 class VisionConfig:
     """Vision transformer, as in OpenAI CLIP and OpenCLIP."""
 
-    image_size: int = 224
+    image_size: Positive = 224
     """Input resolution in pixels (square)."""
-    patch_size: int = 16
+    patch_size: Positive = 16
     """Patch size in pixels; each patch is one token."""
-    width: int = 768
+    width: Positive = 768
     """Embedding width of a token."""
-    layers: int = 12
+    layers: Positive = 12
     """Transformer blocks."""
-    heads: int = 12
+    heads: Positive = 12
     """Attention heads."""
     pool: Suppress[Literal["class", "mean"]] = "class"
     """Image feature: the class token or the mean of the patch tokens."""
@@ -47,7 +53,7 @@ class VisionConfig:
     """Channel means subtracted from the pixels."""
     std: Suppress[tuple[float, float, float]] = OPENAI_STD
     """Channel standard deviations the pixels are divided by."""
-    mlp_width: Suppress[int] = 0
+    mlp_width: Suppress[NonNegative] = 0
     """Hidden width of the MLPs; 0 means 4 x width."""
 
     @property
@@ -59,17 +65,17 @@ class VisionConfig:
 class TextConfig:
     """Text transformer, as in OpenAI CLIP and OpenCLIP, or a bag of words."""
 
-    vocab_size: Suppress[int] = 49408
+    vocab_size: Suppress[Annotated[int, Ge(4)]] = 49408
     """Rows of the token embedding; a tokenizer may use fewer."""
-    context_length: int = 77
+    context_length: Annotated[int, Ge(3)] = 77
     """Maximum caption length in tokens, start and end included; longer captions are truncated."""
-    width: int = 512
+    width: Positive = 512
     """Embedding width of a token."""
-    layers: int = 12
+    layers: Positive = 12
     """Transformer blocks."""
-    heads: int = 8
+    heads: Positive = 8
     """Attention heads."""
-    mlp_width: Suppress[int] = 0
+    mlp_width: Suppress[NonNegative] = 0
     """Hidden width of the MLPs; 0 means 4 x width."""
     encoder: Literal["transformer", "bag_of_words"] = "transformer"
     """bag_of_words averages the token embeddings: no word order, but learns faster from few pairs."""
@@ -101,15 +107,17 @@ class HFConfig:
     """Maximum caption length in tokens, special tokens included."""
     width: int
     """Size of a caption's feature vector."""
-    pool: Literal["mean", "first", "all"] = "mean"
-    """Caption feature: mean of the tokens, the first token, or the means of every layer and more."""
+
+    @property
+    def pad_id(self) -> int:
+        return int(self.hf.get("pad_token_id") or 0)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     vision: VisionConfig | TimmConfig = VisionConfig()
     text: TextConfig | HFConfig = TextConfig()
-    embed_dim: int = 512
+    embed_dim: Positive = 512
     """Size of the joint image-text embedding."""
     activation: Suppress[Literal["gelu", "quick_gelu"]] = "gelu"
     """Activation of the MLPs; OpenAI's weights were trained with quick_gelu."""
@@ -117,7 +125,7 @@ class ModelConfig:
     """softmax is CLIP's contrastive loss, sigmoid is SigLIP's (adds a learned bias)."""
     head: Literal["linear", "standardized", "mlp"] = "linear"
     """Projection head: CLIP's matrix; standardized features and a bias; the same with a small MLP added."""
-    head_hidden: Suppress[int] = 256
+    head_hidden: Suppress[Positive] = 256
     """Hidden width of the MLP head."""
 
     @property
@@ -133,7 +141,7 @@ class DataConfig:
     data: str = "synthetic:12000"
     """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar, hf:NAME
     or synthetic:N; a@2+b mixes sources, each pair of a twice per epoch."""
-    val_size: int | Literal["auto"] = "auto"
+    val_size: Positive | Literal["auto"] = "auto"
     """Validation images; auto uses the dataset's own split, or holds out 5 %."""
     image_column: str = "auto"
     """Table column with the image path or bytes; auto guesses from names and values."""
@@ -143,13 +151,13 @@ class DataConfig:
     """Caption of images in labelled folders."""
     allow: tuple[Literal["urls", "links"], ...] = ()
     """Permit image URLs in tables, or symlinks that leave the data folder; both are refused by default."""
-    max_bad_rows: float = 0.01
+    max_bad_rows: Annotated[float, Ge(0), Le(1)] = 0.01
     """Largest fraction of unusable rows; they are listed and skipped."""
-    cache_gb: float = 20.0
+    cache_gb: Annotated[float, Ge(0), Lt(float("inf"))] = 20.0
     """Disk limit for decoded images of all runs, in GB; 0 decodes on the fly."""
-    workers: int = 0
+    workers: Annotated[int, Ge(0), Le(256)] = 0
     """Image decoding processes; 0 uses one per core."""
-    seed: int = 0
+    seed: Annotated[int, Ge(0), Lt(2**63)] = 0
     """Random seed for weights, data order, augmentation and synthetic scenes."""
 
 
@@ -169,13 +177,13 @@ class InitConfig:
     """Training time, such as 90s, 10m or 2h: the model is chosen to fit, and training ends in time."""
     freeze: Literal["auto", "both", "vision", "text"] = "auto"
     """Frozen towers; auto freezes pretrained ones with --recipe frozen, and none otherwise."""
-    unfreeze: int = 0
+    unfreeze: NonNegative = 0
     """full: train only the last N layers of each tower; frozen: train them in a second run afterwards."""
-    lora_rank: int = 16
+    lora_rank: Positive = 16
     """LoRA rank."""
-    head_dropout: float = 0.0
+    head_dropout: Fraction = 0.0
     """Dropout on the features before the projection heads."""
-    wise_ft: float = 1.0
+    wise_ft: Annotated[float, Ge(0), Le(1)] = 1.0
     """WiSE-FT: weight of the fine-tuned model when averaged with the initial one; 1 is off."""
 
     @property
@@ -195,39 +203,39 @@ class TrainConfig(DataConfig, InitConfig):
     """Named set of defaults for all other flags; `m1clip info` lists them."""
     tokenizer: str = "bpe"
     """bpe (learned from the captions), char, or the path of a CLIP BPE vocabulary."""
-    epochs: int = 6
+    epochs: Positive = 6
     """Passes over the training images."""
-    steps: int = 0
+    steps: NonNegative = 0
     """Stop after this many steps; 0 trains for --epochs."""
-    batch_size: int = 256
+    batch_size: Annotated[int, Ge(2)] = 256
     """Contrastive batch size."""
-    captions_per_image: int = 1
+    captions_per_image: Positive = 1
     """Captions of each image used per step, where it has several."""
-    lr: float = 1e-3
+    lr: Annotated[float, Gt(0), Lt(float("inf"))] = 1e-3
     """Peak learning rate."""
-    warmup: float = 0.1
+    warmup: Fraction = 0.1
     """Fraction of the run with linear warm-up, followed by cosine decay to 0."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, Ge(0), Lt(float("inf"))] = 0.1
     """Weight decay of matrices; biases, norms and embeddings have none."""
-    grad_clip: float = 1.0
+    grad_clip: Annotated[float, Gt(0), Lt(float("inf"))] = 1.0
     """Maximum gradient norm."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon uses Muon for hidden matrices and AdamW for everything else."""
-    ema: float = 0.0
+    ema: Fraction = 0.0
     """Decay of an exponential moving average of the weights, such as 0.999; 0 is off."""
-    label_smoothing: float = 0.0
+    label_smoothing: Fraction = 0.0
     """Label smoothing of the contrastive targets."""
-    patch_dropout: float = 0.0
+    patch_dropout: Fraction = 0.0
     """Fraction of image patches dropped in training."""
-    word_dropout: float = 0.0
+    word_dropout: Fraction = 0.0
     """Fraction of caption tokens dropped in training (bag_of_words only)."""
-    crop_scale: float = 1.0
+    crop_scale: Annotated[float, Ge(0.05), Le(1)] = 1.0
     """Augmentation: minimum area of a random resized crop; 1 is off."""
     hflip: bool = False
     """Augmentation: flip half of the images horizontally (not with captions that say left or right)."""
-    color_jitter: float = 0.0
+    color_jitter: Fraction = 0.0
     """Augmentation: strength of brightness, contrast and saturation jitter."""
-    chunk: int | Literal["auto"] = "auto"
+    chunk: Positive | Literal["auto"] = "auto"
     """Pairs in memory at once (GradCache); the contrastive batch stays whole. auto measures what fits."""
     grad_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
@@ -237,17 +245,17 @@ class TrainConfig(DataConfig, InitConfig):
     """Autocast precision; auto leaves fp32 only where a measurement shows a gain."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile for the transformer blocks; auto where a measurement shows a gain."""
-    threads: int = 0
+    threads: Annotated[int, Ge(0), Le(1024)] = 0
     """CPU threads; 0 uses the fastest measured number, or PyTorch's default."""
-    log_every: int = 10
+    log_every: Positive = 10
     """Steps between log writes; diagnostics (norms, memory, sensors) are logged every 5th time."""
-    eval_every: int = 1
+    eval_every: Positive = 1
     """Epochs between evaluations; there is always one at the end."""
     save_every: str = "5m"
     """Time (5m) or steps (500) between checkpoints; also saved at each new best score, at the end, on Ctrl-C."""
     best_metric: Metric = "mean_r1"
     """Validation metric that selects the best checkpoint."""
-    patience: int = 0
+    patience: NonNegative = 0
     """Stop after this many evaluations without improvement and keep the best model; 0 is off."""
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
     """Also log to a tracker (needs m1clip[tensorboard], [wandb] or [trackio])."""
@@ -260,7 +268,7 @@ class TrainConfig(DataConfig, InitConfig):
     @property
     def save_interval(self) -> tuple[float, int]:
         """Seconds and steps between checkpoints; 0 for the one that does not apply."""
-        if self.save_every.isdecimal():
+        if self.save_every.isdecimal() and int(self.save_every):
             return 0.0, int(self.save_every)
         return parse_duration(self.save_every, "save_every"), 0
 
@@ -275,116 +283,55 @@ def parse_duration(text: str, name: str) -> float:
     return seconds
 
 
-# Validation. Configs are plain values; whoever builds one from outside input calls these.
+# Validation and JSON. Configs are plain values; whoever builds one from outside input checks it.
 
 
-def _check(
-    config: object, names: Iterable[str], low: float, high: float = float("inf"), bounds: str = "[]"
-) -> None:
-    """Require low..high of some fields; a round bracket in `bounds` excludes that end."""
-    for name in names:
-        value = getattr(config, name)
-        above = value > low if bounds[0] == "(" else value >= low
-        below = value < high if bounds[1] == ")" else value <= high
-        if not (above and below):
-            least = f"above {low:g}" if bounds[0] == "(" else f"at least {low:g}"
-            most = (
-                "" if high == float("inf") else f" and {'below' if bounds[1] == ')' else 'at most'} {high:g}"
-            )
-            raise ValueError(f"{name} must be {least}{most}, not {value}")
+def check_config(config: T) -> T:
+    """The config with exact types (a path as text); a setting out of range or a contradiction is a ValueError."""
+    config = from_dict(type(config), asdict(config))  # type: ignore[call-overload]
+    if isinstance(config, DataConfig):
+        require("{}" in config.template, f"template needs a {{}} for the label: {config.template!r}")
+    if isinstance(config, ModelConfig):
+        check_model(config)
+    if not isinstance(config, TrainConfig):
+        return config
+    check_model(config.model)
+    bag = isinstance(config.model.text, TextConfig) and config.model.text.encoder == "bag_of_words"
+    require(bag or not config.word_dropout, "word_dropout needs --model.text.encoder bag_of_words")
+    both = config.init and (config.vision or config.text)
+    require(not both, "--init provides both towers; --vision and --text cannot be combined with it")
+    require(
+        config.preset in {*PRESETS, "budget"}, f"no preset {config.preset!r}; {did_you_mean(config.preset, PRESETS)}"
+    )
+    _ = config.budget_s, config.save_interval
+    return config
 
 
 def check_model(model: ModelConfig) -> None:
-    require(model.embed_dim > 0, f"embed_dim must be positive, not {model.embed_dim}")
+    """Raise ValueError if the towers cannot be built."""
     vision, text = model.vision, model.text
     require(min(vision.std) > 0, f"std must be positive, not {vision.std}")
-    _check(vision, ("image_size", "width"), 1)
     if isinstance(vision, VisionConfig):
-        _check_transformer("vision", vision)
-        require(
-            0 < vision.patch_size <= vision.image_size and vision.image_size % vision.patch_size == 0,
-            f"image_size {vision.image_size} is not a multiple of patch_size {vision.patch_size}",
-        )
-        require(
-            vision.stem == "patch" or (vision.patch_size.bit_count() == 1 and vision.patch_size > 1),
-            f"a conv stem needs a patch_size of 2, 4, 8, 16 …, not {vision.patch_size}",
-        )
-    if isinstance(text, TextConfig):
-        _check_transformer("text", text)
-        _check(text, ("vocab_size",), 4)  # padding, start, end, one symbol
-    else:
+        size, patch = vision.image_size, vision.patch_size
+        require(patch <= size and size % patch == 0, f"image_size {size} is not a multiple of patch_size {patch}")
+        power_of_two = patch.bit_count() == 1 and patch > 1
+        require(vision.stem == "patch" or power_of_two, f"a conv stem needs a patch_size of 2, 4, 8, 16 …, not {patch}")
+    for name, tower in (("vision", vision), ("text", text)):
+        if isinstance(tower, VisionConfig | TextConfig):
+            divisible = tower.width % tower.heads == 0
+            require(divisible, f"{name} width {tower.width} is not divisible by {tower.heads} heads")
+    if isinstance(text, HFConfig):
         require("model_type" in text.hf, "the text encoder's config.json has no model_type")
-    _check(text, ("context_length",), 3)
-
-
-def _check_transformer(name: str, tower: VisionConfig | TextConfig) -> None:
-    for key in ("width", "layers", "heads"):
-        require(getattr(tower, key) > 0, f"{name} {key} must be positive, not {getattr(tower, key)}")
-    require(
-        tower.width % tower.heads == 0, f"{name} width {tower.width} is not divisible by {tower.heads} heads"
-    )
-    require(tower.mlp_width >= 0, f"{name} mlp_width must be 0 or more, not {tower.mlp_width}")
-
-
-def check_data(config: DataConfig) -> None:
-    require(
-        config.val_size == "auto" or config.val_size >= 1,
-        f"val_size must be auto or at least 1, not {config.val_size}",
-    )
-    _check(config, ("max_bad_rows",), 0, 1)
-    _check(config, ("cache_gb",), 0, bounds="[)")
-    _check(config, ("workers",), 0, 256)
-    _check(config, ("seed",), 0, 2**63 - 1)
-    require("{}" in config.template, f"template needs a {{}} for the label: {config.template!r}")
-
-
-def check_train(config: TrainConfig) -> None:
-    """Raise ValueError for any setting that cannot work, by its name."""
-    check_data(config)
-    check_model(config.model)
-    _check(config, ("epochs", "captions_per_image", "log_every", "eval_every", "lora_rank"), 1)
-    _check(config, ("steps", "patience", "unfreeze", "weight_decay"), 0)
-    _check(config, ("lr", "grad_clip"), 0, bounds="()")
-    _check(config, ("warmup", "color_jitter", "ema", "patch_dropout", "word_dropout"), 0, 1, "[)")
-    _check(config, ("label_smoothing", "head_dropout"), 0, 1, "[)")
-    _check(config, ("wise_ft",), 0, 1)
-    _check(config, ("crop_scale",), 0.05, 1)
-    _check(config, ("threads",), 0, 1024)
-    _check(config, ("batch_size",), 2)
-    require(
-        config.chunk == "auto" or config.chunk >= 1, f"chunk must be auto or at least 1, not {config.chunk}"
-    )
-    bag = isinstance(config.model.text, TextConfig) and config.model.text.encoder == "bag_of_words"
-    require(bag or not config.word_dropout, "word_dropout needs --model.text.encoder bag_of_words")
-    require(
-        not (config.init and (config.vision or config.text)),
-        "--init provides both towers; --vision and --text cannot be combined with it",
-    )
-    require(
-        config.preset in {*PRESETS, "budget"},
-        f"no preset {config.preset!r}; {did_you_mean(config.preset, PRESETS)}",
-    )
-    _ = config.budget_s, config.save_interval
-
-
-# JSON.
 
 
 def to_json(config: object) -> str:
-    assert is_dataclass(config)
-    assert not isinstance(config, type)
-    return json.dumps(asdict(config), indent=2) + "\n"
+    return json.dumps(asdict(config), indent=2) + "\n"  # type: ignore[call-overload]
 
 
 def from_json(kind: type[T], path: Path) -> T:
-    """A config from a file; an unknown key or a value of the wrong type is an error that names the key."""
+    """A valid config from a file; errors name the key."""
     try:
-        config = from_dict(kind, json.loads(path.read_text()))
-        if isinstance(config, TrainConfig):
-            check_train(config)
-        elif isinstance(config, ModelConfig):
-            check_model(config)
-        return config
+        return check_config(from_dict(kind, json.loads(path.read_text())))
     except FileNotFoundError:
         raise FileNotFoundError(f"no configuration at {path}") from None
     except (ValueError, TypeError, RecursionError) as error:  # ValueError covers bad JSON and bad UTF-8
@@ -392,24 +339,49 @@ def from_json(kind: type[T], path: Path) -> T:
 
 
 def from_dict(kind: type[T], values: Any) -> T:
+    """A dataclass from JSON values: unknown keys and values of the wrong type or range are errors."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-    for one in (VisionConfig, TextConfig, TimmConfig, HFConfig, ModelConfig, kind):
+    for one in (*_TOWERS, ModelConfig, kind):
         one.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[union-attr]
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
+        return TypeAdapter(kind).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
-        first = min(error.errors(), key=lambda one: one["type"] != "unexpected_keyword_argument")
-        key = ".".join(str(part) for part in first["loc"] if str(part) not in _UNION_MEMBERS)
-        if first["type"] == "unexpected_keyword_argument":
-            names = {field.name for one in (*_UNION_TYPES, ModelConfig, kind) for field in fields(one)}  # type: ignore[arg-type]
-            raise ValueError(f"unknown key {key}; {did_you_mean(key.rpartition('.')[2], names)}") from None
-        message = first["msg"].removeprefix("Input ")
-        raise ValueError(f"{key or 'the file'} {message}, not {first['input']!r}"[:300]) from None
+        raise ValueError(_explain(error.errors(), kind)) from None
 
 
-_UNION_TYPES = (VisionConfig, TimmConfig, TextConfig, HFConfig)
-_UNION_MEMBERS = {one.__name__ for one in _UNION_TYPES}
+_TOWERS = (VisionConfig, TimmConfig, TextConfig, HFConfig)
+_UNION_MEMBERS = {*(tower.__name__ for tower in _TOWERS), "constrained-int", "literal['auto']"}
+_PHRASES = {
+    "Input should be ": "",
+    "greater than or equal to": "at least",
+    "greater than": "above",
+    "less than or equal to": "at most",
+    "less than inf": "finite",
+    "less than": "below",
+}
+
+
+def _explain(errors: Sequence[Mapping[str, Any]], kind: type) -> str:
+    """The first error as a sentence that names the key. Of a union, the member with the fewest errors is meant."""
+
+    def key_of(error: Mapping[str, Any]) -> str:
+        return ".".join(str(part) for part in error["loc"] if part not in _UNION_MEMBERS)
+
+    counts = Counter(part for error in errors for part in error["loc"] if part in _UNION_MEMBERS)
+    unknown = "unexpected_keyword_argument"
+    first = min(errors, key=lambda error: (max(counts[part] for part in ("", *error["loc"])), error["type"] != unknown))
+    key, parent = key_of(first), first["loc"][:-1]
+    if first["type"] == unknown:
+        names = {field.name for one in (*_TOWERS, ModelConfig, kind) for field in fields(one)}
+        return f"unknown key {key}; {did_you_mean(key.rpartition('.')[2], names)}"
+    if first["type"] == "missing":
+        return f"{key} is missing"
+    same = [error["msg"] for error in errors if error["loc"][:-1] == parent and key_of(error) == key]
+    allowed = " or ".join(dict.fromkeys(same))
+    for phrase, short in _PHRASES.items():
+        allowed = allowed.replace(phrase, short)
+    return f"{key or 'the file'} must be {allowed}, not {first['input']!r}"[:300]
 
 
 # Overrides: settings by dotted path, such as {"lr": 1e-3, "model.vision.width": 256}.
@@ -425,6 +397,9 @@ def override(config: T, settings: Mapping[str, Any]) -> T:
             nested.setdefault(name, {})[rest] = value
         else:
             plain[name] = value
+    names = {field.name for field in fields(config)}  # type: ignore[arg-type]
+    for name in (*plain, *nested):
+        require(name in names, f"unknown setting {name}; {did_you_mean(name, names)}")
     config = replace(config, **plain)  # type: ignore[type-var]
     inner = {name: override(getattr(config, name), changes) for name, changes in nested.items()}
     return replace(config, **inner)  # type: ignore[type-var]
@@ -433,6 +408,68 @@ def override(config: T, settings: Mapping[str, Any]) -> T:
 def with_defaults(config: TrainConfig, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> TrainConfig:
     """The config with other defaults, where the user has not given a setting."""
     return override(override(config, defaults), given)
+
+
+# Requests: what the user gave, on top of where the defaults come from.
+
+FIXED_ON_RESUME = (
+    *("model", "data", "val_size", "image_column", "caption_column", "template", "allow", "seed", "batch_size"),
+    *("captions_per_image", "crop_scale", "hflip", "color_jitter", "tokenizer", "optimizer", "ema"),
+    *("best_metric", "recipe", "init", "vision", "text", "freeze", "lora_rank"),
+)
+"""Settings that data order, weights and optimizer state depend on."""
+PRETRAINED_SHAPE = {
+    "init": ("model.vision", "model.text", "model.embed_dim"),
+    "vision": ("model.vision",),
+    "text": ("model.text",),
+}
+"""Settings that come with pretrained weights."""
+
+
+def check_exclusive(given: Set[str]) -> None:
+    """Refuse arguments of a training command that contradict each other."""
+    pairs = [("resume", "overwrite"), ("resume", "config"), ("resume", "preset"), ("config", "preset")]
+    for one, other in (*pairs, ("budget", "epochs"), ("budget", "steps")):
+        require(not {one, other} <= given, f"--{one} and --{other} cannot be combined")
+
+
+def select_settings(config: TrainConfig, paths: Iterable[str]) -> dict[str, Any]:
+    """Some settings of a config by dotted path."""
+    return {path: reduce(getattr, path.split("."), config) for path in paths}
+
+
+def requested_config(
+    settings: Mapping[str, Any], config: TrainConfig | str | Path | None = None, resumed: Path | None = None
+) -> TrainConfig:
+    """The user's settings with defaults from a run folder to resume, a config or its file, or a preset."""
+    base = _base_config(settings, config, resumed)
+    requested = check_config(override(base, settings))
+    if base.budget and ("epochs" in settings or "steps" in settings):
+        requested = replace(requested, budget="")
+    changed = [key for key in FIXED_ON_RESUME if getattr(requested, key) != getattr(base, key)]
+    if resumed and changed:
+        raise ValueError(f"a resumed run cannot change {', '.join(changed)}: its weights and data order depend on it")
+    return requested
+
+
+def _base_config(
+    settings: Mapping[str, Any], config: TrainConfig | str | Path | None, resumed: Path | None
+) -> TrainConfig:
+    if resumed:
+        return from_json(TrainConfig, resumed / "config.json")
+    if isinstance(config, TrainConfig):
+        return config
+    if config is not None:
+        return from_json(TrainConfig, Path(config))
+    base = get_preset(settings.get("preset", "nano"))
+    for pretrained, shape in PRETRAINED_SHAPE.items():
+        fixed = [key for key in settings if key.startswith(shape)]
+        if settings.get(pretrained) and fixed:
+            flag = f"--{fixed[0].replace('_', '-')}"
+            raise ValueError(f"--{pretrained} brings a model with its own shape; {flag} cannot change it")
+    if settings.get("init"):
+        base = override(base, {"model.activation": "gelu"})  # the preset's is not a request
+    return base
 
 
 # Presets and recipe defaults.
@@ -517,9 +554,7 @@ PRESETS: dict[str, TrainConfig] = {
             batch_size=32,
             lr=5e-4,
         ),
-        _preset(
-            "medium", _clip((224, 16, 896, 14, 14), (*_OPENAI, 640, 12, 10), 640), batch_size=16, lr=4e-4
-        ),
+        _preset("medium", _clip((224, 16, 896, 14, 14), (*_OPENAI, 640, 12, 10), 640), batch_size=16, lr=4e-4),
         _preset(
             "large",
             _clip((224, 14, 1024, 24, 16), (*_OPENAI, 768, 12, 12), 768, activation="quick_gelu"),

@@ -38,7 +38,7 @@ class Plan:
         return "=" in self.device
 
     @property
-    def places(self) -> tuple[torch.device, torch.device]:
+    def devices(self) -> tuple[torch.device, torch.device]:
         """Where the vision tower works, and where the text tower does. The loss is with the first."""
         names = tower_devices(self.device)
         return torch_device(names[0]), torch_device(names[1])
@@ -68,9 +68,7 @@ def tower_devices(requested: str) -> tuple[str, str]:
         if kind not in ("cpu", "cuda", "mps"):
             raise ValueError(f"no device {name!r}; choose from cpu, cuda, mps or vision=A,text=B")
         if kind not in found:
-            raise ValueError(
-                f"PyTorch {torch.__version__} finds no {kind} on this machine, only {', '.join(found)}"
-            )
+            raise ValueError(f"PyTorch {torch.__version__} finds no {kind} on this machine, only {', '.join(found)}")
         count = torch.cuda.device_count() if kind == "cuda" else 1
         if number and not (number.isdecimal() and int(number) < count):
             raise ValueError(f"no device {name!r}; PyTorch finds {count} {kind} device{'s' * (count != 1)}")
@@ -135,17 +133,17 @@ def give_memory_back() -> None:
 def apply_plan(plan: Plan) -> None:
     """Apply the settings of the whole process; two towers on the CPU get half of the threads each."""
     threads = plan.threads or DEFAULT_THREADS
-    both_on_cpu = plan.is_split and all(place.type == "cpu" for place in plan.places)
+    both_on_cpu = plan.is_split and all(device.type == "cpu" for device in plan.devices)
     torch.set_num_threads(max(1, threads - threads // 2) if both_on_cpu else threads)
-    for place in plan.places:
-        if place.type == "mps":
+    for device in plan.devices:
+        if device.type == "mps":
             # The default, 1.7 x the working set, is more than the RAM: it swaps before it raises an error.
             torch.mps.set_per_process_memory_fraction(1.0)
 
 
 def second_thread(plan: Plan) -> None:
     """Set the number of threads in the Python thread that runs the text tower: the setting is per thread."""
-    if all(place.type == "cpu" for place in plan.places):
+    if all(device.type == "cpu" for device in plan.devices):
         torch.set_num_threads(max(1, (plan.threads or DEFAULT_THREADS) // 2))
 
 
@@ -351,7 +349,5 @@ def attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> T
 def plain_attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> Tensor:
     score_BHLL = q_BHLd * q_BHLd.shape[-1] ** -0.5 @ k_BHLd.transpose(-2, -1)
     if causal:
-        score_BHLL = score_BHLL.masked_fill(
-            score_BHLL.new_ones(score_BHLL.shape[-2:]).triu(1) > 0, float("-inf")
-        )
+        score_BHLL = score_BHLL.masked_fill(score_BHLL.new_ones(score_BHLL.shape[-2:]).triu(1) > 0, float("-inf"))
     return torch.softmax(score_BHLL, dim=-1) @ v_BHLd

@@ -23,14 +23,12 @@ def cache_folder() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OSError(
-            f"{folder} cannot be the cache ({error.strerror}); M1CLIP_CACHE names another"
-        ) from None
+        raise OSError(f"cannot use the cache folder {folder} ({error.strerror}); set M1CLIP_CACHE to another") from None
     return folder
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file, one a line; a line cut by a crash is passed over."""
+    """The JSON objects of a file, one per line; a line cut by a crash is skipped."""
     if not path.exists():
         return
     with open(path, errors="replace") as file:
@@ -44,39 +42,39 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def json_safe(value: Any) -> Any:
-    """The same, with None for every number that JSON cannot say."""
+    """The same value with None for NaN and infinities, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: json_safe(one) for key, one in value.items()}
-    return [json_safe(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: json_safe(item) for key, item in value.items()}
+    return [json_safe(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @contextmanager
-def lock_folder(folder: Path, how: int = fcntl.LOCK_EX) -> Iterator[bool]:
-    """Whether the folder's lock could be had, held for the block. The system frees it if the process dies.
+def lock_folder(folder: Path, mode: int = fcntl.LOCK_EX) -> Iterator[bool]:
+    """Lock a folder for the block; yields whether that worked. The system frees the lock of a dead process.
 
-    To own it, we wait a little: somebody who only looks has it for an instant.
+    An exclusive lock waits half a second: a reader that checks the state holds it for an instant.
     """
     handle = os.open(folder, os.O_RDONLY)
-    end = time.monotonic() + (0.5 if how == fcntl.LOCK_EX else 0.0)
-    ours = False
+    end = time.monotonic() + (0.5 if mode == fcntl.LOCK_EX else 0.0)
+    acquired = False
     try:
-        while not ours:
+        while not acquired:
             try:
-                fcntl.flock(handle, how | fcntl.LOCK_NB)
-                ours = True
+                fcntl.flock(handle, mode | fcntl.LOCK_NB)
+                acquired = True
             except BlockingIOError:
                 if time.monotonic() >= end:
                     break
                 time.sleep(0.05)
-        yield ours
+        yield acquired
     finally:
         os.close(handle)
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what a killed process left half-made; put back what it had only moved out of the way."""
+    """Remove partial files of a killed process; restore a folder it was about to replace."""
     for path in folder.glob(".*"):
         partial = PARTIAL.fullmatch(path.name)
         if partial is None:
@@ -90,43 +88,44 @@ def remove_partial(folder: Path) -> None:
 
 
 def atomic_write(path: Path, text: str, durable: bool = True) -> None:
-    """The new file or the old one, never half of either; `durable` means even if the power goes."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replace a file atomically; `durable` also survives a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(aside, "w") as file:
+        with open(temporary, "w") as file:
             file.write(text)
         if durable:
-            fsync(aside)
-        os.replace(aside, path)
+            fsync(temporary)
+        os.replace(temporary, path)
         if durable:
             fsync(path.parent)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill; it takes the place of `path` if the block ends well, and vanishes if it does not."""
-    aside, old = (path.with_name(f".{path.name}.{os.getpid()}.{word}") for word in ("new", "old"))
-    shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed and had our number
+    """A new folder that replaces `path` if the block succeeds, and is removed if it does not."""
+    temporary, old = (path.with_name(f".{path.name}.{os.getpid()}.{suffix}") for suffix in ("new", "old"))
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process with our process id
     if not path.parent.exists():
         path.parent.mkdir(parents=True)
         fsync(path.parent.parent)
-    aside.mkdir()
+    temporary.mkdir()
     try:
-        yield aside
-        for file in aside.iterdir():
-            file.chmod(0o666 & ~UMASK)  # safetensors writes files that only their owner may read
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                file.chmod(0o666 & ~UMASK)  # safetensors writes files that only their owner may read
             fsync(file)
-        fsync(aside)
+        fsync(temporary)
         if path.exists():
             path.rename(old)
-        aside.rename(path)
+        temporary.rename(path)
         fsync(path.parent)
     finally:
         if old.exists() and not path.exists():
             old.rename(path)
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -68,6 +68,19 @@ def fast_cores() -> int | None:
 def memory_gb() -> float:
     """Resident memory of this process."""
     return round(psutil.Process().memory_info().rss / 1e9, 3)
+
+
+class MemoryUse(NamedTuple):
+    rss_gb: float
+    """Resident memory of this process."""
+    mapped_gb: float | None
+    """The part of it that is memory-mapped files; only Linux reports it."""
+
+
+def memory_use() -> MemoryUse:
+    info = psutil.Process().memory_info()
+    mapped = getattr(info, "shared", None)
+    return MemoryUse(info.rss / 1e9, None if mapped is None else mapped / 1e9)
 
 
 def peak_gb() -> float:

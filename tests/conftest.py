@@ -1,4 +1,4 @@
-"""Small things many tests need. Every cache and run goes to a folder that pytest removes."""
+"""Shared fixtures. Every cache and run goes to a folder that pytest removes."""
 
 import os
 
@@ -13,7 +13,7 @@ from m1clip.config import ModelConfig, TextConfig, TrainConfig, VisionConfig
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["M1CLIP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or every process would compile torch's source anew
-    torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
+    torch.set_num_threads(1)  # threads do not pay for tiny tensors
     devices.DEFAULT_THREADS = 1
 
 
@@ -23,16 +23,7 @@ def tiny_config() -> ModelConfig:
 
 def tiny_run_config(tiny: ModelConfig) -> TrainConfig:
     """Two epochs of four steps."""
-    return TrainConfig(
-        model=tiny,
-        data="synthetic:64",
-        val_size=16,
-        batch_size=16,
-        epochs=2,
-        log_every=2,
-        eval_every=1,
-        device="cpu",
-    )
+    return TrainConfig(model=tiny, data="synthetic:64", val_size=16, batch_size=16, epochs=2, log_every=2, device="cpu")
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, module: str = "", fault: str = "")
     """An mps device beside the CPU; `module` computes wrongly while the model is on it."""
     monkeypatch.setattr(devices, "available", lambda: ["cpu", "mps"])
     monkeypatch.setattr(devices, "torch_device", lambda name: torch.device("cpu"))
-    real = devices.Plan.places.fget
+    real = devices.Plan.devices.fget
     requested: list[str] = []
 
     def places(plan: devices.Plan) -> Any:

@@ -17,13 +17,7 @@ def step_row(plan=None, ms=100.0, batch_size=32, model="m1", comparison=None, **
     q1_ms, step_ms, q3_ms = quartiles(samples)
     cost = asdict(replace(SMALL, model_id=model, batch_size=batch_size))
     row = {**cost, "time": 1e9, "session": "", "comparison": comparison or f"{model}/{batch_size}"}
-    row |= {
-        **asdict(plan or Plan()),
-        "samples_ms": samples,
-        "step_ms": step_ms,
-        "q1_ms": q1_ms,
-        "q3_ms": q3_ms,
-    }
+    row |= {**asdict(plan or Plan()), "samples_ms": samples, "step_ms": step_ms, "q1_ms": q1_ms, "q3_ms": q3_ms}
     row |= {"phases_ms": {"forward": 0.6 * ms, "backward": 0.4 * ms}, "setup_s": 0.0, "background_load": 0.0}
     return StepRow(**{**row, "peak_gb": 1.0, "watts": None, **changes})
 
@@ -74,16 +68,9 @@ def test_a_model_that_was_never_measured_is_estimated_from_the_others():
     def true_ms(gflop, parameters, batch_size):
         return 5 + 2 * gflop * batch_size + 4e-7 * parameters
 
-    sizes = {
-        "a": (0.2, 1_500_000),
-        "b": (2.6, 9_000_000),
-        "c": (40.0, 150_000_000),
-        "d": (110.0, 100_000_000),
-    }
+    sizes = {"a": (0.2, 1_500_000), "b": (2.6, 9_000_000), "c": (40.0, 150_000_000), "d": (110.0, 100_000_000)}
     rows = [
-        step_row(
-            ms=true_ms(gflop, n, size), model=name, preset=name, gflop=gflop, parameters=n, batch_size=size
-        )
+        step_row(ms=true_ms(gflop, n, size), model=name, preset=name, gflop=gflop, parameters=n, batch_size=size)
         for name, (gflop, n) in sizes.items()
         for size in (4, 16)
     ]
@@ -157,9 +144,7 @@ def test_the_faster_device_depends_on_the_batch_size():
         rows.append(step_row(Plan("mps"), step_ms(size, 40, 0.4), size))
     small, large = (ask(rows, ("cpu", "mps"), replace(SMALL, batch_size=size)) for size in (2, 32))
     assert (small.plan.device, large.plan.device) == ("cpu", "mps")
-    assert large.reason.startswith(
-        "cpu: 640 ms (557 ms to 736 ms), mps: 168 ms (146 ms to 193 ms); measured on"
-    )
+    assert large.reason.startswith("cpu: 640 ms (557 ms to 736 ms), mps: 168 ms (146 ms to 193 ms); measured on")
     assert (large.confidence, large.step.ms) == ("high", 168)
 
 
@@ -183,9 +168,7 @@ def test_other_plans_are_judged_within_one_comparison():
     advice = ask(rows)
     assert advice.plan == Plan("cpu", threads=4)
     assert advice.reason == "1.67x as fast as cpu (120 ms vs 200 ms at batch size 32)"
-    assert advice.rejected == {
-        "cpu, bf16": "0.67x as fast as cpu (300 ms vs 200 ms at batch size 32); less than 1.05x"
-    }
+    assert advice.rejected == {"cpu, bf16": "0.67x as fast as cpu (300 ms vs 200 ms at batch size 32); less than 1.05x"}
 
 
 def test_a_placement_is_chosen_only_where_it_was_measured_faster():
@@ -254,9 +237,7 @@ def test_a_plan_on_a_device_that_is_gone_is_not_advised():
 
 def test_a_run_is_predicted_with_its_chunk_memory_and_epoch():
     rows = [step_row(ms=1000)]
-    whole = {
-        name: (value, reason) for name, value, _, reason in predict_run(SMALL, ask(rows), rows, 16.0, 3200)
-    }
+    whole = {name: (value, reason) for name, value, _, reason in predict_run(SMALL, ask(rows), rows, 16.0, 3200)}
     assert whole["chunk"][0] == "whole batch"
     assert whole["memory"] == ("1.00 GB", "measured")
     assert whole["epoch"][0] == "1 min 40 s"

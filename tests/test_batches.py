@@ -5,146 +5,200 @@ import numpy as np
 import pytest
 import torch
 
-from m1clip.config import VisionConfig
 from m1clip.data import augment
-from m1clip.data.batches import Augmentation, BatchStream, draws, duplicates, growing, looks_of
-from m1clip.data.splits import Cached, Part, Split
+from m1clip.data.augment import Augmentation, sample_uniform
+from m1clip.data.batches import (
+    BatchStream,
+    CaptionFeatureTable,
+    FeatureTables,
+    ImageFeatures,
+    ImageFeatureTable,
+    Images,
+    TextFeatures,
+    Tokens,
+    find_duplicates,
+    group_ids,
+    pixel_ids,
+    tokenize_captions,
+)
+from m1clip.data.splits import CachedImages, Split, SplitPart
 from m1clip.data.synthetic.scenes import SyntheticScenes
 from m1clip.data.workers import decode_rows
 from m1clip.model.tokenizer import Tokenizer
 
-ALL = Augmentation(crop=0.5, flip=True, color=0.3)
+ALL = Augmentation(crop_scale=0.5, hflip=True, color_jitter=0.3)
 
 
-def drawn(number: int, size: int, seed: int = 0, weight: float = 1.0) -> Part:
-    pairs, rows = SyntheticScenes(number, seed), np.arange(number)
-    return Part(pairs, rows, Cached(decode_rows(pairs, size, rows.tolist()).pixels, rows), weight)
+def make_part(count: int, image_size: int, seed: int = 0, weight: float = 1.0) -> SplitPart:
+    pairs, rows = SyntheticScenes(count, seed), np.arange(count)
+    images = CachedImages(decode_rows(pairs, image_size, rows.tolist()).pixels, rows)
+    return SplitPart(pairs, rows, images, weight)
 
 
 @pytest.fixture(scope="module")
 def batches() -> BatchStream:
-    letters = Tokenizer.characters()
-    return BatchStream(
-        Split([drawn(40, 40)]), partial(letters, length=77), size=8, seed=1, side=32, augment=ALL
-    )
+    tokenize = partial(Tokenizer.characters(), length=77)
+    return BatchStream(Split([make_part(40, 40)]), tokenize, batch_size=8, seed=1, image_size=32, augmentation=ALL)
 
 
-def same(a, b):
-    return torch.equal(a.images_BHWC, b.images_BHWC) and torch.equal(a.tokens_BL, b.tokens_BL)
+def samples_by_row(batches: BatchStream, epoch: int) -> dict[int, tuple[list[int], np.ndarray]]:
+    """Token ids without padding and pixels of each row in an epoch."""
+    samples = {}
+    for step in range(epoch * batches.steps_per_epoch, (epoch + 1) * batches.steps_per_epoch):
+        batch = batches.batch(step)
+        for row, ids, image in zip(
+            batch.rows, batch.text.tokens_BKL[:, 0].tolist(), batch.image.images_BHWC, strict=True
+        ):
+            samples[int(row)] = ([i for i in ids if i], image.numpy())
+    return samples
 
 
-def test_an_epoch_shows_every_pair_once(batches):
-    rows = np.concatenate([batches.at(step).rows for step in range(batches.per_epoch)])
+def test_an_epoch_has_every_pair_once(batches):
+    rows = np.concatenate([batches.batch(step).rows for step in range(batches.steps_per_epoch)])
     assert sorted(rows) == list(range(40))
 
 
-def by_row(batches: BatchStream, epoch: int) -> dict[int, tuple[list[int], np.ndarray]]:
-    """Each pair of an epoch as it was shown: its token ids without padding, and its pixels."""
-    shown = {}
-    for step in range(epoch * batches.per_epoch, (epoch + 1) * batches.per_epoch):
-        batch = batches.at(step)
-        for row, ids, image in zip(batch.rows, batch.tokens_BL.tolist(), batch.images_BHWC, strict=True):
-            shown[int(row)] = ([i for i in ids if i], image.numpy())
-    return shown
+def test_epochs_differ_in_order_augmentation_and_captions(batches):
+    assert list(batches.batch(0).rows) != list(batches.batch(batches.steps_per_epoch).rows)
+    first, second = samples_by_row(batches, 0), samples_by_row(batches, 1)
+    assert 20 <= sum(first[row][0] != second[row][0] for row in range(40)) < 40  # one of four captions
+    assert sum(not np.array_equal(first[row][1], second[row][1]) for row in range(40)) > 30
 
 
-def test_epochs_differ_in_order_augmentation_and_wording(batches):
-    assert list(batches.at(0).rows) != list(batches.at(batches.per_epoch).rows)
-    first, second = by_row(batches, 0), by_row(batches, 1)
-    other_words = sum(first[row][0] != second[row][0] for row in range(40))
-    other_pixels = sum(not np.array_equal(first[row][1], second[row][1]) for row in range(40))
-    assert 20 <= other_words < 40  # four ways to say it: a quarter stays by chance
-    assert other_pixels > 30
+def test_a_sample_does_not_depend_on_its_batch(batches):
+    small, large = samples_by_row(batches, 0), samples_by_row(replace(batches, batch_size=20), 0)
+    assert all(small[row][0] == large[row][0] for row in range(40))
+    assert all(np.array_equal(small[row][1], large[row][1]) for row in range(40))
 
 
-def test_what_is_drawn_for_a_row_does_not_depend_on_the_batch_it_is_in(batches):
-    """BatchStream of another size have other neighbours in them, and the same images and words."""
-    wide = replace(batches, size=20)
-    ours, theirs = by_row(batches, 0), by_row(wide, 0)
-    assert all(ours[row][0] == theirs[row][0] for row in range(40))
-    assert all(np.array_equal(ours[row][1], theirs[row][1]) for row in range(40))
+def test_several_captions_per_image_are_different_ones_of_that_image(batches):
+    one, three = batches.batch(3), replace(batches, captions_per_image=3).batch(3)
+    assert three.text.tokens_BKL.shape[:2] == (len(one), 3)
+    length = one.text.tokens_BKL.shape[2]
+    assert torch.equal(three.text.tokens_BKL[:, 0, :length], one.text.tokens_BKL[:, 0])
+    for row, tokens_KL in zip(three.rows, three.text.tokens_BKL.numpy(), strict=True):
+        captions_L = batches.tokenize(batches.pairs.captions(int(row))).numpy()
+        expected = {np.trim_zeros(ids, "b").tobytes() for ids in captions_L}
+        used = {np.trim_zeros(ids, "b").tobytes() for ids in tokens_KL}
+        assert used <= expected
+        assert len(used) == min(3, len(expected))
 
 
-def test_several_captions_of_a_image_are_different_ones_of_its_own(batches):
-    one, three = batches.at(3), replace(batches, captions=3).at(3)
-    assert three.tokens_BL.shape[:2] == (len(one), 3)
-    wide = one.tokens_BL.shape[1]
-    assert torch.equal(three.tokens_BL[:, 0, :wide], one.tokens_BL)  # the first is the one of before
-    for row, tokens_KL in zip(three.rows, three.tokens_BL, strict=True):
-        own = {ids.numpy().tobytes() for ids in batches.tokenize(batches.pairs.captions(int(row)))}
-        kinds = {np.trim_zeros(ids.numpy(), "b").tobytes() for ids in tokens_KL}
-        own = {np.trim_zeros(np.frombuffer(ids, np.int64), "b").tobytes() for ids in own}
-        assert kinds <= own
-        assert len(kinds) == min(3, len(own))
+@pytest.mark.parametrize("captions", [1, 3])
+def test_captions_tokenized_in_advance_give_the_same_batches(batches, captions):
+    plain, tokenizer = replace(batches, captions_per_image=captions), Tokenizer.characters()
+    encode, pad = partial(tokenizer.encode, length=77), partial(tokenizer.pad, length=77)
+    tokenized = replace(plain, tokenized=tokenize_captions(batches.pairs, encode, pad))
+    for step in range(7):
+        one, other = plain.batch(step), tokenized.batch(step)
+        assert torch.equal(one.text.tokens_BKL, other.text.tokens_BKL)
+        assert torch.equal(one.image.images_BHWC, other.image.images_BHWC)
 
 
-def test_a_stream_begun_in_the_middle_gives_the_same_batches(batches):
-    whole = list(batches.stream(0, 12))
-    rest = list(batches.stream(7, 12))
+def test_features_of_frozen_towers_replace_pixels_and_tokens(batches):
+    """Features that name their row and caption must come back for exactly these."""
+    counts = [len(batches.pairs.captions(row)) for row in range(40)]
+    views = [np.arange(40, dtype=np.float16)[:, None] + 100 * view for view in range(3)]
+    images = ImageFeatureTable(views, np.arange(40), np.where(np.arange(40) == 7, 8, np.arange(40)))
+    order = np.random.default_rng(0).permutation(sum(counts))
+    captions = CaptionFeatureTable(
+        order[:, None].astype(np.float16), np.argsort(order), np.cumsum([0, *counts]), np.arange(sum(counts))
+    )
+    frozen = replace(batches, captions_per_image=2, features=FeatureTables(images, captions))
+    seen = []
+    for step in range(frozen.steps_per_epoch):
+        batch = frozen.batch(step)
+        assert isinstance(batch.image, ImageFeatures)
+        assert isinstance(batch.text, TextFeatures)
+        assert (batch.image.features_BD[:, 0] % 100).tolist() == batch.rows.tolist()
+        first_K = captions.start_N[batch.rows][:, None]
+        features_BK = batch.text.features_BKD[..., 0].numpy()
+        assert ((first_K <= features_BK) & (features_BK < first_K + 4)).all()
+        assert (features_BK[:, 0] != features_BK[:, 1]).all()
+        seen += batch.rows.tolist()
+    assert sorted(seen) == sorted([8 if row == 7 else row for row in range(40)])
+    assert isinstance(replace(frozen, features=FeatureTables(images)).batch(0).text, Tokens)
+    assert isinstance(replace(frozen, features=FeatureTables(None, captions)).batch(0).image, Images)
+
+
+def test_a_stream_that_starts_in_the_middle_gives_the_same_batches(batches):
+    whole, rest = list(batches.stream(0, 12)), list(batches.stream(7, 12))
     assert len(rest) == 5
-    assert all(same(a, b) for a, b in zip(whole[7:], rest, strict=True))
+    for one, other in zip(whole[7:], rest, strict=True):
+        assert torch.equal(one.image.images_BHWC, other.image.images_BHWC)
+        assert torch.equal(one.text.tokens_BKL, other.text.tokens_BKL)
+
+
+def test_epochs_start_and_end_at_multiples_of_their_steps(batches):
+    assert batches.steps_per_epoch == 5
+    assert [batches.epoch_end(step) for step in (0, 4, 5, 10)] == [0, None, 1, 2]
+    assert [batches.epoch_start(step) for step in (0, 4, 5, 12)] == [0, 0, 5, 10]
+
+
+def test_a_batch_larger_than_the_data_is_refused(batches):
+    with pytest.raises(ValueError, match="batch_size 41 is larger than the 40 training pairs"):
+        replace(batches, batch_size=41)
 
 
 def test_pixels_belong_to_their_rows(batches):
-    plain = replace(batches, augment=Augmentation(), side=40)
-    batch = plain.at(3)
-    assert np.array_equal(batch.images_BHWC, batches.pairs.take(batch.rows)[1])
+    batch = replace(batches, augmentation=Augmentation(), image_size=40).batch(3)
+    assert np.array_equal(batch.image.images_BHWC, batches.pairs.take(batch.rows)[1])
 
 
-def test_draws_depend_on_the_row_not_on_its_neighbours():
-    rows = np.array([5, 900, 31])
-    assert draws(0, 2, rows, 0)[1] == draws(0, 2, np.array([900]), 0)[0]
-    many = draws(0, 0, np.arange(20000), 0)
+def test_random_numbers_depend_on_the_sample_not_on_its_neighbors():
+    samples = np.array([5, 900, 31])
+    assert sample_uniform(0, 2, samples, 0)[1] == sample_uniform(0, 2, np.array([900]), 0)[0]
+    many = sample_uniform(0, 0, np.arange(20000), 0)
     assert 0 <= many.min() < many.max() < 1
     assert abs(many.mean() - 0.5) < 0.01
     assert abs(np.corrcoef(many[:-1], many[1:])[0, 1]) < 0.03
-    assert not np.allclose(many, draws(0, 1, np.arange(20000), 0))
+    assert not np.allclose(many, sample_uniform(0, 1, np.arange(20000), 0))
 
 
-def ramp(side: int, number: int = 1) -> np.ndarray:
+def gradient_images(size: int, count: int = 1) -> np.ndarray:
     """Images whose red is the column and whose green is the row."""
-    column, row = np.meshgrid(np.arange(side), np.arange(side))
+    column, row = np.meshgrid(np.arange(size), np.arange(size))
     image = np.stack([column, row, np.zeros_like(row)], axis=2).astype(np.uint8)
-    return image[None].repeat(number, axis=0)
+    return image[None].repeat(count, axis=0)
 
 
-def test_a_crop_keeps_at_least_its_part_of_the_image_and_lies_inside_it():
+def test_a_crop_has_its_minimum_area_and_lies_inside_the_image():
     rng = np.random.default_rng(0)
-    made = augment.cropped(ramp(80, 200), rng.random((4, 200)), 0.4, 64).numpy().astype(int)
-    wide, high = (made[..., c].max((1, 2)) - made[..., c].min((1, 2)) + 1 for c in (0, 1))
-    assert (wide * high >= 0.37 * 80**2).all()  # the outermost columns are blends
-    assert len(set(zip(made[:, 0, 0, 0], made[:, 0, 0, 1], strict=True))) > 100  # in many places
-    assert (np.diff(made[:, 0, :, 0], axis=1) >= 0).all()
-    assert abs(np.log(wide / high)).max() < np.log(4 / 3) + 0.05
+    crops = augment.random_resized_crop(gradient_images(80, 200), rng.random((4, 200)), 0.4, 64).numpy().astype(int)
+    width, height = (crops[..., c].max((1, 2)) - crops[..., c].min((1, 2)) + 1 for c in (0, 1))
+    assert (width * height >= 0.37 * 80**2).all()  # the outermost columns are blends
+    assert len(set(zip(crops[:, 0, 0, 0], crops[:, 0, 0, 1], strict=True))) > 100  # in many positions
+    assert (np.diff(crops[:, 0, :, 0], axis=1) >= 0).all()
+    assert abs(np.log(width / height)).max() < np.log(4 / 3) + 0.05
 
 
-def test_a_crop_of_everything_is_the_image_scaled():
-    whole = augment.cropped(ramp(80), np.array([[1.0], [0.5], [0.3], [0.9]]), 0.5, 64)
-    assert torch.equal(whole, augment.resized(torch.from_numpy(ramp(80)), 64))
+def test_a_crop_of_the_whole_image_is_the_resized_image():
+    whole = augment.random_resized_crop(gradient_images(80), np.array([[1.0], [0.5], [0.3], [0.9]]), 0.5, 64)
+    assert torch.equal(whole, augment.resize(torch.from_numpy(gradient_images(80)), 64))
 
 
-def test_half_of_the_images_are_mirrored():
-    made = augment.flipped(torch.from_numpy(ramp(8, 2)), np.array([0.2, 0.8]))
-    assert made[0, 0, :, 0].tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
-    assert made[1, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+def test_half_of_the_images_are_flipped():
+    flipped = augment.flip_half(torch.from_numpy(gradient_images(8, 2)), np.array([0.2, 0.8]))
+    assert flipped[0, 0, :, 0].tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert flipped[1, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
-def test_color_is_as_torchvision_changes_it():
+def test_color_jitter_is_torchvisions():
     from torchvision.transforms import v2
 
     images_BHWC = torch.randint(0, 256, (1, 16, 16, 3), generator=torch.Generator().manual_seed(0)).byte()
-    image = images_BHWC.permute(0, 3, 1, 2).float() / 255
-    # Not contrast: theirs takes the mean of rounded greys.
-    for which, change in ((0, v2.functional.adjust_brightness), (2, v2.functional.adjust_saturation)):
-        draw = np.full((3, 1), 0.5)
-        draw[which] = 0.0  # the least: 1 - strength
-        theirs = (change(image, 0.7) * 255).permute(0, 2, 3, 1)
-        assert (augment.colored(images_BHWC, draw, 0.3).float() - theirs).abs().max() < 1.5
-    flat = augment.colored(images_BHWC, np.array([[0.5], [0.0], [0.5]]), 0.999)  # hardly any contrast
+    images_BCHW = images_BHWC.permute(0, 3, 1, 2).float() / 255
+    # Not contrast: torchvision takes the mean of rounded grays.
+    for index, adjust in ((0, v2.functional.adjust_brightness), (2, v2.functional.adjust_saturation)):
+        uniform_3B = np.full((3, 1), 0.5)
+        uniform_3B[index] = 0.0  # the minimum: 1 - strength
+        expected = (adjust(images_BCHW, 0.7) * 255).permute(0, 2, 3, 1)
+        assert (augment.jitter_color(images_BHWC, uniform_3B, 0.3).float() - expected).abs().max() < 1.5
+    flat = augment.jitter_color(images_BHWC, np.array([[0.5], [0.0], [0.5]]), 0.999)  # hardly any contrast
     assert flat.float().std() < 1
 
 
-def test_a_failing_batch_raises_in_the_loop_not_in_the_thread(batches):
+def test_an_error_in_the_prefetch_thread_is_raised_in_the_loop(batches):
     def refuse(texts):
         raise ValueError(f"bad caption {texts[0]}")
 
@@ -153,82 +207,79 @@ def test_a_failing_batch_raises_in_the_loop_not_in_the_thread(batches):
 
 
 def test_sources_are_mixed_by_weight():
-    side = Split([drawn(40, 8, weight=2), drawn(30, 8, seed=1, weight=0.5)])
-    assert (len(side), side.per_epoch) == (70, 95)
-    order = side.order(0, 0)
+    split = Split([make_part(40, 8, weight=2), make_part(30, 8, seed=1, weight=0.5)])
+    assert (len(split), split.pairs_per_epoch) == (70, 95)
+    order = split.order(0, 0)
     times = np.bincount(order % 70, minlength=70)
     assert (times[:40] == 2).all()
     assert sorted(times[40:]) == [0] * 15 + [1] * 15
-    assert len(set(order.tolist())) == 95  # the second time is another number: other words, another crop
-    other = np.bincount(side.order(0, 1) % 70, minlength=70)
+    assert len(set(order.tolist())) == 95  # a repetition is another sample: other captions, another crop
+    other = np.bincount(split.order(0, 1) % 70, minlength=70)
     assert (other[40:] != times[40:]).any()  # another half of it in the next epoch
     half = len(order) // 2
-    assert 30 < (order[:half] % 70 < 40).sum() < 47  # they come together, not one after the other
+    assert 30 < (order[:half] % 70 < 40).sum() < 47  # evenly mixed, not one after the other
 
 
-def test_mixed_rows_find_their_images_and_words():
-    first, second = drawn(10, 8), drawn(10, 8, seed=5)
-    side = Split([first, second])
-    rows, pixels = side.take(np.array([12, 3, 19]))
+def test_rows_of_mixed_sources_have_their_own_images_and_captions():
+    first, second = make_part(10, 8), make_part(10, 8, seed=5)
+    split = Split([first, second])
+    rows, pixels = split.take(np.array([12, 3, 19]))
     assert rows.tolist() == [12, 3, 19]
-    assert np.array_equal(pixels[0], second.images.take(np.array([2]))[1][0])
-    assert np.array_equal(pixels[1], first.images.take(np.array([3]))[1][0])
-    assert list(side.captions(12)) == SyntheticScenes(10, 5).captions(2)
-    assert side.row(3) == SyntheticScenes(10).row(3)
+    assert np.array_equal(pixels[0], second.images.pixels[2])
+    assert np.array_equal(pixels[1], first.images.pixels[3])
+    assert np.array_equal(pixels[2], second.images.pixels[9])
+    assert list(split.captions(12)) == SyntheticScenes(10, 5).captions(2)
+    assert split.location(3) == SyntheticScenes(10).location(3)
 
 
-def test_duplicates_are_equal_captions_or_equal_images_of_different_rows():
-    def named(tokens_BL, pixels):
-        return duplicates([ids.tobytes() for ids in tokens_BL.numpy()], looks_of(pixels))
+def test_duplicates_are_different_rows_with_equal_captions_or_images():
+    def duplicates(tokens_BL, pixels):
+        return find_duplicates([ids.tobytes() for ids in tokens_BL.numpy()], pixel_ids(pixels))
 
     tokens_BL = torch.tensor([[1, 5, 2], [1, 6, 2], [1, 5, 2], [1, 7, 2]])
     pixels = np.arange(4, dtype=np.uint8)[:, None, None, None].repeat(3, axis=3)
-    assert named(tokens_BL[1:], pixels[1:]) is None
-    assert named(tokens_BL, pixels).nonzero().tolist() == [[0, 2], [2, 0]]
+    assert duplicates(tokens_BL[1:], pixels[1:]) is None
+    assert duplicates(tokens_BL, pixels).nonzero().tolist() == [[0, 2], [2, 0]]
     pixels[3] = pixels[1]
-    assert named(tokens_BL, pixels).nonzero().tolist() == [[0, 2], [1, 3], [2, 0], [3, 1]]
+    assert duplicates(tokens_BL, pixels).nonzero().tolist() == [[0, 2], [1, 3], [2, 0], [3, 1]]
 
 
-def test_a_batch_marks_its_duplicates_unless_told_not_to(batches):
+def test_images_that_agree_in_the_sampled_pixels_only_are_no_duplicates():
+    pixels = np.zeros((2, 64, 64, 3), np.uint8)
+    pixels[1, 1, 1] = 255
+    assert len(set(pixel_ids(pixels))) == 2
+
+
+def test_group_ids_are_equal_for_equal_values():
+    assert group_ids(["a", "b", "a", "c", "b"]).tolist() == [0, 1, 0, 2, 1]
+
+
+def test_a_batch_marks_its_duplicates_unless_this_is_off(batches):
     (part,) = batches.pairs.parts
-    black = Cached(np.zeros_like(part.images.pixels), part.rows)
+    black = CachedImages(np.zeros_like(part.images.pixels), part.rows)
     same = replace(batches, pairs=Split([replace(part, images=black)]))  # every image is the same
-    assert same.at(0).duplicate_BB.sum() == 8 * 7
-    assert replace(same, mask_duplicates=False).at(0).duplicate_BB is None
-    assert batches.at(0).duplicate_BB is None
+    assert same.batch(0).duplicate_BB.sum() == 8 * 7
+    assert replace(same, mask_duplicates=False).batch(0).duplicate_BB is None
+    assert batches.batch(0).duplicate_BB is None
 
 
-def test_keys_belong_to_row_and_epoch_and_not_to_the_place_in_the_batch(batches):
-    per_epoch = batches.per_epoch
+def test_keys_belong_to_row_and_epoch_not_to_the_position_in_the_batch(batches):
+    steps = batches.steps_per_epoch
     keys = [
-        {
-            int(row): int(key)
-            for step in steps
-            for row, key in zip(batches.at(step).rows, batches.at(step).key_B, strict=True)
-        }
-        for steps in (range(per_epoch), range(per_epoch, 2 * per_epoch))
+        {int(key) for step in epoch for key in batches.batch(step).key_B}
+        for epoch in (range(steps), range(steps, 2 * steps))
     ]
-    assert len(set(keys[0].values())) == 40
-    assert not set(keys[0].values()) & set(keys[1].values())
-    halved = replace(batches, size=4)
-    assert {int(k) for step in range(10) for k in halved.at(step).key_B} == set(keys[0].values())
+    assert len(keys[0]) == 40
+    assert not keys[0] & keys[1]
+    halved = replace(batches, batch_size=4)
+    assert {int(key) for step in range(10) for key in halved.batch(step).key_B} == keys[0]
 
 
-def test_a_batch_in_parts_is_the_batch(batches):
-    batch = batches.at(0)
+def test_micro_batches_add_up_to_the_batch(batches):
+    batch = replace(batches, captions_per_image=2).batch(0)
     parts = batch.split(3)
     assert [len(part) for part in parts] == [3, 3, 2]
-    assert torch.equal(torch.cat([part.images_BHWC for part in parts]), batch.images_BHWC)
+    assert torch.equal(torch.cat([part.image.images_BHWC for part in parts]), batch.image.images_BHWC)
+    assert torch.equal(torch.cat([part.text.tokens_BKL for part in parts]), batch.text.tokens_BKL)
     assert torch.equal(torch.cat([part.key_B for part in parts]), batch.key_B)
-
-
-def test_images_grow_in_equal_shares_of_the_run(batches):
-    vision = VisionConfig(64, 16, 32, 1, 1)
-    assert growing(32, vision) == (32, 48, 64)
-    assert growing(0, vision) == ()
-    growing_up = replace(batches, sides=(16, 32), total=10)
-    assert [growing_up.at(step).images_BHWC.shape[1] for step in range(10)] == [16] * 5 + [32] * 5
-    assert torch.equal(growing_up.at(7).images_BHWC, batches.at(7).images_BHWC)
-    halved = augment.resized(torch.full((1, 4, 4, 3), 7, dtype=torch.uint8), 2)
-    assert halved.shape == (1, 2, 2, 3)
-    assert halved.unique().tolist() == [7]
+    assert np.concatenate([part.rows for part in parts]).tolist() == batch.rows.tolist()

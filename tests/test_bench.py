@@ -13,6 +13,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from test_advice import step_row
+from trained import some_batch, trained
 
 from fakes import fake_gpu
 from m1clip import cli, devices, sensors
@@ -26,8 +28,6 @@ from m1clip.run import Run
 from m1clip.training import device_plan, timing
 from m1clip.training.measurements import MeasurementStore, open_store
 from m1clip.training.state import TrainState
-from test_advice import step_row
-from trained import some_batch, trained
 
 
 @pytest.fixture(autouse=True)
@@ -94,9 +94,7 @@ def test_timing_leaves_the_random_state_and_the_threads_as_they_were(tiny_run):
 
 def test_peak_memory_includes_the_state_and_grows_with_the_batch(tiny_run):
     config = replace(tiny_run, model=get_preset("nano").model)
-    few, many = (
-        timing.time_plans(config, [Plan()], timing.random_batch(config, n, 32), 0.01)[0] for n in (4, 64)
-    )
+    few, many = (timing.time_plans(config, [Plan()], timing.random_batch(config, n, 32), 0.01)[0] for n in (4, 64))
     assert few.peak_gb > 3 * 4 * cost(config.model).total / 1e9
     assert many.peak_gb > few.peak_gb + 0.5 * 60 * cost(config.model).activation_mb / 1e3
 
@@ -115,10 +113,7 @@ def test_flops_of_a_pair_by_hand(tiny):
 
 
 def test_utilization_is_the_flop_rate_over_that_of_the_fastest_matmul():
-    rows = [
-        {"operation": "matmul", "device": "cpu", "precision": "fp32", "best_gflops": g}
-        for g in (90.0, 6400.0)
-    ]
+    rows = [{"operation": "matmul", "device": "cpu", "precision": "fp32", "best_gflops": g} for g in (90.0, 6400.0)]
     peaks = sweep.peak_gflops([*rows, {"operation": "copy"}])
     assert peaks == {("cpu", "fp32"): 6400.0}
     row = step_row(ms=100.0, batch_size=32, gflop=10.0)  # 320 GFLOP in 0.1 s
@@ -173,9 +168,7 @@ def compared(cpu, mps, noise=0.0, sizes=(4, 16, 64, 256)):
     for size in sizes:
         for plan, (constant, slope) in ((Plan("cpu"), cpu), (Plan("mps"), mps)):
             ms = constant + slope * size
-            rows.append(
-                step_row(plan, ms, size, samples_ms=[ms * (1 + noise * k) for k in (-2, -1, 0, 1, 2)])
-            )
+            rows.append(step_row(plan, ms, size, samples_ms=[ms * (1 + noise * k) for k in (-2, -1, 0, 1, 2)]))
     return rows
 
 
@@ -205,8 +198,7 @@ def test_equal_devices_have_no_significant_crossover():
     for _ in range(8):
         rows = compared((10, 1), (10, 1))
         noisy = [
-            step_row(row.plan, 1, row.batch_size, samples_ms=list(row.step_ms * rng.normal(1, 0.08, 5)))
-            for row in rows
+            step_row(row.plan, 1, row.batch_size, samples_ms=list(row.step_ms * rng.normal(1, 0.08, 5))) for row in rows
         ]
         found += report.crossovers(noisy)
     assert all("no significant crossover" in crossover.text for crossover in found)
@@ -218,11 +210,7 @@ def test_two_batch_sizes_are_too_few_for_a_crossover():
 
 def test_a_crossover_can_be_along_the_model_size():
     rows = []
-    for name, parameters, cpu_ms, mps_ms in (
-        ("a", 10**6, 10, 30),
-        ("b", 10**7, 100, 90),
-        ("c", 10**8, 1000, 270),
-    ):
+    for name, parameters, cpu_ms, mps_ms in (("a", 10**6, 10, 30), ("b", 10**7, 100, 90), ("c", 10**8, 1000, 270)):
         for plan, ms in ((Plan("cpu"), cpu_ms), (Plan("mps"), mps_ms)):
             rows.append(step_row(plan, ms, 4, model=name, preset=name, parameters=parameters))
     (crossover,) = report.crossovers(rows)
@@ -342,14 +330,7 @@ def test_bench_prints_tables_and_writes_a_page(capsys, tmp_path):
         capsys, "bench", "--presets", "mini", *sizes, "--quick", "--out", "here", "--threads", "1"
     )
     assert code == 0
-    for text in (
-        "operations",
-        "training steps",
-        "vision=cpu,text=cpu",
-        "MFU",
-        "crossover",
-        "advise --preset nano",
-    ):
+    for text in ("operations", "training steps", "vision=cpu,text=cpu", "MFU", "crossover", "advise --preset nano"):
         assert text in out
     files = {path.name for path in (tmp_path / "here").iterdir()}
     assert files == {"bench.md", "bench.html", "throughput.png", "roofline.png"}
@@ -358,18 +339,14 @@ def test_bench_prints_tables_and_writes_a_page(capsys, tmp_path):
     assert "http" not in page
     markdown = (tmp_path / "here" / "bench.md").read_text()
     assert "| mini | 4 | cpu |" in markdown
-    phases = next(
-        line for line in markdown.splitlines() if line.startswith("| mini | 4 | cpu |") and "%" in line
-    )
+    phases = next(line for line in markdown.splitlines() if line.startswith("| mini | 4 | cpu |") and "%" in line)
     assert sum(int(cell.strip(" %")) for cell in phases.split("|") if "%" in cell) in (99, 100, 101)
 
 
 def test_bench_compares_two_devices_and_their_placements(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "write_sweep", lambda *_: tmp_path)
     fake_gpu(monkeypatch)
-    steps = run_json(
-        capsys, "bench", "--presets", "mini", "--batch-sizes", "4", "--quick", "--no-operations"
-    )["steps"]
+    steps = run_json(capsys, "bench", "--presets", "mini", "--batch-sizes", "4", "--quick", "--no-operations")["steps"]
     assert {row["device"] for row in steps} == {"cpu", "mps", "vision=cpu,text=mps", "vision=mps,text=cpu"}
 
 
@@ -464,9 +441,7 @@ def test_advise_and_bench_agree_on_what_is_significant(capsys, monkeypatch):
     rows = []
     for size in (8, 16, 32):
         for plan, ms in ((Plan("cpu"), 500.0), (Plan("cpu", threads=1), 100.0)):
-            row = step_row(
-                plan, ms, size, model=step_cost.model_id, gflop=step_cost.gflop, background_load=0.5
-            )
+            row = step_row(plan, ms, size, model=step_cost.model_id, gflop=step_cost.gflop, background_load=0.5)
             rows.append(row)
             store.add("step", **{key: value for key, value in asdict(row).items() if key != "time"})
     (crossover,) = report.crossovers(rows)

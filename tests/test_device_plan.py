@@ -5,6 +5,7 @@ from threading import Barrier
 
 import pytest
 import torch
+from trained import Quiet, some_batch, some_state, trained
 
 from fakes import fake_gpu
 from m1clip import devices, parity
@@ -17,7 +18,6 @@ from m1clip.training import device_plan, timing
 from m1clip.training.measurements import open_store
 from m1clip.training.state import LOSS_SCALE, TrainState
 from m1clip.training.step import train_step
-from trained import Quiet, some_batch, some_state, trained
 
 SPLIT = Plan("vision=cpu,text=cpu")
 
@@ -134,20 +134,14 @@ def test_a_device_that_computes_the_same_matches(tiny, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "fault", "message"),
     [
-        (
-            "text.blocks.1.mlp.activation",
-            "backward",
-            "the input gradient of text.blocks.1.mlp.activation differs",
-        ),
+        ("text.blocks.1.mlp.activation", "backward", "the input gradient of text.blocks.1.mlp.activation differs"),
         ("vision.blocks.0.attn.qkv", "forward", "the output of vision.blocks.0.attn.qkv differs"),
         ("vision.patch", "forward", "the output of vision.patch differs"),
         ("text_projection", "backward", "the input gradient of text_projection differs"),
         ("vision.ln_post", "raises", "it failed: this operation is not there"),
     ],
 )
-def test_a_device_that_computes_something_else_is_caught_with_the_module(
-    tiny, monkeypatch, module, fault, message
-):
+def test_a_device_that_computes_something_else_is_caught_with_the_module(tiny, monkeypatch, module, fault, message):
     fake_gpu(monkeypatch, module, fault)
     result = device_plan.compare_with_cpu(CLIP(tiny), some_batch(8), Plan("mps"))
     assert result.mismatch
@@ -240,9 +234,7 @@ def test_a_run_on_a_wrong_device_falls_back_to_the_cpu(tiny_run, monkeypatch, tm
     assert trained(replace(tiny_run, device="mps", epochs=1), tmp_path / "r", console=console).finished
     machine = runs.Run(tmp_path / "r").read("machine.json")
     assert machine["device"] == "cpu"
-    assert machine["why"].startswith(
-        "mps is not used, because the input gradient of text.blocks.1.mlp.activation"
-    )
+    assert machine["why"].startswith("mps is not used, because the input gradient of text.blocks.1.mlp.activation")
     warning = next(text for text in console.warnings if "The CPU is used instead" in text)
     assert "M1CLIP_SKIP_PARITY=1" in warning
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from trained import some_batch, some_state
 
 from m1clip import devices, losses
 from m1clip import run as runs
@@ -14,7 +15,6 @@ from m1clip.training import checkpoint, device_plan, timing
 from m1clip.training.checkpoint import Progress
 from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
-from trained import some_batch, some_state
 
 GPUS = ["cuda", "mps"]
 
@@ -134,7 +134,7 @@ def test_a_gpu_trains_in_lower_precision(name, precision, tiny):
         pytest.skip(f"{name} has no {precision} here")
     config = TrainConfig(model=tiny, batch_size=8)
     state = TrainState(some_state(config).model, config, Plan(name, precision))
-    values = [train_step(state, state.take(some_batch(8)))[0][0].item() for _ in range(8)]
+    values = [train_step(state, state.to_device(some_batch(8)))[0][0].item() for _ in range(8)]
     assert values[-1] < values[0]
 
 

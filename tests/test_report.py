@@ -1,4 +1,4 @@
-"""The report: every number stands in the run's own files, and what was not measured is said to be so."""
+"""Reports: every number is in the run's own files, and what was not measured is reported as such."""
 
 import json
 import math
@@ -10,181 +10,267 @@ import numpy as np
 import pytest
 from conftest import tiny_config, tiny_run_config
 
-from longlog import write_run
-from m1clip.cli import run as command
-from m1clip.monitor import report
-from m1clip.monitor.log import Followed
-from m1clip.monitor.values import interval
+from long_log import MEMORY_GB, write_eval, write_run
+from m1clip.cli import run_command
+from m1clip.monitor.curves import wilson_interval
 from m1clip.run import Run
-from trained import trained
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory, own_cache):
-    """Two real runs of 8 steps that differ in their rate."""
+def runs(tmp_path_factory):
+    """Two runs of 2,000 steps that differ in their learning rate; the energy of `a` was measured."""
     folder = tmp_path_factory.mktemp("runs")
-    config = replace(tiny_run_config(tiny_config()), inspect_every=3)
-    for name, lr in (("a", 1e-3), ("b", 3e-3)):
-        trained(replace(config, lr=lr), folder / name)
+    for name, lr, watts in (("a", 1e-3, 36.0), ("b", 3e-3, None)):
+        write_run(folder / name, 2000, (1510, 1511), (), None, watts=watts, seed=0)
+        config = json.loads((folder / name / "config.json").read_text())
+        (folder / name / "config.json").write_text(json.dumps(config | {"lr": lr}))
+        (folder / name / "data.json").write_text(json.dumps({"identity": "rows-1", "train": 12_000, "val": 240}))
+        (folder / name / "machine.json").write_text(json.dumps({"torch": "2.9", "python": "3.11", "os": "Linux"}))
     return folder
 
 
 @pytest.fixture(scope="module")
-def written(two):
-    assert command(["report", "a", "--runs", str(two)]) == 0
-    return (two / "a" / "report" / "report.md").read_text(), (
-        two / "a" / "report" / "report.html"
-    ).read_text()
+def report(runs):
+    """The Markdown and the HTML of the report of `a`."""
+    assert run_command(["report", "a", "--runs", str(runs)]) == 0
+    return tuple((runs / "a" / "report" / f"report.{kind}").read_text() for kind in ("md", "html"))
 
 
-def lines_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def read_records(folder):
+    return [json.loads(line) if line[-1] == "}" else {} for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def table_under(text, heading):
-    part = text.split(f"## {heading}\n")[1].split("\n## ")[0]
-    rows = [re.split(r"\s*\|\s*", line.strip("| ")) for line in part.splitlines() if line.startswith("|")]
+def section(text, heading):
+    return text.split(f"## {heading}\n")[1].split("\n## ")[0]
+
+
+def table_rows(text, heading):
+    lines = [line for line in section(text, heading).splitlines() if line.startswith("|")]
+    rows = [re.split(r"\s*\|\s*", line.strip("| ")) for line in lines]
     return rows[:1] + rows[2:]
 
 
-def test_the_epoch_table_says_what_the_lines_it_names_say(two, written):
-    lines = lines_of(two / "a")
-    rows = table_under(written[0], "Epochs")
-    assert rows[0][-1] == "line"
-    for row in rows[1:-1]:
-        record = lines[int(row[-1]) - 1]
-        assert record["kind"] == "epoch"
-        assert row[0] == str(record["epoch"])
-        assert row[1] == f"{record['loss']:.3f}"
-        assert float(row[2].rstrip(" %")) == pytest.approx(100 * record["accuracy"], abs=0.06)
-        assert row[7] == f"{record['seconds']:,.1f}"
-        score = next(one for one in lines if one["kind"] == "eval" and one["step"] == record["step"])
-        assert float(row[3].rstrip(" %")) == pytest.approx(100 * score["i2t_r1"], abs=0.06)
-    assert rows[-1][:2] == ["chance", f"{math.log(16):.3f}"]
+def as_fraction(cell):
+    return float(cell.split("%")[0]) / 100
 
 
-def test_phases_memory_and_gradients_are_those_of_the_log(two, written):
-    lines = lines_of(two / "a")
-    steps = [one for one in lines if one["kind"] == "step"]
-    logger = [one for one in lines if one["kind"] == "logger"]
-    for row in table_under(written[0], "Where the time of a step goes")[1:]:
-        key = f"{row[0]}_ms"
-        middle = np.median([one[key] for one in steps])
-        assert float(row[1].replace(",", "")) == pytest.approx(middle, rel=6e-3), key
-    blocks = {row[0]: row for row in table_under(written[0], "Gradient flow by layer")[1:]}
-    assert set(blocks) == set(logger[-1]["grad_norms"])
-    for name, row in blocks.items():
-        assert float(row[3]) == pytest.approx(logger[-1]["grad_norms"][name], rel=6e-3)
-    parts = {row[0] for row in table_under(written[0], "Memory by part")[1:]}
-    assert parts == {name for name, size in logger[-1]["memory_gb"].items() if size}
+def test_the_epoch_table_has_the_values_of_the_lines_it_names(runs, report):
+    records = read_records(runs / "a")
+    header, *rows, chance = table_rows(report[0], "Epochs")
+    assert header[-1] == "line"
+    assert len(rows) == 2
+    for row in rows:
+        epoch = records[int(row[-1]) - 1]
+        assert epoch["kind"] == "epoch"
+        assert row[0] == str(epoch["epoch"])
+        assert float(row[1]) == pytest.approx(epoch["loss"], rel=1e-3)
+        assert as_fraction(row[2]) == pytest.approx(epoch["accuracy"], abs=6e-4)
+        assert float(row[7]) == epoch["seconds"]
+        score = next(one for one in records if one.get("kind") == "eval" and one["step"] == epoch["step"])
+        assert as_fraction(row[3]) == pytest.approx(score["i2t_r1"], abs=6e-4)
+    assert chance[0] == "chance"
+    assert float(chance[1]) == pytest.approx(math.log(256), abs=1e-3)
 
 
-def test_negatives_by_difficulty_are_told_with_their_definition_and_chance(two, written):
-    last = [one for one in lines_of(two / "a") if one["kind"] == "eval"][-1]
-    rows = table_under(written[0], "Accuracy by difficulty of the negative")
-    found = {row[0]: row for row in rows[1:]}
+def test_the_energy_of_each_epoch_is_reported_if_it_was_measured(runs, report, tmp_path):
+    header, *rows, _ = table_rows(report[0], "Epochs")
+    assert header[-4:] == ["Wh", "Wh so far", "R@1 per Wh", "line"]
+    score = next(one for one in read_records(runs / "a") if one.get("kind") == "eval")["mean_r1"]
+    assert [float(cell) for cell in rows[0][-4:-1]] == pytest.approx([4.8, 4.8, score / 4.8], abs=6e-3)
+    assert float(rows[1][-3]) == pytest.approx(9.6)
+    energy = section(report[0], "Energy and CPU temperature")
+    assert "Power: 36 to 36 W in 40 readings." in energy
+    assert "Energy up to step 2,000: 9.60 Wh (line " in energy
+    assert run_command(["report", "b", "--runs", str(runs), "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "Wh" not in " ".join(table_rows(text, "Epochs")[0])
+    assert "Power was not measured" in text
+    assert "Energy was not measured" in text
+    assert "CPU temperature was not measured" in text
+
+
+def test_step_times_are_medians_of_the_log(runs, report):
+    steps = [one for one in read_records(runs / "a") if one.get("kind") == "step"]
+    rows = table_rows(report[0], "Step time by phase")[1:]
+    assert [row[0] for row in rows] == ["data", "copy", "forward", "backward", "optimizer", "step"]
+    for row in rows:
+        expected = np.median([one[f"{row[0]}_ms"] for one in steps if f"{row[0]}_ms" in one])
+        assert float(row[1]) == pytest.approx(expected, rel=6e-3), row
+    assert sum(as_fraction(row[-1]) for row in rows[:-1]) == pytest.approx(1, abs=2e-3)
+
+
+def test_all_parts_of_the_memory_and_the_rss_are_reported(report):
+    rows = {row[0]: row[1:] for row in table_rows(report[0], "Memory by part")[1:]}
+    assert set(rows) == {*MEMORY_GB, "process (RSS)"}
+    for name, gb in MEMORY_GB.items():
+        assert rows[name] == 2 * [f"{1000 * gb:.1f} MB"]
+    assert rows["process (RSS)"] == 2 * ["1.20 GB"]
+
+
+def test_gradient_norms_are_those_of_the_first_and_the_last_record(runs, report):
+    diagnostics = [one for one in read_records(runs / "a") if one.get("kind") == "diagnostics"]
+    rows = {row[0]: row[1:] for row in table_rows(report[0], "Gradient flow by layer")[1:]}
+    assert set(rows) == set(diagnostics[-1]["grad_norms"])
+    for name, cells in rows.items():
+        norms = [one["grad_norms"][name] for one in diagnostics]
+        expected = [norms[0], np.median(norms), norms[-1], norms[-1] / 10]
+        assert [float(cell) for cell in cells] == pytest.approx(expected, rel=6e-2)
+
+
+def test_recalls_have_intervals_and_chance(runs, report):
+    last = [one for one in read_records(runs / "a") if one.get("kind") == "eval"][-1]
+    rows = table_rows(report[0], "Validation retrieval")[1:]
+    assert [row[0] for row in rows] == ["image→text", "chance", "text→image", "chance"]
+    low, high = wilson_interval(last["i2t_r1"], 240)
+    assert rows[0][1] == f"{100 * last['i2t_r1']:.1f} % ({100 * low:.1f}–{100 * high:.1f})" or last["i2t_r1"] > 0.9995
+    assert rows[1][1:] == ["0.4 %", "2.1 %", "4.2 %", "120.5"]
+
+
+def test_accuracy_by_difficulty_has_its_definition_and_chance(runs, report):
+    last = [one for one in read_records(runs / "a") if one.get("kind") == "eval"][-1]
+    header, *rows = table_rows(report[0], "Accuracy by difficulty of the negatives")
+    assert header[3:] == ["1 of 2, step 1,000", "1 of 2, step 2,000", "1 of 11, step 1,000", "1 of 11, step 2,000"]
+    by_tier = {row[0]: row for row in rows}
     for name in ("easy", "medium", "hard"):
-        assert float(found[name][4].rstrip(" %")) == pytest.approx(
-            100 * last["negatives"][name]["pairwise"], abs=0.06
-        )
-    assert found["chance"][3] == "50.0 %"
-    assert "tf-idf" in written[0]
+        assert as_fraction(by_tier[name][4]) == pytest.approx(last["hard_negatives"][name]["pairwise"], abs=6e-4)
+    assert by_tier["chance"][3:] == ["50.0 %", "50.0 %", "9.1 %", "9.1 %"]
+    assert "tf-idf" in section(report[0], "Accuracy by difficulty of the negatives")
 
 
-def test_what_was_not_measured_is_said_to_be_so(written):
-    energy = written[0].split("## EnergyMeter and heat")[1].split("\n## ")[0]
-    assert energy.count("not measured") >= 2 or "W in" in energy
-    assert "Wh (line" in energy or "EnergyMeter was not measured." in energy
+def test_how_to_repeat_it_has_the_command_the_versions_and_the_changed_settings(runs, report):
+    text = section(report[0], "How to repeat it")
+    assert f"m1clip train --config {runs / 'a' / 'config.json'}" in text
+    assert "torch 2.9, Python 3.11; Linux" in text
+    assert "identity rows-1" in text
+    assert "- epochs 100 (preset 3)\n" in text
+    assert "- lr 0.001 (preset 0.003)\n" in text
+    assert "batch_size" not in text
 
 
-def test_how_to_repeat_it_names_the_command_the_versions_and_the_seed(two, written):
-    part = written[0].split("## How to repeat it")[1]
-    assert f"m1clip train --config {two / 'a' / 'config.json'}" in part
-    assert "torch" in part
-    assert "Seed 0" in part
-    assert json.loads((two / "a" / "data.json").read_text())["identity"] in part
-
-
-def test_the_html_holds_everything_and_the_markdown_its_images_beside_it(two, written):
-    markdown, html = written
+def test_the_html_has_all_figures_embedded_and_loads_nothing(runs, report):
+    markdown, html = report
     assert not re.search(r'(src|href)="(?!data:)', html)
     assert "<script" not in html
-    images = re.findall(r"!\[.*?\]\((.*?)\)", markdown)
-    assert len(images) >= 5
-    assert all((two / "a" / "report" / name).is_file() for name in images)
-    assert html.count("data:image/png;base64,") == len(images)
+    figures = re.findall(r"!\[.*?\]\((.*?)\)", markdown)
+    assert figures == ["training.png", "step_time.png", "temperature.png", "gradients.png"]
+    assert all((runs / "a" / "report" / name).read_bytes().startswith(b"\x89PNG") for name in figures)
+    assert html.count("data:image/png;base64,") == len(figures)
 
 
-def test_parameters_are_counted_from_the_saved_weights(two):
-    from m1clip.model.clip import load
+def test_captions_and_reasons_cannot_add_html_or_markdown(tmp_path):
+    folder = write_run(tmp_path / "x_<b>*", 60, (5, 9), (), None)
+    status = {"state": "failed", "step": 60, "reason": "<img src=x>\n\n# Heading\n| a | b |"}
+    (folder / "status.json").write_text(json.dumps(status))
+    hit = {"row": 0, "score": 0.5}
+    query = {
+        "group": "errors",
+        "text": "![](http://x) <script>",
+        "truth": 0,
+        "rank": 1,
+        "true_score": 0.5,
+        "top": [hit],
+    }
+    (folder / "retrievals.json").write_text(json.dumps({"step": 1, "queries": [query], "shown": {}}))
+    assert run_command(["report", str(folder)]) == 0
+    page = (folder / "report" / "report.html").read_text()
+    assert "<h1>x_&lt;b&gt;*: training report</h1>" in page
+    assert "failed: &lt;img src=x&gt;  # Heading | a | b |</td>" in page
+    assert "“![](http://x) &lt;script&gt;”" in page
+    assert len(re.findall("<h1>", page)) == 1
 
-    count = sum(weight.numel() for weight in load(two / "a" / "model").parameters())
-    assert report.parameters(Followed(Run(two / "a"))) == count
 
-
-def test_two_runs_are_compared_by_what_differs(two, tmp_path, capsys):
-    assert command(["report", "a", "b", "--runs", str(two), "--out", str(tmp_path / "doc"), "--json"]) == 0
+def test_two_runs_are_compared_by_what_differs(runs, tmp_path, capsys):
+    assert run_command(["report", "a", "b", "--runs", str(runs), "--out", str(tmp_path / "doc"), "--json"]) == 0
     paths = json.loads(capsys.readouterr().out)
     text = Path(paths["markdown"]).read_text()
-    differs = {row[0]: row[1:] for row in table_under(text, "What differs")[1:]}
-    assert differs["lr"] == ["0.001", "0.003"]
-    assert "batch" not in differs
-    scores = table_under(text, "validation retrieval at the last evaluation")
-    for row, name in zip(scores[1:], "ab", strict=True):
-        record = lines_of(two / name)[int(row[-1]) - 1]
-        assert row[1].startswith(f"{100 * record['i2t_r1']:.1f} %")
-    assert "chance can make such a difference between equals" in text  # with 16 validation images
-    assert "data:image/png" in Path(paths["html"]).read_text()
+    assert table_rows(text, "What differs")[1:] == [["lr", "0.001", "0.003"]]
+    for row, name in zip(table_rows(text, "Validation retrieval at the last evaluation")[1:], "ab", strict=True):
+        record = read_records(runs / name)[int(row[-1]) - 1]
+        assert row[0] == name
+        assert as_fraction(row[1]) == pytest.approx(record["i2t_r1"], abs=6e-4)
+    assert "the difference is not significant" in text
+    costs = {row[0]: row for row in table_rows(text, "Time, memory, energy")[1:]}
+    assert costs["a"][-2] == "9.60 Wh"
+    assert costs["b"][-2:] == ["–", "–"]
+    assert costs["a"][4] == "16 min 00 s"  # 1,999 steps of 480.3 ms
+    assert Path(paths["html"]).read_text().count("data:image/png") == 1
 
 
-def test_a_log_with_every_accident_has_its_report(tmp_path, capsys):
+def test_a_clear_difference_is_significant(runs, tmp_path):
+    for name, steps in (("low", 20_000), ("high", 1000)):
+        folder = write_run(tmp_path / name, 40, (5, 9), (), None, partial_line=False)
+        with open(folder / "metrics.jsonl", "a") as file:
+            write_eval(file, 1000, steps)
+    assert run_command(["report", str(tmp_path / "low"), str(tmp_path / "high"), "--out", str(tmp_path / "doc")]) == 0
+    text = (tmp_path / "doc" / "comparison.md").read_text()
+    assert "high has the highest mean R@1" in text
+    assert "the difference is significant" in text
+
+
+def test_gaps_restarts_skipped_steps_and_bad_lines_are_reported(tmp_path):
     folder = write_run(tmp_path / "night", 3000, (1000, 1200), (500, 501), 1800)
-    assert command(["report", str(folder)]) == 0
+    assert run_command(["report", str(folder)]) == 0
     text = (folder / "report" / "report.md").read_text()
-    assert "Steps without a line: 1,000 to 1,199." in text
-    assert "2 steps made no update" in text
-    assert "as after a restart" in text
-    assert "Lines that cannot be read: 1" in text
+    assert "Steps that are not logged: 1,000 to 1,199." in text
+    assert "was not finite: 2." in text
+    assert "after a restart, in 2 places" in text
+    assert "Lines that cannot be parsed: 1 (" in text
     assert "dead: its process 1 is gone" in text
-    assert "size unknown" in text
+    assert "unknown number of parameters" in text
 
 
-def test_a_run_of_which_nothing_is_known_has_a_report_that_says_so(tmp_path):
+def test_the_report_of_an_empty_run_says_what_was_not_measured(tmp_path):
     folder = tmp_path / "empty"
     folder.mkdir()
     (folder / "config.json").write_text('{"epochs": 1}')
     (folder / "retrievals.json").write_text('{"queries": [{"group"')
-    assert command(["report", str(folder)]) == 0
+    assert run_command(["report", str(folder)]) == 0
     text = (folder / "report" / "report.md").read_text()
-    assert text.count("Not measured") >= 4
+    sections = ("Validation retrieval", "Curves", "Step time by phase", "Memory by part", "Temperature")
+    sections += ("Gradient flow by layer", "Accuracy by difficulty of the negatives", "Example queries")
+    for heading in sections:
+        assert section(text, heading).strip().startswith("Not measured"), heading
     assert "No epoch has ended." in text
-    assert (
-        command(
-            [
-                "report",
-                str(folder),
-                str(write_run(tmp_path / "x", 40, (5, 9), (), None)),
-                "--out",
-                str(tmp_path / "o"),
-            ]
-        )
-        == 0
-    )
+    other = write_run(tmp_path / "x", 40, (5, 9), (), None)
+    assert run_command(["report", str(folder), str(other), "--out", str(tmp_path / "o")]) == 0
+    assert "Not evaluated: empty, x." in (tmp_path / "o" / "comparison.md").read_text()
 
 
-@pytest.mark.parametrize("words", [["nobody"], ["a", "a"], ["a", "RUNS/a"]])
-def test_runs_that_are_not_there_or_named_twice_are_refused(two, words, capsys):
-    words = [word.replace("RUNS", str(two)) for word in words]
-    assert command(["report", *words, "--runs", str(two)]) == 2
-    assert capsys.readouterr().err.startswith("m1clip: ")
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [(["nobody"], "no run 'nobody'"), (["a", "a"], "named twice"), (["a", "RUNS/a"], "named twice")],
+)
+def test_missing_and_repeated_runs_are_usage_errors(runs, names, message, capsys):
+    names = [name.replace("RUNS", str(runs)) for name in names]
+    assert run_command(["report", *names, "--runs", str(runs)]) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say():
-    """Of many draws from a known part, about 95 % of the intervals contain it."""
+def test_intervals_contain_the_truth_as_often_as_they_claim():
     rng = np.random.default_rng(0)
-    for truth, of in ((0.5, 100), (0.9, 240), (0.02, 240)):
-        ends = np.array([interval(count / of, of) for count in rng.binomial(of, truth, 2000)])
-        held = ((ends[:, 0] <= truth) & (truth <= ends[:, 1])).mean()
-        assert 0.92 < held < 0.985
-    assert interval(1.0, 240)[0] == pytest.approx(0.9843, abs=1e-4)
-    assert interval(0.0, 0) == (0.0, 1.0)
+    for truth, count in ((0.5, 100), (0.9, 240), (0.02, 240)):
+        bounds = np.array([wilson_interval(hits / count, count) for hits in rng.binomial(count, truth, 2000)])
+        covered = ((bounds[:, 0] <= truth) & (truth <= bounds[:, 1])).mean()
+        assert 0.92 < covered < 0.985
+    assert wilson_interval(1.0, 240)[0] == pytest.approx(0.9843, abs=1e-4)
+    assert wilson_interval(0.0, 0) == (0.0, 1.0)
+
+
+@pytest.mark.slow
+def test_the_report_of_a_real_run_has_every_section(tmp_path, own_cache):
+    """The field names that training writes are those that the report reads."""
+    from helpers import train_run
+    from m1clip.model.clip import load
+
+    config = replace(tiny_run_config(tiny_config()), log_every=1)
+    train_run(config, tmp_path / "a")
+    assert run_command(["report", str(tmp_path / "a")]) == 0
+    text = (tmp_path / "a" / "report" / "report.md").read_text()
+    assert "Not measured" not in text.replace("Not measured: no evaluation, or too few validation pairs.", "")
+    for heading in ("Epochs", "Step time by phase", "Memory by part", "Gradient flow by layer"):
+        cells = [cell for row in table_rows(text, heading)[1:] for cell in row[:4]]
+        assert "–" not in cells, (heading, cells)
+    assert {row[0] for row in table_rows(text, "Memory by part")[1:]} >= {"libraries", "allocator"}
+    assert [row[1] for row in table_rows(text, "Validation retrieval")[1:]][1::2] != ["–", "–"]
+    parameters = sum(weight.numel() for weight in load(Run(tmp_path / "a").model).parameters())
+    assert f"{parameters / 1e6:.3g} M parameters" in text

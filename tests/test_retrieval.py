@@ -1,66 +1,156 @@
+"""Retrieval scores and their chance level against double loops, exact formulas and random rankings."""
+
+import random
+from math import comb
+from statistics import fmean, median
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from m1clip.evals import retrieval as r
+from m1clip.evals import retrieval as module
+from m1clip.evals.retrieval import Relevance, chance_scores, ranks, retrieval
+
+LABELS = ["a photo of a cat"] * 4 + ["a photo of a dog"] * 3 + ["a photo of an owl"]
 
 
-def plain_ranks(query, target, key_q, key_t):
-    """Sort everything, look for the first right answer."""
-    places = []
-    for q, key in zip(query, key_q, strict=True):
-        order = (target @ q).argsort(descending=True)
-        places.append(1 + next(i for i, t in enumerate(order) if key_t[t] == key))
-    return places
+def unit_vectors(rows: int, width: int = 8, seed: int = 0) -> torch.Tensor:
+    return F.normalize(torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)), dim=1)
 
 
-def test_ranks_equal_a_full_sort_when_captions_are_several_and_the_set_spans_chunks(monkeypatch):
-    monkeypatch.setattr(r, "CHUNK", 7)
-    torch.manual_seed(0)
-    image, text = F.normalize(torch.randn(20, 8), dim=1), F.normalize(torch.randn(60, 8), dim=1)
-    owner, own = torch.randint(20, (60,)), torch.arange(20)
-    owner[:20] = own  # everyone has at least one
-    assert r.ranks(text, image, owner, own).tolist() == plain_ranks(text, image, owner, own)
-    # An image's own other captions above its best do not count against it: there are none above the best.
-    found = r.ranks(image, text, own, owner).tolist()
-    assert found == plain_ranks(image, text, own, owner)
+def repeated_captions(images: int, seed: int) -> list[list[str]]:
+    """One to four captions per image, most of them shared with other images, in any case and spacing."""
+    rng = random.Random(seed)
+    variants = ("{}", " {}", "{} ", "A {}")
+    return [
+        [rng.choice(variants).format(f"caption {rng.randrange(images)}") for _ in range(rng.randint(1, 4))]
+        for _ in range(images)
+    ]
 
 
-def test_recall_counts_any_of_five_captions():
-    image = torch.eye(2)
-    text = torch.tensor([[1, 0], [0.8, 0.2], [0.7, 0.3], [0.3, 0.7], [0.2, 0.8]] + [[0, 1.0]] * 5)
-    scores = r.retrieval(image, F.normalize(text, dim=1), torch.tensor([0] * 5 + [1] * 5))
+def correct_pairs(captions: list[list[str]]) -> set[tuple[int, int]]:
+    """(image, caption) where the caption equals one of the image's own, by a plain double loop."""
+    texts = [text.strip().lower() for of_image in captions for text in of_image]
+    own = [{text.strip().lower() for text in of_image} for of_image in captions]
+    return {(image, m) for image in range(len(captions)) for m, text in enumerate(texts) if text in own[image]}
+
+
+def loop_ranks(scores: torch.Tensor, correct: set[tuple[int, int]]) -> list[int]:
+    """1 + the incorrect targets above the best correct one."""
+    result = []
+    for query, row in enumerate(scores.tolist()):
+        best = max(score for target, score in enumerate(row) if (query, target) in correct)
+        wrong = [score for target, score in enumerate(row) if (query, target) not in correct]
+        result.append(1 + sum(score > best for score in wrong))
+    return result
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_equal_a_double_loop_with_repeated_captions_and_several_per_image(seed, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 7)  # several chunks, the last one incomplete
+    captions = repeated_captions(30, seed)
+    relevance, correct = Relevance.from_captions(captions), correct_pairs(captions)
+    image_NE, text_ME = unit_vectors(30, seed=seed), unit_vectors(sum(map(len, captions)), seed=10 + seed)
+    score_NM = image_NE @ text_ME.T
+    assert ranks(image_NE, text_ME, relevance.captions_of).tolist() == loop_ranks(score_NM, correct)
+    transposed = {(caption, image) for image, caption in correct}
+    assert ranks(text_ME, image_NE, relevance.images_of).tolist() == loop_ranks(score_NM.T, transposed)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_recalls_and_median_ranks_are_those_of_the_double_loop(seed):
+    captions = repeated_captions(40, seed)
+    image_NE, text_ME = unit_vectors(40, seed=seed), unit_vectors(sum(map(len, captions)), seed=10 + seed)
+    scores = retrieval(image_NE, text_ME, Relevance.from_captions(captions))
+    loop = loop_ranks(image_NE @ text_ME.T, correct_pairs(captions))
+    direction = scores.image_to_text
+    assert (scores.images, scores.captions) == (40, len(text_ME))
+    assert direction.median_rank == median(loop)
+    for k, recall in ((1, direction.r1), (5, direction.r5), (10, direction.r10)):
+        assert recall == pytest.approx(fmean(rank <= k for rank in loop))
+
+
+def test_a_perfect_classifier_of_labeled_images_has_full_recall_in_both_directions():
+    one_hot_NE = F.one_hot(torch.tensor([0, 0, 0, 0, 1, 1, 1, 2])).float()
+    scores = retrieval(one_hot_NE, one_hot_NE, Relevance.from_captions([[text] for text in LABELS]))
+    assert scores.image_to_text == scores.text_to_image
+    assert (scores.mean_r1, scores.text_to_image.r10, scores.text_to_image.median_rank) == (1.0, 1.0, 1.0)
+    assert scores.chance_text_to_image.r1 == pytest.approx((4 * 4 / 8 + 3 * 3 / 8 + 1 / 8) / 8)
+    assert scores.record()["chance_r1"] == scores.chance_text_to_image.r1
+
+
+def test_a_classifier_that_mistakes_one_label_loses_exactly_its_images():
+    truth, predicted = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2]), torch.tensor([0, 0, 0, 0, 0, 0, 0, 2])
+    image_NE, text_ME = F.one_hot(predicted).float(), F.one_hot(truth, 3).float()
+    scores = retrieval(image_NE, text_ME, Relevance.from_captions([[text] for text in LABELS]))
+    assert scores.image_to_text.r1 == pytest.approx(5 / 8)
+
+
+def hypergeometric_recall(targets: int, correct: int, k: int) -> float:
+    """1 - P(k targets drawn without replacement contain no correct one)."""
+    return 1 - comb(targets - correct, k) / comb(targets, k)
+
+
+@pytest.mark.parametrize("images", [3, 12, 60])
+def test_chance_recalls_are_hypergeometric_with_all_correct_targets(images):
+    captions = repeated_captions(images, seed=images)
+    targets, correct = sum(map(len, captions)), correct_pairs(captions)
+    counts = [sum(image == n for image, _ in correct) for n in range(images)]
+    chance, _ = chance_scores(Relevance.from_captions(captions))
+    for k, recall in ((1, chance.r1), (5, chance.r5), (10, chance.r10)):
+        expected = fmean(hypergeometric_recall(targets, count, min(k, targets)) for count in counts)
+        assert recall == pytest.approx(expected)
+
+
+def test_chance_scores_are_those_of_many_random_rankings():
+    """Classes of very different size: the median is that of all queries, not a mean of medians."""
+    captions = [[text] for text in ["a cat"] * 30 + ["a dog"] * 8 + [f"object {n}" for n in range(22)]]
+    correct, rng = correct_pairs(captions), random.Random(0)
+    simulated = []
+    for _ in range(300):
+        order = rng.sample(range(60), 60)
+        for query in rng.sample(range(60), 60):
+            simulated.append(next(rank for rank, target in enumerate(order, 1) if (query, target) in correct))
+    chance, other = chance_scores(Relevance.from_captions(captions))
+    assert chance == other
+    assert chance.median_rank == pytest.approx(median(simulated), abs=1)
+    for k, recall in ((1, chance.r1), (5, chance.r5), (10, chance.r10)):
+        assert recall == pytest.approx(fmean(rank <= k for rank in simulated), abs=0.03)
+
+
+@pytest.mark.parametrize(("images", "median_rank"), [(40, 20.5), (41, 21.0), (1, 1.0)])
+def test_chance_of_distinct_captions_is_exact(images, median_rank):
+    scores = retrieval(torch.eye(images), torch.eye(images))
+    assert scores.mean_r1 == 1.0
+    assert scores.chance_text_to_image.r5 == min(1.0, 5 / images)
+    assert scores.chance_image_to_text.median_rank == median_rank
+    assert scores.record()["chance_r1"] == 1 / images
+
+
+def test_any_of_five_captions_counts():
+    text_ME = torch.tensor([[1, 0], [0.8, 0.2], [0.7, 0.3], [0.3, 0.7], [0.2, 0.8]] + [[0, 1.0]] * 5)
+    captions = [[f"{image} {k}" for k in range(5)] for image in range(2)]
+    scores = retrieval(torch.eye(2), F.normalize(text_ME, dim=1), Relevance.from_captions(captions))
     assert scores.image_to_text.r1 == 1.0
-    assert round(scores.text_to_image.r1, 6) == 0.8
+    assert scores.text_to_image.r1 == pytest.approx(0.8)
 
 
-def test_a_collapsed_model_scores_at_chance_not_perfectly():
-    same = F.normalize(torch.ones(99, 4), dim=1)
-    scores = r.retrieval(same, same)
-    assert scores.image_to_text.median_rank == 50
+def test_a_collapsed_model_scores_like_a_random_one():
+    same_NE = F.normalize(torch.ones(99, 4), dim=1)
+    scores = retrieval(same_NE, same_NE)
+    assert scores.image_to_text.median_rank == scores.chance_image_to_text.median_rank == 50
     assert scores.image_to_text.r1 == scores.text_to_image.r10 == 0
 
 
-def test_a_broken_model_is_refused_not_ranked_first():
-    broken = torch.full((9, 4), float("nan"))
+def test_non_finite_embeddings_are_refused():
     with pytest.raises(FloatingPointError, match="not finite"):
-        r.retrieval(broken, torch.eye(9, 4))
+        retrieval(torch.full((9, 4), float("nan")), torch.eye(9, 4))
 
 
-def test_a_perfect_model_scores_one_and_chance_is_shown_beside_it():
-    scores = r.retrieval(torch.eye(40), torch.eye(40))
-    assert scores.mean_r1 == 1.0
-    assert scores.chance.r5 == 0.125
-    assert scores.record()["chance_r1"] == 1 / 40
-
-
-def test_chance_with_five_captions_a_image_is_what_guessing_gives():
-    torch.manual_seed(0)
-    image_NE, text_ME = (F.normalize(torch.randn(n, 32), dim=1) for n in (200, 1000))
-    tries = [r.retrieval(image_NE, text_ME[torch.randperm(1000)], torch.arange(1000) // 5) for _ in range(40)]
-    guess = tries[0].chance_image_to_text
-    for key in ("r1", "r5", "r10"):
-        seen = sum(getattr(one.image_to_text, key) for one in tries) / len(tries)
-        assert seen == pytest.approx(getattr(guess, key), rel=0.25)
-    median = sum(one.image_to_text.median_rank for one in tries) / len(tries)
-    assert median == pytest.approx(guess.median_rank, rel=0.08)
+def test_the_record_is_flat_and_names_every_score():
+    scores = retrieval(unit_vectors(20), unit_vectors(20, seed=1))
+    record = scores.record()
+    assert record["i2t_r5"] == scores.image_to_text.r5
+    assert record["chance_t2i_median_rank"] == scores.chance_text_to_image.median_rank
+    assert record["mean_r1"] == (record["i2t_r1"] + record["t2i_r1"]) / 2
+    assert (record["images"], record["captions"]) == (20, 20)

@@ -1,9 +1,11 @@
+"""Token ids: OpenAI's vocabulary as open_clip reads it, learned BPE, characters."""
+
 import random
 from pathlib import Path
 
 import pytest
 
-from m1clip.model.tokenizer import Tokenizer, clean, make
+from m1clip.model.tokenizer import Tokenizer, clean, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -13,8 +15,8 @@ def vocabulary() -> Path:
     return Path(open_clip.__file__).parent / "bpe_simple_vocab_16e6.txt.gz"
 
 
-def nasty() -> list[str]:
-    """A few hundred strings of the kind the web writes."""
+def web_strings() -> list[str]:
+    """Strings as the web has them: emoji, entities, broken encodings, control characters."""
     fixed = [
         "a photo of a cat",
         "A PHOTO of a CaT!!!",
@@ -43,12 +45,12 @@ def nasty() -> list[str]:
     return fixed + ["".join(rng.choices(alphabet, k=rng.randint(1, 90))) for _ in range(400)]
 
 
-def test_clip_vocabulary_gives_open_clips_ids_on_nasty_strings(vocabulary):
+def test_the_clip_vocabulary_gives_the_ids_of_open_clip(vocabulary):
     import open_clip
 
-    ours, theirs = Tokenizer.clip(vocabulary), open_clip.SimpleTokenizer()
+    ours, theirs = Tokenizer.from_clip_vocabulary(vocabulary), open_clip.SimpleTokenizer()
     assert (len(ours), ours.start_id, ours.end_id) == (49408, 49406, 49407)
-    texts = [text for text in nasty() if clean(text)]
+    texts = [text for text in web_strings() if clean(text)]
     assert len(texts) > 380
     for text in texts:
         ids = ours([text], 77)[0].tolist()
@@ -57,67 +59,67 @@ def test_clip_vocabulary_gives_open_clips_ids_on_nasty_strings(vocabulary):
         assert not any(expected[len(ids) :]), text
 
 
-def test_character_tokenizer_has_the_seeds_33_symbols():
-    letters = Tokenizer.characters()
-    assert len(letters) == 33
-    assert letters(["Ab c."], 77).tolist() == [[1, 4, 5, 30, 6, 31, 2, 0]]
-    assert letters(["é9"], 77)[0, 1:3].tolist() == [8, 3]  # the accent goes, the digit is unknown
+def test_the_character_tokenizer_has_33_tokens():
+    tokenizer = Tokenizer.characters()
+    assert len(tokenizer) == 33
+    assert tokenizer(["Ab c."], 77).tolist() == [[1, 4, 5, 30, 6, 31, 2, 0]]
+    assert tokenizer(["é9"], 77)[0, 1:3].tolist() == [8, 3]  # the accent is removed, the digit is unknown
 
 
 @pytest.mark.parametrize("kind", ["char", "bpe"])
 def test_saved_and_loaded_gives_the_same_ids(kind, tmp_path):
-    made = make(kind, ["two red cats in the snow", "one blue dog"], 400)
-    made.save(tmp_path / "tokenizer.json")
-    again = Tokenizer.load(tmp_path / "tokenizer.json")
+    tokenizer = make_tokenizer(kind, ["two red cats in the snow", "one blue dog"], 400)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    loaded = Tokenizer.load(tmp_path / "tokenizer.json")
     texts = ["two blue cats", "zebra 😀"]
-    assert again(texts, 32).tolist() == made(texts, 32).tolist()
+    assert loaded(texts, 32).tolist() == tokenizer(texts, 32).tolist()
 
 
-def test_learned_bpe_gives_frequent_words_one_token_and_knows_every_byte():
-    made = Tokenizer.learned(["two red cats in the snow"] * 3, 400)
-    assert made(["two red cats in the snow"], 32)[0].tolist()[7:] == [2]
-    assert made(["漢字 😀"], 32)[0].max() < len(made)
+def test_learned_bpe_has_one_token_for_a_frequent_word_and_encodes_every_byte():
+    tokenizer = Tokenizer.train_bpe(["two red cats in the snow"] * 3, 400)
+    assert tokenizer(["two red cats in the snow"], 32)[0].tolist()[7:] == [2]
+    assert tokenizer(["漢字 😀"], 32)[0].max() < len(tokenizer)
 
 
-def test_a_long_text_is_cut_and_keeps_its_end():
+def test_a_long_text_is_truncated_and_keeps_its_end():
     ids = Tokenizer.characters()(["a" * 500], 77)
     assert ids.shape == (1, 77)
     assert ids[0, -1] == 2
 
 
 def test_a_batch_is_padded_to_the_smallest_bucket_that_holds_it():
-    letters = Tokenizer.characters()
-    assert letters(["abc"], 77).shape[1] == 8
-    assert letters(["abc", "a" * 15], 77).shape[1] == 24
-    assert letters(["a" * 70], 77).shape[1] == 77
-    assert letters(["a" * 10], 14).shape[1] == 14  # never beyond the model's own length
+    tokenizer = Tokenizer.characters()
+    assert tokenizer(["abc"], 77).shape[1] == 8
+    assert tokenizer(["abc", "a" * 15], 77).shape[1] == 24
+    assert tokenizer(["a" * 70], 77).shape[1] == 77
+    assert tokenizer(["a" * 10], 14).shape[1] == 14  # never beyond the context length
 
 
 @pytest.mark.parametrize("empty", ["", "   ", "\n\t"])
-def test_an_empty_caption_is_an_error_that_names_the_row(empty):
+def test_an_empty_caption_is_an_error_that_names_its_row(empty):
     with pytest.raises(ValueError, match=r"cats\.csv line 7"):
         Tokenizer.characters()(["fine", empty], 77, ["cats.csv line 6", "cats.csv line 7"])
 
 
 @pytest.mark.parametrize("kind", ["char", "bpe"])
 def test_a_caption_cannot_spell_the_end_token(kind):
-    made = make(kind, ["a cat"], 400)
-    ids = made(["cat <|endoftext|> dog"], 77)[0].tolist()
-    assert ids.count(made.end_id) == 1
+    tokenizer = make_tokenizer(kind, ["a cat"], 400)
+    ids = tokenizer(["cat <|endoftext|> dog"], 77)[0].tolist()
+    assert ids.count(tokenizer.end_id) == 1
 
 
-def test_a_wrong_vocabulary_file_gets_a_sentence(tmp_path):
+def test_a_wrong_vocabulary_file_is_refused(tmp_path):
     (tmp_path / "v.txt").write_text("version\nonly-one-symbol\n")
     with pytest.raises(ValueError, match="not a CLIP vocabulary"):
-        make(str(tmp_path / "v.txt"), [], 100)
+        make_tokenizer(str(tmp_path / "v.txt"), [], 100)
     (tmp_path / "v.gz").write_bytes(b"not gzip")
     with pytest.raises(ValueError, match="cannot read"):
-        make(str(tmp_path / "v.gz"), [], 100)
+        make_tokenizer(str(tmp_path / "v.gz"), [], 100)
     with pytest.raises(ValueError, match="there is no file"):
-        make("bep", [], 100)
+        make_tokenizer("bep", [], 100)
 
 
-def test_clean_mends_entities_encodings_and_spaces():
+def test_clean_fixes_entities_encodings_and_white_space():
     assert clean("tom &amp;amp; jerry") == "tom & jerry"
     assert clean("schÃ¶n\n  gut") == "schön gut"
     assert clean("plain ascii") == "plain ascii"

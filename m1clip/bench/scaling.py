@@ -64,9 +64,6 @@ def plot_scaling(records: ModelRecords, devices: Sequence[str], ram_gb: float, p
 def write_scaling(sweep: Sweep, records: ModelRecords, devices: Sequence[str], folder: Path) -> Path:
     """Write scaling.md, scaling.html and a figure; return the path of the HTML file."""
     plot_scaling(records, devices, sweep.machine["ram_gb"], folder / "scaling.png")
-    document, models = (
-        Document("Training time and memory by model size"),
-        make_table(SCALING_COLUMNS, records),
-    )
+    document, models = (Document("Training time and memory by model size"), make_table(SCALING_COLUMNS, records))
     document.template("bench/templates/scaling.md.j2", sweep=sweep, models=models, devices=devices)
     return document.write(folder, "scaling")

@@ -125,7 +125,7 @@ def make_plans(names: Sequence[str], precisions: Precisions, threads: Sequence[i
 
 def make_comparison(preset: str, batch_size: int, plans: Sequence[Plan], compile: bool) -> Comparison:
     plain = [plan for plan in plans if compile and plan == Plan(plan.device) and not plan.is_split]
-    compiled = [replace(plan, compile=True) for plan in plain if devices.can_compile(plan.places[0])[0]]
+    compiled = [replace(plan, compile=True) for plan in plain if devices.can_compile(plan.devices[0])[0]]
     return replace(get_preset(preset), batch_size=batch_size), (*plans, *compiled)
 
 
@@ -139,7 +139,7 @@ class Session:
     def run_operations(self, sizes: Sequence[int], precisions: Precisions, seconds: float) -> None:
         """Time all operations on the devices of `precisions`."""
         pairs = list(itertools.product(operations(sizes), precisions))
-        with Console().going_through(len(pairs)) as show:
+        with Console().progress_items(len(pairs)) as show:
             for operation, device in pairs:
                 item = f"{operation.name} {operation.size} on {device}"
                 show(item)
@@ -157,7 +157,7 @@ class Session:
     def run_comparisons(self, comparisons: Sequence[Comparison], seconds: float) -> list[StepCost]:
         """Time all comparisons that fit into memory, `seconds` per plan; return the cost of all."""
         costs = []
-        with Console().going_through(len(comparisons)) as show:
+        with Console().progress_items(len(comparisons)) as show:
             for config, plans in comparisons:
                 item = f"{config.preset}, batch size {config.batch_size:,}"
                 show(item)

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import tyro
 
-from m1clip.commands import flags, tables
-from m1clip.config import check_train, get_preset, require
+from m1clip.commands.flags import parse_flags
+from m1clip.config import check_config, get_preset, require
+from m1clip.console import command, loading, show_rows
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,18 @@ class Args:
     """Print one line of JSON."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = parse_flags(Args, program, argv)
     config = get_preset(args.preset)
     args = replace(args, batch_size=args.batch_size or config.batch_size, epochs=args.epochs or config.epochs)
-    check_train(replace(config, batch_size=args.batch_size, epochs=args.epochs))
+    check_config(replace(config, batch_size=args.batch_size, epochs=args.epochs))
     sizes = f"--batch-size {args.batch_size:,} is larger than --pairs {args.pairs:,}"
     require(args.batch_size <= args.pairs, sizes)
     return args
 
 
 def main(args: Args) -> int:
-    with tables.loading():
+    with loading():
         from m1clip import devices
         from m1clip.console import Console
         from m1clip.training import memory, timing
@@ -61,7 +62,7 @@ def main(args: Args) -> int:
         batch = timing.random_batch(config, args.batch_size, tokens)
         rows = measure_missing(config, batch, cost, store, Console())
     advice = advise(cost, rows, devices.available(), {}, args.epochs * (args.pairs // args.batch_size))
-    predictions = predict_run(cost, advice, rows, memory.free_gb(advice.plan.places[0]), args.pairs)
+    predictions = predict_run(cost, advice, rows, memory.free_gb(advice.plan.devices[0]), args.pairs)
     columns = ("setting", "value", "confidence", "reason")
     if args.json:
         run = [dict(zip(columns, row, strict=True)) for row in predictions]
@@ -69,14 +70,14 @@ def main(args: Args) -> int:
         return 0
     plan = advice.plan
     table = [("plan", str(plan), advice.confidence, advice.reason), *predictions]
-    tables.show_rows(f"{args.preset}, batch size {args.batch_size:,}", columns, table)
+    show_rows(f"{args.preset}, batch size {args.batch_size:,}", columns, table)
     if advice.rejected:
         print("\nother plans", *(f"{plan}: {reason}" for plan, reason in advice.rejected.items()), sep="\n  ")
     if advice.step is None or advice.step.confidence == "low":
-        bench = tables.command("bench", "--presets", args.preset, "--batch-sizes", args.batch_size)
+        bench = command("bench", "--presets", args.preset, "--batch-sizes", args.batch_size)
         print(f"\nmeasure it:  {bench}")
     chosen = ["--device", plan.device, "--precision", plan.precision] + ["--compile", "on"] * plan.compile
     chosen += ["--threads", str(plan.threads)] if plan.threads else []
     model = ("--preset", args.preset, "--batch-size", args.batch_size)
-    print(f"\nnext:  {tables.command('train', *model, *chosen)}")
+    print(f"\nnext:  {command('train', *model, *chosen)}")
     return 0

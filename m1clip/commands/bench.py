@@ -7,8 +7,9 @@ from typing import Annotated
 
 import tyro
 
-from m1clip.commands import flags, tables
+from m1clip.commands.flags import parse_flags
 from m1clip.config import get_preset, require
+from m1clip.console import command, loading, show_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,8 @@ class Args(SweepArgs):
     """Skip the single operations, and with them the utilization."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = parse_flags(Args, program, argv)
     check_sweep(args)
     for count in args.threads:
         require(1 <= count <= 1024, f"--threads must be 1 to 1,024, not {count}")
@@ -66,7 +67,7 @@ def check_sweep(args: SweepArgs) -> None:
 
 
 def main(args: Args) -> int:
-    with tables.loading():
+    with loading():
         from m1clip import devices
         from m1clip.bench import report, sweep
         from m1clip.training.device_plan import faster_precisions
@@ -92,12 +93,12 @@ def main(args: Args) -> int:
     if args.json:
         print(json.dumps({**result.record(), "page": str(page)}))
         return 0
-    tables.show_rows("operations", *report.make_table(report.OPERATION_COLUMNS, result.operations))
-    tables.show_rows("\ntraining steps", *report.make_table(report.STEP_COLUMNS, result.step_records()))
+    show_rows("operations", *report.make_table(report.OPERATION_COLUMNS, result.operations))
+    show_rows("\ntraining steps", *report.make_table(report.STEP_COLUMNS, result.step_records()))
     texts = [crossover.text for crossover in result.crossovers]
     for title, lines in (("findings", result.findings()), ("crossover", texts), ("skipped", result.skipped)):
         if lines:
             print(f"\n{title}", *lines, sep="\n  ")
-    advise = tables.command("advise", "--preset", "nano")
+    advise = command("advise", "--preset", "nano")
     print(f"\npage:  {page}\nnext:  {advise}    the fastest plan for a run")
     return 0

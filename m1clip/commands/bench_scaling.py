@@ -6,9 +6,10 @@ from typing import Annotated
 
 import tyro
 
-from m1clip.commands import flags, tables
 from m1clip.commands.bench import SweepArgs, check_sweep
+from m1clip.commands.flags import parse_flags
 from m1clip.config import PRESETS, get_preset, require
+from m1clip.console import loading, show_rows
 from m1clip.files import json_safe
 
 BATCH_SIZE = 4  # small, so that the activations of a large model fit beside its state
@@ -27,8 +28,8 @@ class Args(SweepArgs):
     """Pairs of an epoch."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = parse_flags(Args, program, argv)
     check_sweep(args)
     require(args.pairs >= 1, f"--pairs must be at least 1, not {args.pairs}")
     for name in args.devices:
@@ -37,7 +38,7 @@ def parse(prog: str, words: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
-    with tables.loading():
+    with loading():
         from m1clip import devices
         from m1clip.bench import report, scaling, sweep
 
@@ -56,6 +57,6 @@ def main(args: Args) -> int:
         values = {"pairs": args.pairs, "models": records, "skipped": result.skipped, "page": str(page)}
         print(json.dumps(json_safe(values)))
         return 0
-    tables.show_rows("scaling", *report.make_table(scaling.SCALING_COLUMNS, records))
+    show_rows("scaling", *report.make_table(scaling.SCALING_COLUMNS, records))
     print("", *result.skipped, f"epoch: {args.pairs:,} pairs", f"page:  {page}", sep="\n")
     return 0

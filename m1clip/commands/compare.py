@@ -12,8 +12,10 @@ import tyro
 
 from m1clip import run as runs
 from m1clip import sensors
-from m1clip.commands import flags, tables, train
-from m1clip.config import TrainConfig, require, to_json
+from m1clip.commands.flags import parse_flags
+from m1clip.commands.train import given_settings
+from m1clip.config import TrainConfig, from_json, get_preset, override, require, to_json
+from m1clip.console import loading, show_rows
 from m1clip.format import number
 
 WARMUP_STEPS = 3
@@ -42,17 +44,18 @@ class Args:
     """Folder of the runs."""
     json: bool = False
     """Print one line of JSON."""
+    argv: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words, default=Args(train.defaults(words)))
+def parse(program: str, argv: list[str]) -> Args:
+    args = parse_flags(Args, program, argv, default=Args(get_preset("nano"), argv=tuple(argv)))
     require(args.training.device == "auto", "compare takes its devices from --on, not from --device")
     require(len(set(args.on)) == len(args.on), "--on names a device twice")
     return args
 
 
 def main(args: Args) -> int:
-    with tables.loading():
+    with loading():
         from m1clip import devices
         from m1clip.bench.report import load_warning, make_table
         from m1clip.training.device_plan import split_plans
@@ -63,7 +66,10 @@ def main(args: Args) -> int:
         devices.tower_devices(name)
     folder = args.runs / runs.next_name(args.runs, "compare")
     folder.mkdir(parents=True)
-    config = replace(args.training, steps=args.training.steps or 60, budget="", save_every="100h")
+    settings = given_settings(args.training, args.argv)
+    base = from_json(TrainConfig, args.config) if args.config else get_preset(settings.get("preset", "nano"))
+    config = override(base, settings)
+    config = replace(config, steps=config.steps or 60, budget="", save_every="100h")
     # Settings left at auto would be chosen for each device separately, and more than the device would differ.
     config = replace(config, precision="fp32") if config.precision == "auto" else config
     config = replace(config, compile="off") if config.compile == "auto" else config
@@ -86,7 +92,7 @@ def main(args: Args) -> int:
         print(json.dumps({"runs": records, "warnings": warnings, "page": page}))
         return 0
     title = f"{config.preset}, {config.steps} steps, batch size {config.batch_size:,}"
-    tables.show_rows(f"\n{title}", *make_table(COMPARE_COLUMNS, records))
+    show_rows(f"\n{title}", *make_table(COMPARE_COLUMNS, records))
     failures = [f"{record['text']}: {record['error']}" for record in records if "error" in record]
     print("", *failures, *warnings, f"page:  {page}", sep="\n")
     return 0
@@ -105,7 +111,7 @@ def train_on(folder: Path, requested: str) -> dict[str, Any]:
     if child.returncode == 130:
         raise KeyboardInterrupt
     if child.returncode:
-        error = run.state().get("reason") if run.path.exists() else "see the message above"
+        error = run.read_status().get("reason") if run.path.exists() else "see the message above"
         return {**record, "error": str(error or f"exit code {child.returncode}")}
     steps, device = list(run.records("step")), run.read("machine.json")["device"]
     q1_ms, step_ms, q3_ms = quartiles([row["step_ms"] for row in steps[WARMUP_STEPS:] or steps])

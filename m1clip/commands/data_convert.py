@@ -1,4 +1,4 @@
-"""m1clip data convert: any data as WebDataset shards or Parquet."""
+"""m1clip data convert: any dataset as WebDataset shards or Parquet files."""
 
 import json
 from dataclasses import dataclass
@@ -7,37 +7,40 @@ from typing import Annotated, Literal
 
 import tyro
 
-from m1clip.commands import flags, tables
-from m1clip.config import DataConfig
+from m1clip.commands import flags
+from m1clip.config import DataConfig, check_config
+from m1clip.console import command
+from m1clip.format import file_size
 
 
 @dataclass(frozen=True)
 class Args(DataConfig):
-    """Write pairs as WebDataset shards or Parquet, with their sides kept: train-…, val-…, test-….
+    """Write pairs as WebDataset shards or Parquet files, one set of files per split: train-…, val-…, test-….
 
     m1clip data convert coco:~/coco shards/
     m1clip data convert photos/ parquet/ --to parquet
-    Images are copied as they are, bad ones are left out and counted. Broken off, it goes on where it was;
-    manifest.jsonl has the SHA-256 of each file.
+    Image bytes are copied; bad rows are skipped and counted. Repeat the command to continue an interrupted
+    conversion: manifest.jsonl has the SHA-256 of each file.
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")] = ""
-    """A folder, a .csv, .tsv, .jsonl or .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
-    hf:NAME or synthetic:N, as train --data has it."""
+    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
+    hf:NAME or synthetic:N, as in `m1clip train --data`."""
     out: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = None
-    """The folder to write to."""
+    """Output folder."""
     to: Literal["shards", "parquet"] = "shards"
-    """shards is WebDataset (tar), as open_clip and img2dataset have it."""
+    """shards are WebDataset tar files, as for open_clip and img2dataset."""
     per_file: int = 1000
-    """PairDataset in one file."""
+    """Pairs per file."""
     json: bool = False
-    """Print what was done as one line of JSON."""
+    """Print a summary as one line of JSON."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = flags.parse_flags(Args, program, argv)
     if not args.data or args.out is None:
-        raise ValueError("data convert needs a SPEC and a folder OUT; m1clip data convert --help")
+        raise ValueError("data convert needs a SPEC and a folder OUT; see m1clip data convert --help")
+    check_config(args)
     if not 1 <= args.per_file <= 1_000_000:
         raise ValueError(f"--per-file must be 1 to 1,000,000, not {args.per_file}")
     return args
@@ -45,20 +48,21 @@ def parse(prog: str, words: list[str]) -> Args:
 
 def main(args: Args) -> int:
     from m1clip.console import Console
-    from m1clip.data.convert import convert
+    from m1clip.data.convert import convert_dataset
     from m1clip.data.sources import open_sources
 
     assert args.out is not None
     console = Console()
-    sources = open_sources(args, console.working)
-    done = convert(sources, args.out, args.to, args.per_file, args.max_bad_rows, console.working)
+    sources = open_sources(args, console.progress)
+    done = convert_dataset(sources, args.out, args.to, args.per_file, args.max_bad_rows, console.progress)
     if args.json:
         print(json.dumps(done))
         return 0
-    for fault in done["named"][:10]:
-        console.warn(f"left out: {fault['where']}: {fault['what']}")
-    size, left = f"{done['bytes'] / 1e6:,.1f} MB", f"{done['skipped']:,} left out"
-    print(f"{args.out}: {done['pairs']:,} pairs in {done['files']:,} files, {size}; {left}")
+    bad = done["bad_rows"]
+    for row in bad["examples"][:10]:
+        console.warn(f"skipped {row['location']}: {row['reason']}")
+    size = file_size(done["bytes"])
+    print(f"{args.out}: {done['pairs']:,} pairs in {done['files']:,} files, {size}; {bad['count']:,} bad rows")
     spec = args.out / ("*.tar" if args.to == "shards" else "*.parquet")
-    print(f"next:  {tables.command('train', '--data', spec)}")
+    print(f"next:  {command('train', '--data', spec)}")
     return 0

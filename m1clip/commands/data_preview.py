@@ -1,4 +1,4 @@
-"""m1clip data preview: what the model will see, as one image."""
+"""m1clip data preview: images and captions of a dataset as one contact sheet."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,56 +7,57 @@ from typing import Annotated, Literal
 import tyro
 
 from m1clip.commands import flags
-from m1clip.config import DataConfig
+from m1clip.config import DataConfig, check_config
 
 
 @dataclass(frozen=True)
 class Args(DataConfig):
-    """Write a contact sheet: images of the data, each with its caption.
+    """Write a contact sheet: images of a dataset with their captions.
 
-    m1clip data preview                             the built-in scenes
-    m1clip data preview photos/ --split validation    your own, the side that is kept for the test
+    m1clip data preview                         the built-in scenes
+    m1clip data preview photos/ --split val     the validation split of your own data
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[SPEC]")] = "synthetic"
-    """A folder, a .csv, .tsv, .jsonl or .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
-    hf:NAME or synthetic:N, as train --data has it."""
+    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
+    hf:NAME or synthetic:N, as in `m1clip train --data`."""
     split: Literal["train", "val"] = "train"
-    """Which side: what is learned from, or what is kept for the test."""
+    """Which split to show."""
     columns: int = 6
-    """Images in a row."""
+    """Images per row."""
     rows: int = 4
     """Rows of images."""
     out: Path = Path("preview.png")
-    """The file to write; its ending says the format."""
+    """Output file, .png, .jpg or .webp."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = flags.parse_flags(Args, program, argv)
+    check_config(args)
     if args.columns < 1 or args.rows < 1 or args.columns * args.rows > 1000:
-        raise ValueError(f"a sheet has 1 to 1000 images, not {args.columns} × {args.rows}")
-    require_image(args.out)
+        raise ValueError(f"a contact sheet has 1 to 1000 images, not {args.columns} × {args.rows}")
+    require_image_path(args.out)
     return args
 
 
-def require_image(path: Path) -> None:
-    """Refuses at once what could not be written after long work."""
+def require_image_path(path: Path) -> None:
+    """Fail before the work, not after it."""
     if path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
-        raise ValueError(f"cannot tell the format of {path}; end it with .png or .jpg")
+        raise ValueError(f"{path} must end in .png, .jpg or .webp")
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} for {path.name}")
 
 
 def main(args: Args) -> int:
     from m1clip.console import Console
-    from m1clip.data.contact_sheet import contact_sheet, shown
+    from m1clip.data.check import contact_sheet, sample_tiles
     from m1clip.data.sources import open_sources
 
-    number, shots = args.columns * args.rows, []
-    sources = open_sources(args, Console().working)
+    count, tiles = args.columns * args.rows, []
+    sources = open_sources(args, Console().progress)
     for source in sources:
         pairs = source.train if args.split == "train" else source.val
-        shots += shown(pairs, -(-number // len(sources)))
-    contact_sheet(shots[:number], args.columns).save(args.out)
-    print(f"{args.out}: {len(shots[:number])} of the {args.split} pairs of {args.data}")
+        tiles += sample_tiles(pairs, -(-count // len(sources)))
+    contact_sheet(tiles[:count], args.columns).save(args.out)
+    print(f"{args.out}: {len(tiles[:count])} {args.split} pairs of {args.data}")
     return 0

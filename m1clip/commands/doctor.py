@@ -13,8 +13,9 @@ import psutil
 import tyro
 
 from m1clip import sensors
-from m1clip.commands import flags, tables
+from m1clip.commands.flags import parse_flags
 from m1clip.config import get_preset
+from m1clip.console import loading, show_rows
 from m1clip.files import cache_folder
 
 REMEDIES = {
@@ -54,15 +55,15 @@ class Args:
     """Print one line of JSON."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = parse_flags(Args, program, argv)
     get_preset(args.preset)
     return args
 
 
 def main(args: Args) -> int:
     checks, rows = list[dict[str, str]](), []
-    with tables.loading("checking the machine and its devices"):
+    with loading("checking the machine and its devices"):
         for name, status, result in (*check_versions(), *check_machine(), *check_devices(args.preset)):
             remedy = "" if status == "ok" else REMEDIES.get(name, REMEDIES["gpu"])
             checks.append({"name": name, "status": status, "result": result, "remedy": remedy})
@@ -72,7 +73,7 @@ def main(args: Args) -> int:
     if args.json:
         print(json.dumps({"ok": "fail" not in statuses, "machine": sensors.machine(), "checks": checks}))
     else:
-        tables.show_rows("this machine", ("status", "check", "result"), rows)
+        show_rows("this machine", ("status", "check", "result"), rows)
         counts = [f"{statuses.count(status)} {status}" for status in STATUS_STYLES if status in statuses]
         print("\n" + ", ".join(counts))
     return int("fail" in statuses)

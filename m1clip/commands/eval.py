@@ -1,141 +1,93 @@
-"""m1clip eval: a run or a saved model, on validation pairs."""
+"""m1clip eval: retrieval scores of a run or a saved model."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from m1clip import run as runs
-from m1clip.commands import flags, tables
-from m1clip.config import TrainConfig, from_json
-
-if TYPE_CHECKING:
-    from m1clip.data.batches import Batch
-    from m1clip.data.pairs import PairDataset
-    from m1clip.data.sources import Source
-    from m1clip.data.splits import Split
-    from m1clip.model.clip import CLIP
+from m1clip import console
+from m1clip.commands.flags import parse_flags
+from m1clip.console import show, table
+from m1clip.format import percent
 
 
 @dataclass(frozen=True)
 class Args:
-    """validation retrieval (R@1/5/10 both ways, with chance) and, on built-in data, one-word edits.
+    """Retrieval (R@1/5/10 in both directions, with chance) and, on synthetic data, accuracy by changed word.
 
     m1clip eval                                     the newest run
-    m1clip eval runs/mine --val-size 5000           a harder test: more images to choose from
+    m1clip eval runs/mine --val-size 5000           harder: more images to choose from
     m1clip eval path/to/model --json                any saved model
     """
 
     model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN|MODEL]")] = None
     """A run (name or path) or a model folder; by default the newest run."""
     data: Annotated[str | None, tyro.conf.arg(metavar="SPEC")] = None
-    """Whose validation pairs: by default those of the run; for a model from elsewhere, synthetic."""
-    val: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """How many pairs; by default the run's number, or 240."""
+    """Data to evaluate on; by default the run's own, or synthetic."""
+    val_size: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Number of images; by default as in training."""
     seed: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Which scenes are drawn; by default the run's seed, or 0."""
+    """Seed of synthetic scenes; by default the run's."""
     split: Literal["val", "test", "all"] = "val"
-    """Which side: what the run validation, the test list where the data has one, or every pair."""
+    """Validation split, test split if the data has one, or every pair."""
     image_column: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """The column of a table that names the image; by default as for the run, or guessed."""
+    """Table column with the image; by default as in training, or guessed."""
     caption_column: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """The column that holds the caption."""
+    """Table column with the caption."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
     runs: Path = Path("runs")
-    """Where runs are kept."""
-    json: bool = False
-    """Print the figures as one line of JSON."""
+    """Folder of all runs."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print the scores as one line of JSON."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    return flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    return parse_flags(Args, program, argv)
 
 
 def main(args: Args) -> int:
-    folder, trained = find(args)
-    with tables.loading():
-        from m1clip import devices
-        from m1clip.console import Console
-        from m1clip.data.rows import BadRows
-        from m1clip.data.sources import open_sources, scored
-        from m1clip.data.splits import Split, open_part
-        from m1clip.devices import Plan
-        from m1clip.evals.edits import edit_scores, is_editable
-        from m1clip.evals.embed import embed_pairs
-        from m1clip.evals.retrieval import retrieval
-        from m1clip.model.clip import load
-        from m1clip.training.device_plan import PlanChoice, check_parity
+    with console.loading():
+        from m1clip import api
 
-    device, why = devices.default_device(args.device)
-    model = load(folder)
-    console, config, faults = Console(), reading(args, trained), BadRows()
-    size = model.config.vision.image_size
-    sides: list[PairDataset] = []
-    for source in open_sources(config, console.working):
-        side = side_of(source, args.split)
-        sides.append(scored(side, config) if args.split == "val" else side)
-        faults += source.faults
-    pairs = Split([open_part(side, size, config, faults, console.working) for side in sides])
-    faults.require_few(config.max_bad_rows)
-    choice = check_parity(PlanChoice(Plan(str(device)), why), model, first_pairs(model, pairs), console)
-    model.place(*choice.plan.places)
-    image_NE, text_ME, owner_M = embed_pairs(model, pairs)
-    scores = retrieval(image_NE, text_ME, owner_M)
-    first = sides[0]
-    edits = edit_scores(model, first, image_NE, text_ME) if len(sides) == 1 and is_editable(first) else []
+    names = ("data", "val_size", "seed", "image_column", "caption_column")
+    settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    result = api.evaluate(args.model, split=args.split, device=args.device, runs=args.runs, **settings)
     if args.json:
-        print(
-            json.dumps({"model": str(folder), **scores.record(), "edits": [asdict(edit) for edit in edits]})
-        )
+        edits = [asdict(edit) for edit in result.edits]
+        print(json.dumps({"model": str(result.model), **result.scores.record(), "edits": edits}))
         return 0
-    print(f"{folder}\n")
-    tables.show_retrieval(scores)
-    if edits:
+    print(f"{result.model}\n")
+    show_retrieval(result.scores)
+    if result.edits:
         print()
-        tables.show_edits(edits)
+        show_edits(result.edits)
     return 0
 
 
-def first_pairs(model: "CLIP", pairs: "Split") -> "Batch":
-    """A few, by which a device is compared with the CPU."""
-    import numpy as np
-    import torch
-
-    from m1clip.data.batches import Batch
-
-    rows, pixels = pairs.take(np.arange(min(8, len(pairs))))
-    tokens_BL = model.tokenize([pairs.captions(int(row))[0] for row in rows])
-    return Batch(torch.from_numpy(pixels), tokens_BL, torch.from_numpy(rows), None, rows)
+if TYPE_CHECKING:  # imports torch
+    from m1clip.evals.edits import EditScore
+    from m1clip.evals.retrieval import Retrieval
 
 
-def reading(args: Args, trained: TrainConfig) -> TrainConfig:
-    """The run's own way of reading its data, and what the flags say otherwise."""
-    names = ("data", "val", "seed", "image_column", "caption_column")
-    said = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if "data" in said:  # its columns need not be called the same
-        trained = replace(trained, image_column="auto", caption_column="auto", val_size="auto")
-    return replace(trained, **said)
+def show_retrieval(scores: "Retrieval") -> None:
+    made = table("", "R@1", "R@5", "R@10", "median rank")
+    for name, way in (("image→text", scores.image_to_text), ("text→image", scores.text_to_image)):
+        made.add_row(name, percent(way.r1), percent(way.r5), percent(way.r10), f"{way.median_rank:g}")
+    chances = {"chance i→t": scores.chance_image_to_text, "chance t→i": scores.chance_text_to_image}
+    if scores.chance_image_to_text == scores.chance_text_to_image:
+        chances = {"chance": scores.chance_text_to_image}
+    for name, chance in chances.items():
+        recalls = (percent(chance.r1), percent(chance.r5), percent(chance.r10))
+        made.add_row(name, *recalls, f"{chance.median_rank:.1f}", style="dim")
+    show(f"validation retrieval: {scores.images:,} images, {scores.captions:,} captions", made)
 
 
-def side_of(source: "Source", split: str) -> "PairDataset":
-    if split == "test" and source.test is None:
-        raise ValueError(f"{source.spec} has no test split; --split all takes every pair")
-    return {"val": source.val, "test": source.test or source.every, "all": source.every}[split]
-
-
-def find(args: Args) -> tuple[Path, TrainConfig]:
-    """The model's folder, and the configuration it was trained with where it is a run's."""
-    if args.model and (Path(args.model) / "model.safetensors").is_file():
-        above = Path(args.model).resolve().parents[:2]  # a run's own model, or one of its checkpoints
-        run = next((runs.Run(folder) for folder in above if runs.is_run(folder)), None)
-        return Path(args.model), from_json(TrainConfig, run.path / "config.json") if run else TrainConfig()
-    run = runs.open_run(args.runs, args.model)
-    folder = run.model if run.model.is_dir() else run.path / "last"
-    if not folder.exists():
-        raise FileNotFoundError(
-            f"{run.path} has no model yet; it is saved at the end, and checkpoints before"
-        )
-    return folder, from_json(TrainConfig, run.path / "config.json")
+def show_edits(scores: "list[EditScore]") -> None:
+    made = table("changed word", "accuracy", "captions")
+    for score in scores:
+        made.add_row(score.changed, percent(score.accuracy), f"{score.edits}")
+    made.add_row("chance", percent(scores[0].chance), "", style="dim")
+    show("one word changed: is the original caption closer to the image?", made)

@@ -1,5 +1,6 @@
-"""Flags from a dataclass: its fields are the flags, its docstring is the head of the help."""
+"""Flags from a dataclass: fields are flags, field docstrings are help lines, the class docstring heads the help."""
 
+from collections.abc import Sequence
 from inspect import cleandoc
 from typing import Any, TypeVar
 
@@ -8,11 +9,17 @@ import tyro
 T = TypeVar("T")
 
 
-def read(kind: type[T], prog: str, words: list[str], default: T | None = None) -> T:
-    """Prints the help, or what is wrong with the nearest flags, and exits by itself where that is due."""
-    start: dict[str, Any] = {} if default is None else {"default": default}
-    # tyro runs lines together, but not indented ones: these are the examples.
-    shown = "\n  ".join(cleandoc(kind.__doc__ or "").splitlines())
-    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
-    made: T = tyro.cli(kind, prog=prog, args=words, description=shown, config=config, **start)
-    return made
+def parse_flags(kind: type[T], program: str, argv: Sequence[str], default: T | None = None) -> T:
+    """Parse argv; prints help or an error with suggestions and exits where that is due."""
+    options: dict[str, Any] = {} if default is None else {"default": default}
+    # tyro joins lines, but not indented ones: these are the examples.
+    description = "\n  ".join(cleandoc(kind.__doc__ or "").splitlines())
+    config = (tyro.conf.AvoidSubcommands, tyro.conf.HelptextFromCommentsOff)
+    parsed: T = tyro.cli(kind, prog=program, args=argv, description=description, config=config, **options)
+    return parsed
+
+
+def given_flags(argv: Sequence[str]) -> set[str]:
+    """Names of the flags on a command line as field paths: --no-hflip is hflip, --model.head is model.head."""
+    names = {word.partition("=")[0][2:].replace("-", "_") for word in argv if word.startswith("--")}
+    return names | {name.removeprefix("no_") for name in names}

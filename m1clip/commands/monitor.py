@@ -1,4 +1,4 @@
-"""m1clip monitor: logger a run from a second process, in the terminal or in the browser."""
+"""m1clip monitor: follow a run from a second process, in the terminal or in the browser."""
 
 import json
 import re
@@ -11,62 +11,63 @@ from typing import Annotated
 import tyro
 
 from m1clip import files
-from m1clip import run as folders
-from m1clip.commands import flags, tables
-from m1clip.monitor import LOCAL
+from m1clip.commands.flags import parse_flags
+from m1clip.console import command
+from m1clip.monitor import LOOPBACK_HOSTS
+from m1clip.run import Run, open_run
 
-# Curves and bars where only ASCII is spoken.
-PLAIN = dict.fromkeys(range(0x2801, 0x2900), "*") | dict.fromkeys(range(0x2580, 0x2590), "#")
-PLAIN |= {ord(sign): plain for sign, plain in {"–": "-", "→": ">", "…": "~", "°": " "}.items()}
+# Replacements where the terminal knows only ASCII.
+ASCII = dict.fromkeys(range(0x2801, 0x2900), "*") | dict.fromkeys(range(0x2580, 0x2590), "#")
+ASCII |= {ord(char): plain for char, plain in {"–": "-", "→": ">", "…": "~", "°": " ", "━": "-"}.items()}
 
 
 @dataclass(frozen=True)
 class Args:
-    """Logger a run, live or dead, without disturbing it.
+    """Follow a run, without disturbing it.
 
-    m1clip monitor                  the newest run, in the terminal; 5 lists all, space compares, q quits
-    m1clip monitor --web            the same and more in the browser: all runs, zoom, images found
-    m1clip monitor nano-3 --once    one snapshot as text
+    m1clip monitor                  the newest run, in the terminal; keys: 5 all runs, space compare, q quit
+    m1clip monitor --web            in the browser: all runs, zoom, retrieved images
+    m1clip monitor nano-3 --once    print a snapshot as text
     """
 
     run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
-    """A run (name or path); by default the newest."""
+    """Name or path of a run; default: the newest."""
     runs: Path = Path("runs")
-    """Where runs are kept."""
+    """Folder of the runs."""
     once: bool = False
-    """Print a snapshot and end."""
+    """Print a snapshot and exit."""
     json: bool = False
-    """With --once: the state and the last record of each kind, as one line of JSON."""
+    """With --once: print the state and the last record of each kind as one line of JSON."""
     web: bool = False
-    """Serve a page for the browser instead."""
+    """Serve a web page."""
     host: str = "127.0.0.1"
-    """With --web: the address to listen at; any but this machine's own needs --token."""
+    """With --web: address to listen on; any but this machine's own needs --token."""
     port: int = 8265
-    """With --web: the port; where it is taken, one of the next."""
+    """With --web: port; if it is taken, one of the next twenty."""
     token: str | None = None
-    """With --web: what a visitor must know; `auto` makes one."""
+    """With --web: secret that visitors need; `auto` generates one."""
     open: bool = False
-    """With --web: open the browser too."""
+    """With --web: open the browser."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = parse_flags(Args, program, argv)
     if args.json and not args.once:
-        raise ValueError("--json goes with --once")
+        raise ValueError("--json needs --once")
     if args.once and args.web:
-        raise ValueError("--once prints text, --web serves a page: choose one")
+        raise ValueError("--once and --web exclude each other: --once prints text, --web serves a page")
     if args.token is not None and not re.fullmatch(r"[!-~]+", args.token):
-        raise ValueError("--token is a word of letters, digits and signs without spaces; `auto` makes one")
-    asked = (args.host, args.port, args.token, args.open)
-    if not args.web and asked != (Args.host, Args.port, Args.token, Args.open):
-        raise ValueError("--host, --port, --token and --open go with --web")
-    if args.host not in LOCAL and not args.token:
+        raise ValueError("--token must be ASCII without spaces; `auto` generates one")
+    web_options = (args.host, args.port, args.token, args.open)
+    if not args.web and web_options != (Args.host, Args.port, Args.token, Args.open):
+        raise ValueError("--host, --port, --token and --open need --web")
+    if args.host not in LOOPBACK_HOSTS and not args.token:
         raise ValueError(
-            f"--host {args.host} lets others see your runs and images: give a --token they must know "
-            "(--token auto makes one)"
+            f"--host {args.host} shows your runs and images to other machines: it needs a --token "
+            "(--token auto generates one)"
         )
     if not 0 < args.port < 65536:
-        raise ValueError(f"--port {args.port} is none: it is a number from 1 to 65535")
+        raise ValueError(f"--port must be 1–65535, not {args.port}")
     return args
 
 
@@ -74,46 +75,47 @@ def main(args: Args) -> int:
     if args.web:
         from m1clip.monitor import web
 
-        start = folders.open_run(args.runs, args.run) if args.run else None
+        start = open_run(args.runs, args.run) if args.run else None
         return web.serve(args.runs, start, args.host, args.port, args.token, args.open)
-    run = folders.open_run(args.runs, args.run)
+    run = open_run(args.runs, args.run)
     if args.once:
-        return once(run, args.json)
-    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # drawn on stderr
+        return print_snapshot(run, args.json)
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual draws on stderr
         raise ValueError("the monitor needs a terminal; --once prints a snapshot, --web serves a page")
     from m1clip.monitor.terminal import Monitor
 
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the terminal is gone, and with it whoever looked
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # end with the terminal
     app = Monitor(run.path.parent, run)
     app.run()
-    if app.failed is not None:
-        raise app.failed
+    if app.error is not None:
+        raise app.error
     return 0
 
 
-def once(run: folders.Run, as_json: bool) -> int:
+def print_snapshot(run: Run, as_json: bool) -> int:
     from rich.console import Console
 
-    from m1clip.monitor.log import Followed
+    from m1clip.monitor.log import RECORD_KINDS, RunView
     from m1clip.monitor.terminal_views import snapshot
 
-    one = Followed(run)
-    one.refresh()
+    view = RunView(run)
+    view.refresh()
     if as_json:
-        step = {name: one.log.recent(name, 1) for name in one.log.columns}
-        last = {kind: one.log.last(kind) for kind in ("logger", "eval", "epoch")}
-        step["step"] = one.log.latest
-        found = {**one.summary, "last_step": step, **last, "events": one.log.events[-20:]}
-        print(json.dumps(files.json_safe(found)))
+        step = {name: view.log.recent_mean(name, 1) for name in view.log.columns}
+        step["step"] = view.log.last_step
+        records = {kind: view.log.last(kind) or None for kind in RECORD_KINDS}
+        state = {**view.summary, "last_step": step, **records, "events": view.log.events[-20:]}
+        print(json.dumps(files.json_safe(state)))
         return 0
     console = Console(highlight=False)
-    width = console.width if console.is_terminal else 100
-    with console.capture() as made:
-        console.print(snapshot([one], width), soft_wrap=True)
-    text = made.get()
+    if not console.is_terminal:
+        console.width = 100
+    with console.capture() as capture:
+        console.print(snapshot(view, console.width), soft_wrap=True)
+    text = capture.get()
     if not (sys.stdout.encoding or "").lower().startswith("utf"):
-        text = text.translate(PLAIN)
+        text = text.translate(ASCII)
     print(text, end="")
-    if one.summary["state"] in ("dead", "failed"):
-        print(f"\n{tables.command('train', '--resume', '--name', run.path)} goes on")
+    if view.summary["state"] in ("dead", "failed"):
+        print(f"\nresume: {command('train', '--resume', '--name', run.path)}")
     return 0

@@ -1,4 +1,4 @@
-"""m1clip report: what a run was and did, as a document; of several runs, how they compare."""
+"""m1clip report: a document about a run, or a comparison of several."""
 
 import json
 from dataclasses import dataclass
@@ -7,56 +7,56 @@ from typing import Annotated
 
 import tyro
 
-from m1clip import run as folders
-from m1clip.commands import flags, tables
+from m1clip.commands.flags import parse_flags
+from m1clip.console import loading
+from m1clip.run import open_run
 
 
 @dataclass(frozen=True)
 class Args:
-    """A run as a document with figures: one HTML file that holds everything, and the same as Markdown.
+    """Write a report with figures: one HTML file with everything, and the same as Markdown.
 
     m1clip report                         the newest run, into its own folder
-    m1clip report nano-1 nano-2           the two compared, into reports/nano-1-nano-2
-    m1clip report runs/mine --out doc     somewhere else
+    m1clip report nano-1 nano-2           compare two runs, into reports/nano-1-nano-2
+    m1clip report runs/mine --out doc     into another folder
 
-    Only the run's own files are read; what was not measured is said to be so.
+    Only the files of the runs are read; what was not measured is reported as such.
     """
 
     run: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RUN ...]")] = ()
-    """Runs (names or paths); by default the newest."""
+    """Names or paths of runs; default: the newest."""
     runs: Path = Path("runs")
-    """Where runs are kept."""
+    """Folder of the runs."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where the document goes; by default `report` in the run's folder, for several `reports/NAMES`."""
+    """Output folder; default: `report` in the run's folder, or `reports/NAMES` for several runs."""
     json: bool = False
     """Print the paths as one line of JSON."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = parse_flags(Args, program, argv)
     if len(set(args.run)) != len(args.run):
-        raise ValueError("each run once")
+        raise ValueError("a run is named twice")
     return args
 
 
 def main(args: Args) -> int:
-    runs = [folders.open_run(args.runs, name) for name in args.run or (None,)]
+    runs = [open_run(args.runs, name) for name in args.run or (None,)]
     if len({run.path.resolve() for run in runs}) != len(runs):
-        raise ValueError("each run once: two of these are the same folder")
-    out = args.out or (
-        runs[0].path / "report"
-        if len(runs) == 1
-        else Path("reports") / "-".join(run.name for run in runs)[:100]
-    )
-    with tables.loading("drawing"):
-        from m1clip.monitor import comparison, report
-        from m1clip.monitor.log import Followed
+        raise ValueError("a run is named twice: two of these are the same folder")
+    with loading("writing the report"):
+        from m1clip.monitor.log import RunView
+        from m1clip.monitor.report import write_comparison, write_report
 
-        twice = len({run.name for run in runs}) < len(runs)  # as of two machines: told apart by their folders
-        followed = [Followed(run, f"{run.path.parent.name}/{run.name}" if twice else None) for run in runs]
-        for one in followed:
-            one.refresh()
-        page = report.write(followed[0], out) if len(followed) == 1 else comparison.write(followed, out)
+        # Runs of two machines may have the same name: their folders tell them apart.
+        same_names = len({run.name for run in runs}) < len(runs)
+        views = [RunView(run, f"{run.path.parent.name}/{run.name}" if same_names else None) for run in runs]
+        for view in views:
+            view.refresh()
+        if len(runs) == 1:
+            page = write_report(views[0], args.out or runs[0].path / "report")
+        else:
+            page = write_comparison(views, args.out or Path("reports") / "-".join(run.name for run in runs)[:100])
     markdown = page.with_suffix(".md")
     if args.json:
         print(json.dumps({"html": str(page), "markdown": str(markdown)}))

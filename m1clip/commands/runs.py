@@ -1,63 +1,62 @@
-"""m1clip runs: what has been trained and what is being trained, without disturbing any of it."""
+"""m1clip runs: list all runs."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from m1clip import run as folders
-from m1clip.commands import flags, tables
+from m1clip.commands.flags import parse_flags
+from m1clip.console import command, show, table
 from m1clip.format import ago, duration, percent
+from m1clip.run import run_summaries
+
+STATE_MARKUP = {"running": "[green]{}[/]", "dead": "[red]{}[/]", "failed": "[red]{}[/]"}
 
 
 @dataclass(frozen=True)
 class Args:
-    """Every run with its state, progress, best validation score and device; the newest last.
+    """List all runs with state, progress, best validation score and device; the newest last.
 
-    m1clip runs                     a process that died is shown as dead, not as running
-    m1clip runs --json              one object a line
+    m1clip runs                     a run whose process died is shown as dead
+    m1clip runs --json              one JSON object per line
     """
 
     runs: Path = Path("runs")
-    """Where runs are kept."""
+    """Folder of the runs."""
     json: bool = False
-    """Print as lines of JSON."""
+    """Print one JSON object per line."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    return flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    return parse_flags(Args, program, argv)
 
 
 def main(args: Args) -> int:
-    found = folders.summaries(args.runs)
+    rows = run_summaries(args.runs)
     if args.json:
-        for row in found:
+        for row in rows:
             print(json.dumps(row))
         return 0
-    if not found:
-        print(f"no run in {args.runs}/; {tables.command('train')} makes one")
+    if not rows:
+        print(f"no runs in {args.runs}/; {command('train')} starts one")
         return 0
-    made = tables.table("run", "state", "step", "done", "to go", "best", "score", "device", "last sign")
-    for row in found:
-        part = row["step"] / row["total"] if row["total"] else None
-        made.add_row(
+    listing = table("run", "state", "step", "done", "left", "best", "metric", "device", "updated")
+    for row in rows:
+        listing.add_row(
             row["run"],
-            STYLES.get(row["state"], "{}").format(row["state"]),
+            STATE_MARKUP.get(row["state"], "{}").format(row["state"]),
             f"{row['step']:,}",
-            percent(part),
+            percent(row["step"] / row["total"] if row["total"] else None),
             duration(row["eta_s"]),
             percent(row["best_score"]),
             row["best_metric"] or "–",
             row["device"] or "–",
             ago(row["time"]),
         )
-    tables.show(f"{args.runs}/", made)
-    for row in found:
-        if row["trouble"]:
-            print(f"{row['run']}: {row['trouble']}")
+    show(f"{args.runs}/", listing)
+    for row in rows:
+        if row["problem"]:
+            print(f"{row['run']}: {row['problem']}")
         if row["state"] in ("dead", "failed"):
-            again = tables.command("train", "--resume", "--name", args.runs / row["run"])
-            print(f"{row['run']}: {row['reason']}; {again} goes on")
+            resume = command("train", "--resume", "--name", args.runs / row["run"])
+            print(f"{row['run']}: {row['reason']}; resume: {resume}")
     return 0
-
-
-STYLES = {"running": "[green]{}[/]", "dead": "[red]{}[/]", "failed": "[red]{}[/]"}

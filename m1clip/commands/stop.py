@@ -1,4 +1,4 @@
-"""m1clip stop: end a run that another process is training, with a checkpoint."""
+"""m1clip stop: ask a run of another process to save a checkpoint and end."""
 
 import os
 import signal
@@ -11,70 +11,72 @@ from typing import Annotated, Any
 import psutil
 import tyro
 
-from m1clip import run as folders
-from m1clip.commands import flags, tables
+from m1clip.commands.flags import parse_flags
+from m1clip.console import command, loading
+from m1clip.run import Run, all_runs, open_run
 
 
 @dataclass(frozen=True)
 class Args:
-    """Ask a run to finish its step, save and end, and wait until it has.
+    """Ask a run to finish its step, save a checkpoint and end, and wait until it has.
 
-    m1clip stop                     the one that is running
+    m1clip stop                     the run that is running
     m1clip stop nano-3
     """
 
     run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
-    """Name or path of the run; by default the only one that is running."""
+    """Name or path of the run; default: the only one that is running."""
     runs: Path = Path("runs")
-    """Where runs are kept."""
+    """Folder of the runs."""
     wait: float = 300.0
-    """Seconds to wait for it; a long step and a large checkpoint take their time."""
+    """Seconds to wait; a long step or a large checkpoint takes time."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    return flags.read(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    return parse_flags(Args, program, argv)
 
 
 def main(args: Args) -> int:
-    run = find(args)
-    status = run.state()
+    run = find_running(args)
+    status = run.read_status()
     if status["state"] != "running":
         raise ValueError(f"{run.path} is not running: it is {status['state']} at step {status['step']}")
-    os.kill(owner(run, status), signal.SIGTERM)
-    end = time.monotonic() + args.wait
-    with tables.loading(f"{run.name} finishes its step and saves"):
-        while run.alive:
-            if time.monotonic() > end:
-                raise TimeoutError(f"{run.path} has not ended in {args.wait:.0f} s; it was asked to")
+    os.kill(training_pid(run, status), signal.SIGTERM)
+    deadline = time.monotonic() + args.wait
+    with loading(f"waiting for {run.name} to finish its step and save"):
+        while run.is_alive:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{run.path} was asked to end, but is still running after {args.wait:.0f} s")
             time.sleep(0.1)
-    status = run.state()
+    status = run.read_status()
     print(f"{run.path} is {status['state']} at step {status['step']}")
     if status["state"] == "stopped":
-        print(f"{tables.command('train', '--resume', '--name', run.path)} continues")
+        print(f"resume: {command('train', '--resume', '--name', run.path)}")
     return 0 if status["state"] in ("stopped", "finished") else 1
 
 
-def find(args: Args) -> folders.Run:
+def find_running(args: Args) -> Run:
     if args.run is not None:
-        return folders.open_run(args.runs, args.run)
-    running = [run for run in folders.all_runs(args.runs) if run.alive]
-    if len(running) != 1:
-        what = "several are" if running else "none is"
-        names = f": {', '.join(run.name for run in running)}" if running else ""
-        raise ValueError(f"which run? {what} running in {args.runs}/{names}")
+        return open_run(args.runs, args.run)
+    running = [run for run in all_runs(args.runs) if run.is_alive]
+    if not running:
+        raise ValueError(f"no run is running in {args.runs}/")
+    if len(running) > 1:
+        names = ", ".join(run.name for run in running)
+        raise ValueError(f"several runs are running in {args.runs}/: {names}; name one")
     return running[0]
 
 
-def owner(run: folders.Run, status: dict[str, Any]) -> int:
-    """The process that trains the run, once we are sure that it is that one."""
+def training_pid(run: Run, status: dict[str, Any]) -> int:
+    """The process that trains the run; an error if that is not certain."""
     if status.get("host") not in (None, socket.gethostname()):
         raise ValueError(f"{run.path} is being trained on {status['host']}: stop it there")
-    pid, told = status.get("pid"), status.get("time")
+    pid, status_time = status.get("pid"), status.get("time")
     try:
-        began = psutil.Process(pid).create_time() if isinstance(pid, int) else None
+        created = psutil.Process(pid).create_time() if isinstance(pid, int) else None
     except psutil.NoSuchProcess:
-        began = None
-    # Unknown, or a number from an earlier session that was given to another program since.
-    if not isinstance(pid, int) or began is None or told is None or began > told:
-        raise RuntimeError(f"{run.path} is only just starting; try again in a moment")
+        created = None
+    # An old status may name a process id that another program has now.
+    if not isinstance(pid, int) or created is None or status_time is None or created > status_time:
+        raise RuntimeError(f"{run.path} is still starting; try again in a moment")
     return pid

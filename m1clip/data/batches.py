@@ -1,13 +1,15 @@
-"""BatchStream for training: a stream in which batch k is a function of (seed, k), so that any position resumes.
+"""Training batches. Batch k is a function of (seed, k), so that a run can resume at any step.
 
-Shapes: B pairs, L tokens, C colors, S pixels a side.
+Shapes: B pairs, K captions per image, L tokens, D features, N images and M captions of the split.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from itertools import islice
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,213 +17,267 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from m1clip import devices
-from m1clip.config import VisionConfig
-from m1clip.data import augment
-from m1clip.data.features import Features
-from m1clip.data.index import Rows
+from m1clip.data.augment import CAPTION, DROPOUT_KEY, VIEW, Augmentation, Uniform, augment_images, sample_uniform
+from m1clip.data.index import RowIndices
 from m1clip.data.splits import Split
-from m1clip.data.token_cache import TokenizedCaptions
 from m1clip.images import Pixels
 
+MAX_TOKENIZED = 500_000  # captions; of larger splits they are tokenized batch by batch
+Tokenize = Callable[[Sequence[str]], Tensor]
+TokenIds = Sequence[Sequence[int] | NDArray[np.int32]]
 
-class Tokenize(Protocol):
-    """Captions to token ids (B, L)."""
 
-    def __call__(self, texts: Sequence[str]) -> Tensor: ...
+# Inputs of a tower: pixels or token ids, or for a frozen tower its precomputed features.
+class Images(NamedTuple):
+    images_BHWC: Tensor  # uint8
+
+
+class ImageFeatures(NamedTuple):
+    features_BD: Tensor
+
+
+class Tokens(NamedTuple):
+    tokens_BKL: Tensor  # int64
+
+
+class TextFeatures(NamedTuple):
+    features_BKD: Tensor
+
+
+Input = TypeVar("Input", bound=tuple[Tensor, ...])
+
+
+def map_input(function: Callable[[Tensor], Tensor], inputs: Input) -> Input:
+    return type(inputs)(*map(function, inputs))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Where a tower is locked, its side is what the tower made of it before: (B, D), in floating point."""
-
-    images_BHWC: Tensor
-    tokens_BL: Tensor
-    """Of one caption an image; of several, (B, K, L)."""
+    image: Images | ImageFeatures
+    text: Tokens | TextFeatures
     key_B: Tensor
-    """What the noise of each row is drawn from: a function of (seed, epoch, row)."""
+    """Random key of each row for dropout: a function of (seed, epoch, sample)."""
     duplicate_BB: Tensor | None
-    """Couples that share a caption or an image and are no pair; None where there are none."""
-    rows: NDArray[np.int64]
+    """False negatives: different rows with an equal caption or image; None if there are none."""
+    rows: RowIndices
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def to(self, vision: torch.device, text: torch.device) -> "Batch":
-        """Each part where it is needed. Keys stay with the host where the towers are on two devices."""
-        key_B = devices.copy_to(self.key_B, vision) if vision == text else self.key_B
-        duplicate_BB = None if self.duplicate_BB is None else devices.copy_to(self.duplicate_BB, vision)
-        tokens_BL = devices.copy_to(self.tokens_BL, text)
-        return Batch(devices.copy_to(self.images_BHWC, vision), tokens_BL, key_B, duplicate_BB, self.rows)
+        """Copy each input to the device of its tower; keys stay on the CPU if there are two devices."""
+        return Batch(
+            map_input(lambda tensor: devices.copy_to(tensor, vision), self.image),
+            map_input(lambda tensor: devices.copy_to(tensor, text), self.text),
+            devices.copy_to(self.key_B, vision) if vision == text else self.key_B,
+            None if self.duplicate_BB is None else devices.copy_to(self.duplicate_BB, vision),
+            self.rows,
+        )
 
     def split(self, size: int) -> "list[Batch]":
-        """Parts of at most `size` pairs; whose duplicates are whose belongs to the whole."""
-        cuts = [slice(start, start + size) for start in range(0, len(self), size)]
-        return [
-            Batch(self.images_BHWC[cut], self.tokens_BL[cut], self.key_B[cut], None, self.rows[cut])
-            for cut in cuts
-        ]
+        """Micro-batches of at most `size` pairs; duplicates concern the whole batch only."""
+        return [self._take(slice(start, start + size)) for start in range(0, len(self), size)]
+
+    def _take(self, rows: slice) -> "Batch":
+        image, text = map_input(itemgetter(rows), self.image), map_input(itemgetter(rows), self.text)
+        return Batch(image, text, self.key_B[rows], None, self.rows[rows])
 
 
 @dataclass(frozen=True)
-class Augmentation:
-    """What is done to the images of training, as config.py has it."""
+class ImageFeatureTable:
+    """Features of a frozen vision tower for every image of a split."""
 
-    crop: float = 1.0
-    flip: bool = False
-    color: float = 0.0
+    views: Sequence[NDArray[Any]]
+    """(N, D) for each augmented view."""
+    image_id_N: RowIndices
+    """Equal for equal images."""
+    source_row_N: RowIndices
+    """Row whose image was encoded: another one where the row's own cannot be decoded."""
+
+    def take(self, rows: RowIndices, uniform_B: Uniform) -> Tensor:
+        """(B, D): one view of each row, chosen by a uniform random number."""
+        view_B = (uniform_B * len(self.views)).astype(int)
+        features_BD = np.empty((len(rows), self.views[0].shape[1]), self.views[0].dtype)
+        for number, view_ND in enumerate(self.views):
+            features_BD[view_B == number] = view_ND[rows[view_B == number]]
+        return torch.from_numpy(features_BD).float()  # torch converts far faster than NumPy
+
+
+@dataclass(frozen=True)
+class CaptionFeatureTable:
+    """Features of a frozen text tower for every caption of a split."""
+
+    features_MD: NDArray[Any]
+    """In the order of encoding: captions of similar length together."""
+    position_M: RowIndices
+    """Position of each caption in features_MD."""
+    start_N: RowIndices
+    """First caption of each image, and at the end M."""
+    caption_id_M: RowIndices
+    """Equal for equal captions."""
+
+    def take(self, captions: RowIndices, K: int) -> Tensor:
+        features = torch.from_numpy(self.features_MD[self.position_M[captions]]).float()
+        return features.view(-1, K, features.shape[1])
+
+
+@dataclass(frozen=True)
+class FeatureTables:
+    """Precomputed features of the towers that are frozen."""
+
+    images: ImageFeatureTable | None = None
+    captions: CaptionFeatureTable | None = None
+
+
+@dataclass(frozen=True)
+class TokenizedCaptions:
+    """All captions of a split as token ids."""
+
+    ids_M: Sequence[NDArray[np.int32]]
+    start_N: RowIndices
+    """First caption of each image, and at the end M."""
+    pad: Callable[[TokenIds], Tensor]
+
+    def take(self, captions: RowIndices) -> tuple[Tensor, list[bytes]]:
+        """Padded ids of some captions, and an id for each that is equal for equal captions."""
+        ids = [self.ids_M[caption] for caption in captions.tolist()]
+        return self.pad(ids), [caption.tobytes() for caption in ids]
+
+
+def tokenize_captions(
+    pairs: Split, encode: Callable[[Sequence[str]], TokenIds], pad: Callable[[TokenIds], Tensor]
+) -> TokenizedCaptions | None:
+    """None if there are too many captions to keep in memory."""
+    if len(pairs) > MAX_TOKENIZED:
+        return None
+    counts = [len(pairs.captions(row)) for row in range(len(pairs))]
+    if sum(counts) > MAX_TOKENIZED:
+        return None
+    captions = (caption for row in range(len(pairs)) for caption in pairs.captions(row))
+    ids: list[NDArray[np.int32]] = []
+    while chunk := list(islice(captions, 4096)):
+        ids += [np.array(caption, np.int32) for caption in encode(chunk)]
+    return TokenizedCaptions(ids, np.cumsum([0, *counts]), pad)
 
 
 @dataclass(frozen=True)
 class BatchStream:
     pairs: Split
     tokenize: Tokenize
-    size: int
+    batch_size: int
     seed: int
-    side: int
-    """Pixels of the images the model sees; those stored may be larger."""
-    augment: Augmentation = Augmentation()
+    image_size: int
+    """Input resolution of the model; stored images may be larger."""
+    augmentation: Augmentation = Augmentation()
+    captions_per_image: int = 1
+    tokenized: TokenizedCaptions | None = None
+    features: FeatureTables = FeatureTables()
     mask_duplicates: bool = True
-    sides: Sequence[int] = ()
-    """Pixels a side, in equal shares of the `total` steps; none is the model's own."""
-    total: int = 0
-    features: Features = Features()
-    """Of the sides whose towers are locked."""
-    captions: int = 1
-    """Of each image in a step, where it has several."""
-    told: TokenizedCaptions | None = None
-    """All captions as token ids, where they are not too many."""
 
     def __post_init__(self) -> None:
-        if self.size > self.pairs.per_epoch:
-            raise ValueError(f"batch {self.size} is larger than the {self.pairs.per_epoch} training pairs")
+        pairs = self.pairs.pairs_per_epoch
+        if self.batch_size > pairs:
+            raise ValueError(f"batch_size {self.batch_size} is larger than the {pairs} training pairs")
 
     @property
-    def per_epoch(self) -> int:
-        """Full batches only: a smaller one would have fewer negatives and another chance level."""
-        return self.pairs.per_epoch // self.size
+    def steps_per_epoch(self) -> int:
+        """Full batches only: a smaller one has fewer negatives and another chance level."""
+        return self.pairs.pairs_per_epoch // self.batch_size
 
-    def ended_epoch(self, step: int) -> int | None:
-        """The number of the epoch that ends with this many steps done; None within one."""
-        epoch, into = divmod(step, self.per_epoch)
-        return None if into else epoch
+    def epoch_end(self, step: int) -> int | None:
+        """Number of the epoch that is complete after `step` steps; None within an epoch."""
+        epoch, rest = divmod(step, self.steps_per_epoch)
+        return None if rest else epoch
 
     def epoch_start(self, step: int) -> int:
-        return step - step % self.per_epoch
-
-    def at(self, step: int) -> Batch:
-        epoch, k = divmod(step, self.per_epoch)
-        turns = self.pairs.order(self.seed, epoch)[k * self.size : (k + 1) * self.size]
-        rows, image, looks = self._images(step, epoch, turns)
-        text, words = self._captions(epoch, turns, rows)
-        duplicate_BB = duplicates(*words, looks) if self.mask_duplicates else None
-        key_B = torch.from_numpy((draws(self.seed, epoch, turns, stream=3) * 2.0**32).astype(np.int64))
-        return Batch(image, text, key_B, duplicate_BB, rows)
-
-    def _images(self, step: int, epoch: int, turns: Rows) -> tuple[Rows, Tensor, Sequence[Any]]:
-        """The rows that could be had, their images, and a name for each that is equal for equal ones."""
-        rows, known = turns % len(self.pairs), self.features
-        if not known.views:
-            rows, pixels = self.pairs.take(rows)
-            side = self.side
-            if self.sides:
-                side = self.sides[min(step, self.total - 1) * len(self.sides) // self.total]
-            return rows, seen(pixels, self.augment, side, self.seed, epoch, turns), looks_of(pixels)
-        assert known.look_N is not None
-        assert known.instead_N is not None
-        rows = known.instead_N[rows]
-        made = known.of_images(rows, draws(self.seed, epoch, turns, stream=12))
-        return rows, torch.from_numpy(made).float(), known.look_N[rows].tolist()
-
-    def _captions(self, epoch: int, turns: Rows, rows: Rows) -> tuple[Tensor, list[list[Any]]]:
-        """Captions of each row, one or several that follow each other; for the first of each row, the second
-        and so on a list of names, equal for equal ones."""
-        draw_B, known, K = draws(self.seed, epoch, turns, stream=0), self.features, self.captions
-        if self.told is not None:
-            start_N = self.told.start_N
-            text, names = self.told.take(several(start_N[rows], start_N[rows + 1], draw_B, K))
-        elif known.texts is None:
-            ways = [self.pairs.captions(int(row)) for row in rows]
-            firsts = [int(u * len(some)) for some, u in zip(ways, draw_B, strict=True)]
-            drawn = zip(ways, firsts, strict=True)
-            text = self.tokenize([some[(first + k) % len(some)] for some, first in drawn for k in range(K)])
-            names = [ids.tobytes() for ids in text.numpy()]
-        else:
-            assert known.start_N is not None
-            assert known.caption_M is not None
-            numbers = several(known.start_N[rows], known.start_N[rows + 1], draw_B, K)
-            text = torch.from_numpy(known.of_captions(numbers)).float()  # torch is far quicker than NumPy
-            names = known.caption_M[numbers].tolist()
-        return text if K == 1 else text.view(-1, K, text.shape[1]), [names[k::K] for k in range(K)]
+        return step - step % self.steps_per_epoch
 
     def stream(self, start: int, stop: int) -> Iterator[Batch]:
-        """BatchStream start … stop - 1; the next is made by a thread while this one is used."""
+        """Batches start … stop - 1; a thread prepares the next one while one is used."""
         with ThreadPoolExecutor(1, "batches") as pool:
-            ahead = pool.submit(self.at, start)
+            future = pool.submit(self.batch, start)
             for step in range(start + 1, stop + 1):
-                batch = ahead.result()
+                batch = future.result()
                 if step < stop:
-                    ahead = pool.submit(self.at, step)
+                    future = pool.submit(self.batch, step)
                 yield batch
 
+    def batch(self, step: int) -> Batch:
+        epoch, k = divmod(step, self.steps_per_epoch)
+        samples = self.pairs.order(self.seed, epoch)[k * self.batch_size : (k + 1) * self.batch_size]
+        rows, image, image_ids = self._images(epoch, samples)
+        text, caption_ids = self._captions(epoch, samples, rows)
+        duplicate_BB = find_duplicates(*caption_ids, image_ids) if self.mask_duplicates else None
+        key_B = (sample_uniform(self.seed, epoch, samples, DROPOUT_KEY) * 2.0**32).astype(np.int64)
+        return Batch(image, text, torch.from_numpy(key_B), duplicate_BB, rows)
 
-def several(first_B: Rows, end_B: Rows, draw_B: NDArray[np.float64], K: int) -> Rows:
-    """Numbers of K captions of each row that follow each other, of those from `first` to before `end`."""
-    many_B = end_B - first_B
-    into_BK = ((draw_B * many_B).astype(np.int64)[:, None] + np.arange(K)) % many_B[:, None]
-    return (first_B[:, None] + into_BK).ravel()
+    def _images(self, epoch: int, samples: RowIndices) -> tuple[RowIndices, Images | ImageFeatures, Sequence[Hashable]]:
+        """Rows whose images could be decoded, the images, and ids that are equal for equal images."""
+        rows = samples % len(self.pairs)
+        if (table := self.features.images) is not None:
+            rows = table.source_row_N[rows]
+            features_BD = table.take(rows, sample_uniform(self.seed, epoch, samples, VIEW))
+            return rows, ImageFeatures(features_BD), table.image_id_N[rows].tolist()
+        rows, pixels = self.pairs.take(rows)
+        images_BHWC = augment_images(pixels, self.augmentation, self.image_size, self.seed, epoch, samples)
+        return rows, Images(images_BHWC), pixel_ids(pixels)
 
+    def _captions(
+        self, epoch: int, samples: RowIndices, rows: RowIndices
+    ) -> tuple[Tokens | TextFeatures, list[list[Any]]]:
+        """K captions of each row, and for each k ids that are equal for equal captions."""
+        uniform_B, K = sample_uniform(self.seed, epoch, samples, CAPTION), self.captions_per_image
+        text: Tokens | TextFeatures
+        if (table := self.features.captions) is not None:
+            captions = pick_captions(table.start_N, rows, uniform_B, K)
+            text = TextFeatures(table.take(captions, K))
+            ids = table.caption_id_M[captions].tolist()
+        else:
+            if self.tokenized is not None:
+                captions = pick_captions(self.tokenized.start_N, rows, uniform_B, K)
+                tokens, ids = self.tokenized.take(captions)
+            else:
+                tokens = self.tokenize(self._pick_texts(rows, uniform_B))
+                ids = [caption.tobytes() for caption in tokens.numpy()]
+            text = Tokens(tokens.view(-1, K, tokens.shape[1]))
+        return text, [ids[k::K] for k in range(K)]
 
-def seen(pixels: Pixels, how: Augmentation, side: int, seed: int, epoch: int, turns: Rows) -> Tensor:
-    """The images as training sees them in an epoch."""
-
-    def drawn(*streams: int) -> NDArray[np.float64]:
-        return np.stack([draws(seed, epoch, turns, stream) for stream in streams])
-
-    if how.crop < 1:
-        images_BHWC = augment.cropped(pixels, drawn(4, 5, 6, 7), how.crop, side)
-    else:
-        images_BHWC = augment.resized(torch.from_numpy(pixels), side)
-    if how.flip:
-        images_BHWC = augment.flipped(images_BHWC, drawn(8)[0])
-    if how.color:
-        images_BHWC = augment.colored(images_BHWC, drawn(9, 10, 11), how.color)
-    return images_BHWC
-
-
-def looks_of(pixels: Pixels) -> list[bytes]:
-    """A name for each image, equal for equal ones."""
-    step = max(1, pixels.shape[1] // 16)
-    looks = [one.tobytes() for one in pixels[:, ::step, ::step]]  # equal images have equal samples
-    return looks if len(set(looks)) == len(looks) else [fingerprint(one) for one in pixels]
-
-
-def duplicates(*names_of: Sequence[Any]) -> Tensor | None:
-    """Which couples of different rows have equal names of one kind: equal captions, or equal images."""
-    same: list[Tensor] = []
-    for names in names_of:
-        if len(set(names)) < len(names):
-            number = {name: i for i, name in enumerate(names)}
-            group_B = torch.tensor([number[name] for name in names])
-            same.append(group_B[:, None] == group_B)
-    if not same:
-        return None
-    return torch.stack(same).any(0).fill_diagonal_(False)
-
-
-def fingerprint(image: Pixels) -> bytes:
-    return blake2b(image.tobytes(), digest_size=8).digest()
-
-
-def growing(start: int, vision: VisionConfig) -> tuple[int, ...]:
-    """The sides of images that grow by a patch at a time; none where they do not."""
-    return (*range(start, vision.image_size, vision.patch_size), vision.image_size) if start else ()
+    def _pick_texts(self, rows: RowIndices, uniform_B: Uniform) -> list[str]:
+        picked = []
+        for row, u in zip(rows, uniform_B, strict=True):
+            texts = self.pairs.captions(int(row))
+            first = int(u * len(texts))
+            picked += [texts[(first + k) % len(texts)] for k in range(self.captions_per_image)]
+        return picked
 
 
-def draws(seed: int, epoch: int, rows: NDArray[np.int64], stream: int) -> NDArray[np.float64]:
-    """Uniform numbers in 0…1, each a function of (seed, epoch, row, stream) and of nothing else."""
-    key = np.random.SeedSequence((seed, epoch, stream)).generate_state(1, np.uint64)[0]
-    x = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
-    for turn in (30, 27):  # the mixing of splitmix64
-        x = (x ^ (x >> np.uint64(turn))) * np.uint64(0xBF58476D1CE4E5B9)
-    unit: NDArray[np.float64] = (x >> np.uint64(11)).astype(np.float64) / 2.0**53
-    return unit
+def pick_captions(start_N: RowIndices, rows: RowIndices, uniform_B: Uniform, K: int) -> RowIndices:
+    """K consecutive captions of each row, the first one random; (B · K)."""
+    count_B = start_N[rows + 1] - start_N[rows]
+    offset_BK = ((uniform_B * count_B).astype(np.int64)[:, None] + np.arange(K)) % count_B[:, None]
+    return (start_N[rows][:, None] + offset_BK).ravel()
+
+
+def pixel_ids(pixels: Pixels) -> list[bytes]:
+    """Equal for equal images. Every 16th pixel is enough, unless two images agree in them."""
+    stride = max(1, pixels.shape[1] // 16)
+    ids = [image.tobytes() for image in pixels[:, ::stride, ::stride]]
+    if len(set(ids)) == len(ids):
+        return ids
+    return [blake2b(image.tobytes(), digest_size=8).digest() for image in pixels]
+
+
+def group_ids(values: Sequence[Hashable]) -> RowIndices:
+    """An integer for each value, equal for equal values."""
+    ids: dict[Hashable, int] = {}
+    return np.array([ids.setdefault(value, len(ids)) for value in values], np.int64)
+
+
+def find_duplicates(*ids_by_kind: Sequence[Hashable]) -> Tensor | None:
+    """(B, B) mask of different rows with equal ids of any kind; None if there are none."""
+    equal: list[Tensor] = []
+    for ids in ids_by_kind:
+        if len(set(ids)) < len(ids):
+            group_B = torch.from_numpy(group_ids(ids))
+            equal.append(group_B[:, None] == group_B)
+    return torch.stack(equal).any(0).fill_diagonal_(False) if equal else None

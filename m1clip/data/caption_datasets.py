@@ -1,178 +1,149 @@
-"""The captioned sets of the field as they are distributed: COCO, Flickr30k, Flickr8k; Karpathy's JSON."""
+"""Caption datasets as they are distributed: COCO, Flickr30k, Flickr8k, and Karpathy's JSON. No torch."""
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from m1clip.config import DataConfig
 from m1clip.data.rows import BadRow, Listing, Row
-from m1clip.data.tables import IMAGE, csv_records, find_root, load_json, several, table
+from m1clip.data.tables import IMAGE_SUFFIX, caption_texts, find_image_root, list_table, load_json, read_csv
 
 
-def coco(path: Path, config: DataConfig) -> Listing:
-    """COCO: annotations/captions_train2017.json, captions_val2017.json, those of 2014, or Karpathy's JSON."""
+def list_coco(path: Path) -> Listing:
+    """annotations/captions_train2017.json, captions_val2017.json, those of 2014, or Karpathy's JSON."""
     if karpathy := _karpathy_file(path, "coco"):
-        return karpathy_json(karpathy, path)
-    found = sorted(chain(path.glob("annotations/captions_*.json"), path.glob("captions_*.json")))
-    if not found:
-        raise FileNotFoundError(
-            f"{path} has no annotations/captions_train2017.json (or 2014), nor Karpathy's dataset_coco.json"
-        )
-    return Listing(str(path), chain.from_iterable(coco_json(one, path) for one in found))
+        return _list_karpathy(karpathy, path)
+    files = sorted(chain(path.glob("annotations/captions_*.json"), path.glob("captions_*.json")))
+    if not files:
+        raise FileNotFoundError(f"{path} has neither annotations/captions_*.json nor dataset_coco.json")
+    return Listing(str(path), chain.from_iterable(_coco_rows(file, path) for file in files))
 
 
-def coco_json(path: Path, root: Path) -> Iterator[Row | BadRow]:
-    """The official annotations: images and captions apart, joined by the image's number."""
+def _coco_rows(path: Path, root: Path) -> Iterator[Row | BadRow]:
+    """The official annotations: a list of images and a list of captions, joined by the image's id."""
     values = load_json(path)
-    images, notes = (_objects(path, values, key) for key in ("images", "annotations"))
-    name = re.search(r"(train|val|test)(\d*)", path.stem)
-    files = {one.get("id"): one.get("file_name") for one in images if isinstance(one.get("id"), int | str)}
-    captions: dict[Any, list[str]] = {number: [] for number in files}
+    images, annotations = (_objects(path, values, key) for key in ("images", "annotations"))
+    split = re.search(r"(train|val|test)(\d*)", path.stem)
+    files = {item["id"]: item.get("file_name") for item in images if isinstance(item.get("id"), int | str)}
+    captions: dict[Any, list[str]] = {image_id: [] for image_id in files}
     del values, images
-    for i, note in enumerate(notes, 1):
-        number = note.get("image_id")
-        if isinstance(number, int | str) and number in captions:
-            captions[number] += several(note.get("caption"))
+    for number, annotation in enumerate(annotations, 1):
+        image_id = annotation.get("image_id")
+        if isinstance(image_id, int | str) and image_id in captions:
+            captions[image_id] += caption_texts(annotation.get("caption"))
         else:
-            what = f"its image_id {number!r} is none of the images"
-            yield BadRow("broken line", f"{path} annotation {i}", what)
-    folder = _folder(
-        root,
-        [name.group() if name else "", *("train2017", "val2017", "train2014", "val2014")],
-        files.values(),
-    )
-    for number, file in files.items():
-        where = os.path.join(folder, file) if isinstance(file, str) else ""
-        yield Row(where, captions[number], 0, str(path), name.group(1) if name else "")
+            location = f"{path} annotation {number}"
+            yield BadRow("broken line", location, f"its image_id {image_id!r} is none of the images")
+    folder = _image_folder(root, split[0] if split else "", files.values())
+    for image_id, file in files.items():
+        image = os.path.join(folder, file) if isinstance(file, str) else ""
+        yield Row(image, captions[image_id], 0, str(path), split[1] if split else "")
 
 
 def _objects(path: Path, values: Any, key: str) -> list[dict[str, Any]]:
-    found = values.get(key) if isinstance(values, dict) else None
-    if not isinstance(found, list):
-        raise ValueError(f"{path} has no list {key!r}: not COCO's captions")
-    return [one for one in found if isinstance(one, dict)]
+    items = values.get(key) if isinstance(values, dict) else None
+    if not isinstance(items, list):
+        raise ValueError(f"{path} has no list {key!r}: not COCO captions")
+    return [item for item in items if isinstance(item, dict)]
 
 
-def _folder(root: Path, names: list[str], files: Any) -> str:
-    """The folder, from the root, in which the first of the files is found."""
-    first = [file for file, _ in zip((f for f in files if isinstance(f, str)), range(5), strict=False)]
-    choices = [os.path.join(*parts) for name in names if name for parts in ((name,), ("images", name))]
-    choices += ["", "images", "Images", "train2017", "val2017"]
-    return next((one for one in choices if any((root / one / file).is_file() for file in first)), choices[0])
+def _image_folder(root: Path, split: str, files: Iterable[Any]) -> str:
+    """The folder, relative to the root, that contains the first files."""
+    first = list(islice((file for file in files if isinstance(file, str)), 5))
+    names = [name for name in (split, "train2017", "val2017", "train2014", "val2014") if name]
+    folders = [folder for name in names for folder in (name, f"images/{name}")]
+    folders += ["", "images", "Images", "train2017", "val2017"]
+    return next((f for f in folders if any((root / f / file).is_file() for file in first)), folders[0])
 
 
-def karpathy_json(path: Path, root: Path) -> Listing:
+def _list_karpathy(path: Path, root: Path) -> Listing:
     """{"images": [{"filename", "filepath", "split", "sentences": [{"raw"}]}]}"""
     images = _objects(path, load_json(path), "images")
-
-    def name(one: dict[str, Any]) -> str:
-        return os.path.join(str(one.get("filepath") or ""), str(one.get("filename") or ""))
-
-    where = find_root(root / "here", [name(one) for one in images[:50]])
+    names = [os.path.join(image.get("filepath") or "", str(image.get("filename") or "")) for image in images]
     rows = (
-        Row(name(one), several(one.get("sentences")), i, str(path), str(one.get("split") or ""))
-        for i, one in enumerate(images, 1)
+        Row(name, caption_texts(image.get("sentences")), line, str(path), str(image.get("split") or ""))
+        for line, (name, image) in enumerate(zip(names, images, strict=True), 1)
     )
-    return Listing(where, rows)
+    return Listing(find_image_root(root / "table", names[:50]), rows)
 
 
-def text_table(path: Path, config: DataConfig) -> Listing:
-    """A .txt that lists images: name.jpg#0, a tab and a caption, or a CSV in all but name."""
-    with open(path, encoding="utf-8-sig", errors="replace") as file:
-        tokens = bool(re.match(r"[^\t]+#\d+\t", file.readline()))
-    return _rooted(path, _tokens(path)) if tokens else table(path, config)
+def _karpathy_file(path: Path, dataset: str) -> Path | None:
+    names = (f"dataset_{dataset}.json", f"annotations/dataset_{dataset}.json", "dataset.json")
+    return next((path / name for name in names if (path / name).is_file()), None)
 
 
-def _rooted(path: Path, rows: Iterator[Row | BadRow]) -> Listing:
-    """The rows, and where their images are: beside `path`, as the first of them show."""
-    first = list(islice(rows, 50))
-    root = find_root(path, [row.image for row in first if isinstance(row, Row)])
-    return Listing(root, chain(first, rows))
-
-
-def recognized(path: Path, config: DataConfig) -> Listing | None:
-    """A folder that is one of these sets, though nobody said so."""
-    if any(path.glob("annotations/captions_*.json")) or _karpathy_file(path, "coco"):
-        return coco(path, config)
-    for name in ("flickr8k", "flickr30k"):
-        if (
-            _karpathy_file(path, name)
-            or (path / "captions.txt").is_file()
-            or (path / "results.csv").is_file()
-        ):
-            return flickr(path, name, config)
-    return None
-
-
-def known_json(path: Path) -> Listing | None:
-    """A JSON file that has COCO's or Karpathy's layout."""
+def list_json(path: Path) -> Listing | None:
+    """A JSON file in the format of COCO or Karpathy, else None."""
     values = load_json(path)
     if not isinstance(values, dict) or not isinstance(values.get("images"), list):
         return None
     if "annotations" in values:
         root = path.parent.parent if path.parent.name == "annotations" else path.parent
-        return Listing(str(root), coco_json(path, root))
-    return karpathy_json(path, path.parent)
+        return Listing(str(root), _coco_rows(path, root))
+    return _list_karpathy(path, path.parent)
 
 
-def _karpathy_file(path: Path, name: str) -> Path | None:
-    places = (
-        path / f"dataset_{name}.json",
-        path / "annotations" / f"dataset_{name}.json",
-        path / "dataset.json",
-    )
-    return next((one for one in places if one.is_file()), None)
+def list_text_file(path: Path, config: DataConfig) -> Listing:
+    """A .txt that lists images: name.jpg#0, a tab and a caption; otherwise it is read as CSV."""
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
+        is_token_file = re.match(r"[^\t]+#\d+\t", file.readline())
+    return _with_image_root(path, _token_rows(path)) if is_token_file else list_table(path, config)
 
 
-def flickr(path: Path, name: str, config: DataConfig) -> Listing:
-    """Flickr8k or Flickr30k: token files, Kaggle's CSVs or Karpathy's JSON; lists of images say the split."""
-    if karpathy := _karpathy_file(path, name):
-        return karpathy_json(karpathy, path)
-    tokens = [one for one in _texts(path) if re.search(r"(\.|^)token(\.txt)?$", one.name)]
-    tokens = [one for one in tokens if "lemma" not in one.name] or tokens
-    csvs = [one for one in _texts(path) if re.fullmatch(r"captions\.(txt|csv)|results\.csv", one.name)]
-    other = sorted(path.glob("*annotations*.csv"))
-    if tokens:
-        rows = _tokens(tokens[0])
-    elif csvs:
-        rows = _csv(csvs[0])
-    elif other:
-        return table(other[0], config)
-    else:
-        raise FileNotFoundError(
-            f"{path} has none of the files {name} comes with: a .token file, captions.txt, results.csv or "
-            f"dataset_{name}.json"
-        )
-    sides, (root, rows) = _sides(path), _rooted(path / "here", rows)
-    return Listing(root, (_with_side(row, sides) for row in rows))
+def _with_image_root(path: Path, rows: Iterator[Row | BadRow]) -> Listing:
+    head = list(islice(rows, 50))
+    root = find_image_root(path, [row.image for row in head if isinstance(row, Row)])
+    return Listing(root, chain(head, rows))
 
 
-def _texts(path: Path) -> list[Path]:
-    """The lists that come with the images: in the folder, or in one just below."""
-    found = [*path.glob("*.t*"), *path.glob("*.csv"), *path.glob("*/*.t*"), *path.glob("*/*.csv")]
-    return sorted(one for one in found if one.is_file())
+def recognize(path: Path, config: DataConfig) -> Listing | None:
+    """A plain folder that is one of these datasets, else None."""
+    if any(path.glob("annotations/captions_*.json")) or _karpathy_file(path, "coco"):
+        return list_coco(path)
+    has_captions = (path / "captions.txt").is_file() or (path / "results.csv").is_file()
+    for dataset in ("flickr8k", "flickr30k"):
+        if has_captions or _karpathy_file(path, dataset):
+            return list_flickr(path, dataset, config)
+    return None
 
 
-def _tokens(path: Path) -> Iterator[Row | BadRow]:
+def list_flickr(path: Path, dataset: str, config: DataConfig) -> Listing:
+    """Flickr8k or Flickr30k: token files, Kaggle's CSVs or Karpathy's JSON, and lists of the splits."""
+    if karpathy := _karpathy_file(path, dataset):
+        return _list_karpathy(karpathy, path)
+    patterns = ("*.t*", "*.csv", "*/*.t*", "*/*.csv")
+    files = sorted(file for pattern in patterns for file in path.glob(pattern) if file.is_file())
+    tokens = [file for file in files if re.search(r"(\.|^)token(\.txt)?$", file.name)]
+    tokens = [file for file in tokens if "lemma" not in file.name] or tokens
+    csvs = [file for file in files if re.fullmatch(r"captions\.(txt|csv)|results\.csv", file.name)]
+    if not tokens and not csvs:
+        if annotations := sorted(path.glob("*annotations*.csv")):
+            return list_table(annotations[0], config)
+        expected = f"a .token file, captions.txt, results.csv or dataset_{dataset}.json"
+        raise FileNotFoundError(f"{path} has none of the files of {dataset}: {expected}")
+    rows = _token_rows(tokens[0]) if tokens else _csv_rows(csvs[0])
+    splits, (root, rows) = _read_split_lists(files), _with_image_root(path / "table", rows)
+    return Listing(root, (_with_split(row, splits) for row in rows))
+
+
+def _token_rows(path: Path) -> Iterator[Row | BadRow]:
     """1000268201_693b08cb0e.jpg#0<tab>A child in a pink dress is climbing up the stairs ."""
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(file, 1):
             name, tab, caption = line.rstrip("\n").partition("\t")
             image, mark, _ = name.partition("#")
-            if tab and mark and IMAGE.search(re.sub(r"\.\d+$", "", image)):
+            if tab and mark and IMAGE_SUFFIX.search(re.sub(r"\.\d+$", "", image)):
                 yield Row(re.sub(r"(\.jpg)\.\d+$", r"\1", image), [caption], number, str(path))
             elif line.strip():
-                yield BadRow(
-                    "broken line", f"{path} line {number}", "name.jpg#0, a tab and a caption were expected"
-                )
+                yield BadRow("broken line", f"{path} line {number}", "expected name.jpg#0, tab, caption")
 
 
-def _csv(path: Path) -> Iterator[Row | BadRow]:
+def _csv_rows(path: Path) -> Iterator[Row | BadRow]:
     """image,caption, or Kaggle's image_name| comment_number| comment."""
-    for record in csv_records(path):
+    for record in read_csv(path):
         if isinstance(record, BadRow):
             yield record
         else:
@@ -180,19 +151,17 @@ def _csv(path: Path) -> Iterator[Row | BadRow]:
             yield Row(values[0], [values[-1]], record.line, str(path))
 
 
-def _sides(path: Path) -> dict[str, str]:
-    """Which side each image is on, by the lists: Flickr_8k.trainImages.txt, train.txt, dev.txt …"""
-    sides = {}
-    for one in _texts(path):
-        name = re.search(r"(?:^|[._])(train|val|dev|test)(?:images)?\.txt$", one.name, re.I)
-        if name:
-            for line in one.read_text(errors="replace").splitlines():
-                sides[os.path.splitext(line.strip())[0]] = name.group(1).lower()
-    return sides
+def _read_split_lists(files: Iterable[Path]) -> dict[str, str]:
+    """The split of each image, from lists such as Flickr_8k.trainImages.txt, train.txt, dev.txt."""
+    splits = {}
+    for file in files:
+        if split := re.search(r"(?:^|[._])(train|val|dev|test)(?:images)?\.txt$", file.name, re.I):
+            for line in file.read_text(errors="replace").splitlines():
+                splits[os.path.splitext(line.strip())[0]] = split[1].lower()
+    return splits
 
 
-def _with_side(row: Row | BadRow, sides: dict[str, str]) -> Row | BadRow:
-    """An image on none of the lists belongs to no side."""
-    if isinstance(row, BadRow) or not sides:
+def _with_split(row: Row | BadRow, splits: dict[str, str]) -> Row | BadRow:
+    if isinstance(row, BadRow) or not splits:
         return row
-    return row._replace(split=sides.get(os.path.splitext(row.image)[0], "unlisted"))
+    return row._replace(split=splits.get(os.path.splitext(row.image)[0], "unlisted"))

@@ -1,6 +1,7 @@
-"""What is in a source: every image decoded, every caption read, and what is odd about them. No torch."""
+"""Statistics of a dataset's images and captions, duplicates, leaks, and contact sheets. No torch."""
 
 import re
+import textwrap
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -11,244 +12,241 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from m1clip.data.decode import BROKEN, ORIENTATION, BadImage, decode, header
-from m1clip.data.index import Indexed
-from m1clip.data.pairs import PairDataset, ProgressFactory
-from m1clip.data.rows import BadRow
+from m1clip.data.decode import DECODE_ERRORS, ORIENTATION, BadImage, decode, read_header
+from m1clip.data.index import IndexedPairs
+from m1clip.data.rows import BadImages, BadRows, PairDataset, ProgressFactory
 from m1clip.data.sources import Source
-from m1clip.data.workers import Workers, parts_of
+from m1clip.data.workers import map_chunks, row_chunks
 
-PART = 64
-TINY = 32  # pixels of the shorter side
+TINY = 32  # pixels of the shorter edge
 HUGE = 25_000_000  # pixels: slow to decode
-NEAR, NEAR_TINT = 3, 8  # bits of 64, twice, in which two looks may differ, and steps of 255 in color
-TRAITS = ("tiny", "huge", "CMYK", "16-bit", "palette", "alpha", "grey", "EXIF-rotated", "animated", "HEIC")
-FOUND = np.dtype(
-    [
-        ("good", "?"),
-        ("width", "i4"),
-        ("height", "i4"),
-        ("bytes", "i8"),
-        ("traits", "u2"),
-        ("content", "u8"),
-        ("look", "u8", (2,)),
-        ("tint", "i2", (3,)),
-    ]
-)
-SIZES = (64, 128, 224, 336, 512, 1024, 2048)  # pixels of the shorter side, where the histogram is cut
-Found = NDArray[Any]
-Couple = tuple[int, int]
+MAX_BITS, MAX_COLOR = 3, 8  # differences of near duplicates: bits of each 64-bit dHash, mean color of 255
+MAX_NEAR_DUPLICATES = 100_000
+TRAITS = ("tiny", "huge", "CMYK", "16-bit", "palette", "alpha", "grayscale", "EXIF-rotated", "animated", "HEIC")
+IMAGE_STATS = np.dtype("?, i4, i4, i8, u2, u8, 2u8, 3i2")
+IMAGE_STATS.names = ("good", "width", "height", "bytes", "traits", "content", "dhash", "color")
+SIZE_BINS = (64, 128, 224, 336, 512, 1024, 2048)  # pixels of the shorter edge
+TILE, GAP, LINE = 224, 14, 17  # pixels of a contact sheet
+BLANK = (235, 235, 238)
+ImageStats = NDArray[Any]
+Tile = tuple[Image.Image, str]
+Pair = tuple[int, int]
 
 
-def _traits(image: Image.Image) -> int:
-    try:
-        return traits(image)
-    except BROKEN as error:  # what comes after the first image of an animation, for one
-        raise BadImage("unreadable", f"cannot be decoded ({error})") from None
+def image_stats(pairs: PairDataset, bad_rows: BadRows, workers: int, progress: ProgressFactory) -> ImageStats:
+    """Statistics of every image; images that cannot be used are added to `bad_rows`."""
+    stats = []
+    with progress("decoding images", len(pairs)) as advance:
+        for chunk, bad in map_chunks(partial(examine_rows, pairs), row_chunks(len(pairs), 64), workers):
+            stats.append(chunk)
+            bad_rows.add_images(pairs, bad)
+            advance(len(chunk))
+    return np.concatenate(stats)
 
 
-def traits(image: Image.Image) -> int:
-    """What is odd about an image whose header is read, a bit for each of TRAITS."""
-    width, height = image.size
-    true = (
-        min(width, height) < TINY,
-        width * height > HUGE,
-        image.mode == "CMYK",
-        image.mode.startswith(("I", "F")) or _is_deep(image),
-        image.mode == "P",
-        image.has_transparency_data,
-        image.mode in ("L", "1", "LA"),
-        image.getexif().get(ORIENTATION, 1) != 1,
-        getattr(image, "is_animated", False),
-        image.format == "HEIF",
-    )
-    return sum(1 << bit for bit, one in enumerate(true) if one)
-
-
-def _is_deep(image: Image.Image) -> bool:
-    """A PNG or TIFF of 16 bits in color, which Pillow reads as 8."""
-    tile = image.tile[0] if getattr(image, "tile", None) else None  # type: ignore[attr-defined]
-    return image.format in ("PNG", "TIFF") and tile is not None and ";16" in str(tile[3])
-
-
-def look(image: Image.Image) -> tuple[int, int]:
-    """Twice 64 bits that hardly change when an image is scaled or saved anew.
-
-    Is a spot brighter than the one to the left, and than the one above?
-    """
-    grey = np.asarray(image.convert("L").resize((9, 9), Image.Resampling.BILINEAR), dtype=np.int16)
-    across, down = grey[1:, 1:] > grey[1:, :-1], grey[1:, 1:] > grey[:-1, 1:]
-    return tuple(int.from_bytes(np.packbits(bits).tobytes()) for bits in (across, down))  # type: ignore[return-value]
-
-
-def examine(pairs: PairDataset, rows: Sequence[int]) -> tuple[Found, dict[int, tuple[str, str]]]:
-    """Facts about some images, and which of them cannot be used."""
-    found, bad = np.zeros(len(rows), FOUND), dict[int, tuple[str, str]]()
-    for one, row in zip(found, rows, strict=True):
+def examine_rows(pairs: PairDataset, rows: Sequence[int]) -> tuple[ImageStats, BadImages]:
+    stats, bad = np.zeros(len(rows), IMAGE_STATS), BadImages()
+    for i, row in enumerate(rows):
         try:
-            if isinstance(pairs, Indexed):
+            if isinstance(pairs, IndexedPairs):
                 data = pairs.read(row)
-                raw, image = header(data), decode(data, 256)
-                bits = _traits(raw)
+                header, image = read_header(data), decode(data, 256)
             else:
-                raw = image = pairs.image(row)
-                data, bits = image.tobytes(), _traits(image)
+                header = image = pairs.image(row)
+                data = image.tobytes()
+            traits = image_traits(header)
         except BadImage as error:
             bad[row] = (error.kind, str(error))
             continue
         content = int.from_bytes(blake2b(data, digest_size=8).digest())
-        tint = np.asarray(image.resize((1, 1), Image.Resampling.BOX))[0, 0]
-        values = (True, *raw.size, len(data), bits, content, look(image), tint)
-        for name, value in zip(FOUND.names or (), values, strict=True):
-            one[name] = value
-    return found, bad
+        color = np.asarray(image.resize((1, 1), Image.Resampling.BOX))[0, 0]
+        stats[i] = (True, *header.size, len(data), traits, content, dhash(image), color)
+    return stats, bad
 
 
-def survey(pairs: PairDataset, workers: int, bars: ProgressFactory) -> tuple[Found, list[BadRow]]:
-    """Facts about every image, and faults of those that cannot be used."""
-    parts = parts_of(len(pairs), PART)
-    work = partial(examine, pairs)
-    found, faults = [], list[BadRow]()
-    with bars("looking at images", len(pairs)) as advance, Workers(work, workers) as pool:
-        for some, bad in map(work, parts) if len(parts) == 1 else pool.map(parts):
-            found.append(some)
-            faults += [BadRow(kind, pairs.row(row), what) for row, (kind, what) in bad.items()]
-            advance(len(some))
-    return np.concatenate(found), faults
+def image_traits(header: Image.Image) -> int:
+    """Unusual properties of an image, one bit for each of TRAITS."""
+    width, height = header.size
+    # Pillow reads 16-bit color as 8 bits; only the tile's raw mode tells.
+    tile = header.tile[0] if getattr(header, "tile", None) else None  # type: ignore[attr-defined]
+    is_deep = header.format in ("PNG", "TIFF") and tile is not None and ";16" in str(tile[3])
+    try:
+        flags = (
+            min(width, height) < TINY,
+            width * height > HUGE,
+            header.mode == "CMYK",
+            header.mode.startswith(("I", "F")) or is_deep,
+            header.mode == "P",
+            header.has_transparency_data,
+            header.mode in ("L", "1", "LA"),
+            header.getexif().get(ORIENTATION, 1) != 1,
+            getattr(header, "is_animated", False),
+            header.format == "HEIF",
+        )
+    except DECODE_ERRORS as error:  # such as a broken second frame of an animation
+        raise BadImage("unreadable", f"cannot be decoded ({error})") from None
+    return sum(1 << bit for bit, flag in enumerate(flags) if flag)
 
 
-def alike(found: Found, most: int = 100_000) -> list[Couple]:
-    """Couples of images that look the same; flat ones, which all look the same, are left out.
+def dhash(image: Image.Image) -> tuple[int, ...]:
+    """Two 64-bit difference hashes, which resizing and recompression hardly change.
 
-    Two looks that differ in at most three bits are equal in one of four quarters: only such are compared.
+    Each bit tells whether a pixel of a thumbnail is brighter than its left or upper neighbor.
     """
-    looks, below, tint = found["look"][:, 0], found["look"][:, 1], found["tint"]
-    bits = np.bitwise_count(looks)
+    gray = np.asarray(image.convert("L").resize((9, 9), Image.Resampling.BILINEAR), dtype=np.int16)
+    left, upper = gray[1:, 1:] > gray[1:, :-1], gray[1:, 1:] > gray[:-1, 1:]
+    return tuple(int.from_bytes(np.packbits(bits).tobytes()) for bits in (left, upper))
+
+
+def near_duplicates(stats: ImageStats) -> list[Pair]:
+    """Pairs of rows that look the same. Flat images, which all look the same, are excluded.
+
+    Hashes that differ in at most three bits agree in one of four 16-bit blocks: only these are compared.
+    """
+    left, upper, color = stats["dhash"][:, 0], stats["dhash"][:, 1], stats["color"]
+    bits = np.bitwise_count(left)
     rows = np.flatnonzero((bits > 4) & (bits < 60))
-    couples = set[Couple]()
-    for quarter in range(4):
-        key = (looks[rows] >> np.uint64(16 * quarter)) & np.uint64(0xFFFF)
-        order = rows[np.argsort(key, kind="stable")]
-        cuts = np.flatnonzero(np.diff(np.sort(key))) + 1
-        for group in np.split(order, cuts):
+    pairs = set[Pair]()
+    for block in range(4):
+        key = (left[rows] >> np.uint64(16 * block)) & np.uint64(0xFFFF)
+        order = np.argsort(key, kind="stable")
+        for group in np.split(rows[order], np.flatnonzero(np.diff(key[order])) + 1):
             for i, row in enumerate(group[:-1]):
-                rest = group[i + 1 : i + 2000]  # a bound for sets in which all are alike
-                near = rest[np.bitwise_count(looks[rest] ^ looks[row]) <= NEAR]
-                near = near[np.bitwise_count(below[near] ^ below[row]) <= NEAR]
-                near = near[(np.abs(tint[near] - tint[row]) <= NEAR_TINT).all(1)]
-                couples.update((min(int(row), int(other)), max(int(row), int(other))) for other in near)
-            if len(couples) >= most:
-                return sorted(couples)
-    return sorted(couples)
+                near = group[i + 1 : i + 2000]  # bounds the work if all images look alike
+                near = near[np.bitwise_count(left[near] ^ left[row]) <= MAX_BITS]
+                near = near[np.bitwise_count(upper[near] ^ upper[row]) <= MAX_BITS]
+                near = near[(np.abs(color[near] - color[row]) <= MAX_COLOR).all(1)]
+                pairs.update((int(row), int(other)) for other in near)
+            if len(pairs) >= MAX_NEAR_DUPLICATES:
+                return sorted(pairs)
+    return sorted(pairs)
 
 
-def doubles(source: Source, found: Found) -> dict[str, list[Couple]]:
-    """Couples of rows with the same bytes, with the same look, and those of them that stand on two sides."""
-    good = np.flatnonzero(found["good"])
-    content = found["content"]
+def duplicate_images(source: Source, stats: ImageStats) -> dict[str, list[Pair]]:
+    """Pairs of rows with equal bytes or equal looks; leaks are those with one image in train, one not."""
+    good, content = np.flatnonzero(stats["good"]), stats["content"]
     order = good[np.argsort(content[good], kind="stable")]
-    groups = [
-        group for group in np.split(order, np.flatnonzero(np.diff(content[order])) + 1) if len(group) > 1
-    ]
-    equal = [_couple(a, b) for group in groups for a, b in pairwise(group)]
-    near = [(good[a], good[b]) for a, b in alike(found[good])]
-    near = [_couple(a, b) for a, b in near if content[a] != content[b]]
-    side = np.zeros(len(found), int)
+    groups = np.split(order, np.flatnonzero(np.diff(content[order])) + 1)
+    groups = [group for group in groups if len(group) > 1]
+    exact = [(int(a), int(b)) for group in groups for a, b in pairwise(group)]
+    near = [(int(good[a]), int(good[b])) for a, b in near_duplicates(stats[good])]
+    near = [(a, b) for a, b in near if content[a] != content[b]]
+    split = np.zeros(len(stats), int)
     for number, pairs in enumerate((source.train, source.val, source.test), 1):
-        if isinstance(pairs, Indexed):
-            side[pairs.rows] = number
-    across = []
-    for group in groups:  # of copies, one on each side is enough to tell
-        mine, others = group[side[group] == 1], group[side[group] > 1]
-        across += [_couple(mine[0], others[0])] if len(mine) and len(others) else []
-    leaks = across + [(a, b) for a, b in near if side[a] * side[b] and (side[a] == 1) != (side[b] == 1)]
-    return {"same_bytes": sorted(equal), "look_alike": near, "leaks": leaks}
+        if isinstance(pairs, IndexedPairs):
+            split[pairs.rows] = number
+    leaks = list[Pair]()
+    for group in groups:  # one leak per group of copies
+        train, other = group[split[group] == 1], group[split[group] > 1]
+        if len(train) and len(other):
+            leaks.append((int(min(train[0], other[0])), int(max(train[0], other[0]))))
+    leaks += [(a, b) for a, b in near if split[a] * split[b] and (split[a] == 1) != (split[b] == 1)]
+    return {"exact_duplicates": sorted(exact), "near_duplicates": near, "leaks": leaks}
 
 
-def _couple(a: int, b: int) -> Couple:
-    return int(min(a, b)), int(max(a, b))
-
-
-def sizes(found: Found) -> dict[str, int]:
-    """How many images by the length of their shorter side."""
-    shorter = np.minimum(found["width"], found["height"])[found["good"]]
-    counts = np.bincount(np.searchsorted(SIZES, shorter, "right"), minlength=len(SIZES) + 1)
-    names = [f"below {SIZES[0]}", *(f"{a}–{b - 1}" for a, b in pairwise(SIZES)), f"{SIZES[-1]} up"]
+def size_histogram(stats: ImageStats) -> dict[str, int]:
+    """Number of images by the length of their shorter edge."""
+    shorter = np.minimum(stats["width"], stats["height"])[stats["good"]]
+    counts = np.bincount(np.searchsorted(SIZE_BINS, shorter, "right"), minlength=len(SIZE_BINS) + 1)
+    ranges = [f"{low}–{high - 1}" for low, high in pairwise(SIZE_BINS)]
+    names = [f"below {SIZE_BINS[0]}", *ranges, f"{SIZE_BINS[-1]} up"]
     return dict(zip(names, counts.tolist(), strict=True))
 
 
-def odd(found: Found) -> dict[str, int]:
-    good = found[found["good"]]
-    counts = {name: int((good["traits"] >> bit & 1).sum()) for bit, name in enumerate(TRAITS)}
+def trait_counts(stats: ImageStats) -> dict[str, int]:
+    traits = stats["traits"][stats["good"]]
+    counts = {name: int((traits >> bit & 1).sum()) for bit, name in enumerate(TRAITS)}
     return {name: count for name, count in counts.items() if count}
 
 
-def largest(found: Found) -> int | None:
-    """The row of the image with the most pixels."""
-    area = found["width"].astype(np.int64) * found["height"]
-    return int(area.argmax()) if area.any() else None
-
-
-def notable(found: Found, twice: dict[str, list[Couple]]) -> list[tuple[int, str]]:
-    """Rows worth a look, and why: one of each odd kind, and couples that are or look the same."""
-    rows, shown = list[tuple[int, str]](), list[Couple]()
+def notable_images(stats: ImageStats, duplicates: dict[str, list[Pair]]) -> list[tuple[int, str]]:
+    """Rows for the contact sheet, and why: one image for each trait, and some duplicates."""
+    rows, shown = list[tuple[int, str]](), set[Pair]()
     for bit, name in enumerate(TRAITS):
-        some = np.flatnonzero(found["good"] & (found["traits"] >> bit & 1).astype(bool))[:1]
-        rows += [(int(row), name) for row in some if name != "grey"]
-    for key, name in (("leaks", "on both sides"), ("same_bytes", "same bytes"), ("look_alike", "look alike")):
-        overwrite = [couple for couple in twice[key] if couple not in shown][:2]
-        shown += overwrite
-        rows += [(row, f"{name} {n}") for n, couple in enumerate(overwrite, 1) for row in couple]
+        having = np.flatnonzero(stats["good"] & (stats["traits"] >> bit & 1).astype(bool))[:1]
+        rows += [(int(row), name) for row in having if name != "grayscale"]
+    for kind in ("leaks", "exact_duplicates", "near_duplicates"):
+        new = [pair for pair in duplicates[kind] if pair not in shown][:2]
+        shown.update(new)
+        name = kind.removesuffix("s").replace("_", " ")
+        rows += [(row, f"{name} {number}") for number, pair in enumerate(new, 1) for row in pair]
     return rows
 
 
-def captions_of(pairs: PairDataset, bars: ProgressFactory) -> dict[str, Any]:
+def caption_stats(pairs: PairDataset, progress: ProgressFactory) -> dict[str, Any]:
     """Lengths, vocabulary and repetitions of all captions."""
-    names, owners = array("q"), array("i")
-    lengths, each, known = array("i"), array("i"), Counter[str]()
-    with bars("reading captions", len(pairs)) as advance:
+    hashes, rows, lengths, counts = array("q"), array("i"), array("i"), array("i")
+    vocabulary = Counter[str]()
+    with progress("reading captions", len(pairs)) as advance:
         for row in range(len(pairs)):
-            texts = pairs.captions(row)
-            each.append(len(texts))
-            for text in texts:
-                words = re.findall(r"\w+", text.lower())
-                known.update(words)
+            captions = pairs.captions(row)
+            counts.append(len(captions))
+            for caption in captions:
+                words = re.findall(r"\w+", caption.lower())
+                vocabulary.update(words)
                 lengths.append(len(words))
-                names.append(hash(text))
-                owners.append(row)
+                hashes.append(hash(caption))
+                rows.append(row)
             advance(1)
     return {
-        "captions": len(names),
-        "captions_per_image": _spread(each),
+        "captions": len(hashes),
+        "captions_per_image": _spread(counts),
         "words_per_caption": _spread(lengths),
-        "vocabulary": len(known),
-        "commonest_words": known.most_common(10),
-        **_repeated(pairs, np.frombuffer(names, np.int64), np.frombuffer(owners, np.int32)),
+        "vocabulary": len(vocabulary),
+        "commonest_words": vocabulary.most_common(10),
+        **_repeated_captions(pairs, np.frombuffer(hashes, np.int64), np.frombuffer(rows, np.int32)),
     }
 
 
 def _spread(values: Sequence[int]) -> dict[str, int]:
-    least, median, most = np.quantile(np.asarray(values), (0, 0.5, 1)).astype(int).tolist()
-    return {"least": least, "median": median, "most": most}
+    low, median, high = np.quantile(np.asarray(values), (0, 0.5, 1)).astype(int).tolist()
+    return {"min": low, "median": median, "max": high}
 
 
-def _repeated(pairs: PairDataset, names: NDArray[np.int64], owners: NDArray[np.int32]) -> dict[str, Any]:
-    """Captions that several images share, those that one has twice, and the five most shared."""
-    _, first, which, times = np.unique(names, return_index=True, return_inverse=True, return_counts=True)
-    once = np.unique(which * (len(owners) + 1) + owners) // (
-        len(owners) + 1
-    )  # once for each image that has it
-    images = np.bincount(once, minlength=len(first))
+def _repeated_captions(pairs: PairDataset, hashes: NDArray[Any], rows: NDArray[Any]) -> dict[str, Any]:
+    """Captions that several images share, captions that one image has twice, and the most shared ones."""
+    _, first, group, uses = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
+    distinct = np.unique(group * len(pairs) + rows) // len(pairs)  # each caption once per image
+    images = np.bincount(distinct, minlength=len(first))
     examples = []
     for k in np.lexsort((first, -images))[:5]:
         if images[k] > 1:
-            row = int(owners[first[k]])
-            place = int(first[k]) - int(np.searchsorted(owners, row))
-            examples.append((pairs.captions(row)[place], int(images[k])))
+            row = int(rows[first[k]])
+            caption = pairs.captions(row)[int(first[k]) - int(np.searchsorted(rows, row))]
+            examples.append((caption, int(images[k])))
     return {
-        "repeated_captions": int(times[images > 1].sum()),
-        "doubled_captions": len(names) - len(once),
-        "most_repeated": examples,
+        "shared_captions": int(uses[images > 1].sum()),
+        "duplicate_captions": len(hashes) - len(distinct),
+        "most_shared": examples,
     }
+
+
+# Contact sheets: a grid of images with their captions.
+def sample_tiles(pairs: PairDataset, count: int) -> list[Tile]:
+    """Evenly spaced images; the first ones of a small or synthetic dataset."""
+    rows = range(min(count, len(pairs)))
+    if len(pairs) > 4 * count and isinstance(pairs, IndexedPairs):
+        rows = np.linspace(0, len(pairs) - 1, count).astype(int).tolist()
+    return [make_tile(pairs, row) for row in rows]
+
+
+def make_tile(pairs: PairDataset, row: int, prefix: str = "") -> Tile:
+    try:
+        return pairs.image(row, TILE), prefix + pairs.captions(row)[0]
+    except BadImage as error:
+        return Image.new("RGB", (TILE, TILE), BLANK), f"{pairs.location(row)}: {error}"
+
+
+def contact_sheet(tiles: Sequence[Tile], columns: int) -> Image.Image:
+    captions = [textwrap.wrap(caption, 34)[:4] for _, caption in tiles]
+    width, height = TILE + GAP, TILE + LINE * max(map(len, captions)) + 2 * GAP
+    columns = min(columns, len(tiles))
+    sheet = Image.new("RGB", (columns * width + GAP, -(-len(tiles) // columns) * height + GAP), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
+    for i, ((image, _), lines) in enumerate(zip(tiles, captions, strict=True)):
+        x, y = GAP + i % columns * width, GAP + i // columns * height
+        sheet.paste(ImageOps.pad(image.convert("RGB"), (TILE, TILE), color=BLANK), (x, y))
+        draw.multiline_text((x, y + TILE + 5), "\n".join(lines), fill=(50, 50, 60), font=font, spacing=3)
+    return sheet

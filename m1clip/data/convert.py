@@ -1,6 +1,6 @@
-"""PairDataset to files that other tools read: WebDataset shards or Parquet. Each file is whole or absent.
+"""Any dataset as WebDataset shards or Parquet files. No torch.
 
-A manifest has the checksum of every file, so that a conversion that was broken off goes on where it was.
+Every file is complete or absent. A manifest has their checksums, so that an interrupted conversion continues.
 """
 
 import json
@@ -11,201 +11,144 @@ from functools import partial
 from hashlib import file_digest
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from m1clip.data.decode import BadImage, decode, header
-from m1clip.data.index import Indexed
-from m1clip.data.pairs import PairDataset, ProgressFactory
-from m1clip.data.rows import BadRow, BadRows
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from m1clip.data.decode import BadImage, decode, read_header
+from m1clip.data.index import IndexedPairs
+from m1clip.data.rows import BadRow, BadRows, PairDataset, ProgressFactory
 from m1clip.data.sources import Source
+from m1clip.files import read_jsonl
 
 Format = Literal["shards", "parquet"]
-ENDINGS = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "HEIF": "heic", "JPEG2000": "jp2"}
+Sample = tuple[str, bytes, str, list[str], str]  # key, image file, its suffix, captions, location
+SUFFIXES = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "HEIF": "heic", "JPEG2000": "jp2"}
 
 
-class Sample(NamedTuple):
-    key: str
-    data: bytes
-    ending: str
-    captions: list[str]
-    row: str
-
-
-def convert(
-    sources: list[Source], out: Path, to: Format, each: int, max_bad: float, bars: ProgressFactory
+def convert_dataset(
+    sources: list[Source], out: Path, to: Format, per_file: int, max_bad_rows: float, progress: ProgressFactory
 ) -> dict[str, Any]:
-    """Write every pair that is on a side; what was done."""
-    out.mkdir(parents=True, exist_ok=True)
-    made_of = [
-        [
-            one.spec,
-            *(f"{side.fingerprint}/{side.identity}" for side in (one.train, one.val, one.test) if side),
-        ]
-        for one in sources
-    ]
-    manifest = Manifest(out, made_of, to, each)
-    faults = sum((source.faults for source in sources), BadRows())
-    parts = list(_parts(sources, each))
-    pairs = sum(len(rows) for *_, rows in parts)
-    with bars("converting", pairs) as advance:
-        for name, side, rows in parts:
-            path = out / f"{name}.{'tar' if to == 'shards' else 'parquet'}"
+    """Write all pairs of all splits; return a summary."""
+    splits = [(src.spec, split) for src in sources for split in (src.train, src.val, src.test) if split]
+    identities = [[spec, split.fingerprint, split.identity] for spec, split in splits]
+    manifest = Manifest(out, {"from": identities, "to": to, "per_file": per_file})
+    bad_rows = sum((source.bad_rows for source in sources), BadRows())
+    files, suffix, write = list(_plan_files(sources, per_file)), "tar", write_shard
+    if to == "parquet":
+        suffix, write = "parquet", write_parquet
+    with progress("converting", sum(len(rows) for *_, rows in files)) as advance:
+        for name, pairs, rows in files:
+            path = out / f"{name}.{suffix}"
             if not manifest.has(path):
-                samples = list(_samples(side, rows, name, faults))
-                faults.require_few(max_bad)
-                manifest.add(path, len(samples), partial(WRITERS[to], samples))
+                samples = list(_samples(pairs, rows, name, bad_rows))
+                bad_rows.require_at_most(max_bad_rows)
+                manifest.write(path, len(samples), partial(write, samples))
             advance(len(rows))
-    done = manifest.entries.values()
-    return {
-        "out": str(out),
-        "files": len(done),
-        "pairs": sum(entry["pairs"] for entry in done),
-        "bytes": sum(entry["bytes"] for entry in done),
-        "skipped": len(faults),
-        "faults": dict(faults.counts),
-        "named": [fault._asdict() for fault in faults.named],
-    }
+    totals = {key: sum(entry[key] for entry in manifest.entries.values()) for key in ("pairs", "bytes")}
+    return {"out": str(out), "files": len(manifest.entries), **totals, "bad_rows": bad_rows.record()}
 
 
-def _parts(sources: list[Source], each: int) -> Iterator[tuple[str, PairDataset, range]]:
-    """Names of the files, and what goes into each."""
-    for word, name in (("train", "train"), ("val", "val"), ("test", "test")):
+def _plan_files(sources: list[Source], per_file: int) -> Iterator[tuple[str, PairDataset, range]]:
+    """Name, dataset and rows of each file."""
+    for split in ("train", "val", "test"):
         number = 0
         for source in sources:
-            side: PairDataset | None = getattr(source, word)
-            if word == "val" and side is source.test:  # written as test, once
+            pairs: PairDataset | None = getattr(source, split)
+            if pairs is None or (split == "val" and pairs is source.test):  # one split: written as test
                 continue
-            for start in range(0, len(side) if side is not None else 0, each):
-                assert side is not None
-                yield f"{name}-{number:06d}", side, range(start, min(start + each, len(side)))
+            for start in range(0, len(pairs), per_file):
+                yield f"{split}-{number:06d}", pairs, range(start, min(start + per_file, len(pairs)))
                 number += 1
 
 
-def _samples(side: PairDataset, rows: range, name: str, faults: BadRows) -> Iterator[Sample]:
-    """The pairs that can be decoded; the images' bytes as they are."""
+def _samples(pairs: PairDataset, rows: range, name: str, bad_rows: BadRows) -> Iterator[Sample]:
+    """Pairs whose image can be decoded; the image bytes are copied."""
 
     def sample(row: int) -> Sample | BadRow:
         try:
-            data, ending = _bytes(side, row)
+            data, suffix = _image_file(pairs, row)
         except BadImage as error:
-            return BadRow(error.kind, side.row(row), str(error))
+            return BadRow(error.kind, pairs.location(row), str(error))
         key = f"{name}-{row - rows.start:06d}"
-        return Sample(key, data, ending, list(side.captions(row)), side.row(row))
+        return key, data, suffix, list(pairs.captions(row)), pairs.location(row)
 
-    with ThreadPoolExecutor() as pool:  # decoding lets other threads run
-        for made in pool.map(sample, rows):
-            if isinstance(made, BadRow):
-                faults.add(made, image=True)
+    with ThreadPoolExecutor() as pool:  # decoding releases the GIL
+        for result in pool.map(sample, rows):
+            if isinstance(result, BadRow):
+                bad_rows.add(result, image=True)
             else:
-                yield made
+                yield result
 
 
-def _bytes(side: PairDataset, row: int) -> tuple[bytes, str]:
-    if isinstance(side, Indexed):
-        data = side.read(row)
+def _image_file(pairs: PairDataset, row: int) -> tuple[bytes, str]:
+    if isinstance(pairs, IndexedPairs):
+        data = pairs.read(row)
         decode(data)
-        kind = header(data).format or ""
-        return data, ENDINGS.get(kind, kind.lower())
-    drawn = BytesIO()
-    side.image(row).save(drawn, "PNG")
-    return drawn.getvalue(), "png"
+        image_format = read_header(data).format or ""
+        return data, SUFFIXES.get(image_format, image_format.lower())
+    file = BytesIO()
+    pairs.image(row).save(file, "PNG")
+    return file.getvalue(), "png"
 
 
 def write_shard(samples: list[Sample], path: Path) -> None:
     import webdataset
 
     with open(path, "wb") as file, webdataset.TarWriter(file, encoder=False, mtime=0) as tar:
-        for one in samples:
-            about = {"caption": one.captions[0], "captions": one.captions, "source": one.row}
-            tar.write(
-                {
-                    "__key__": one.key,
-                    one.ending: one.data,
-                    "txt": one.captions[0].encode(),
-                    "json": json.dumps(about, ensure_ascii=False).encode(),
-                }
-            )
+        for key, data, suffix, captions, location in samples:
+            values = {"caption": captions[0], "captions": captions, "source": location}
+            text = {"txt": captions[0].encode(), "json": json.dumps(values, ensure_ascii=False).encode()}
+            tar.write({"__key__": key, suffix: data, **text})
 
 
 def write_parquet(samples: list[Sample], path: Path) -> None:
     import datasets
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
     text = datasets.Value("string")
-    kinds = datasets.Features({"image": datasets.Image(), "captions": datasets.List(text), "source": text})
+    features = datasets.Features({"image": datasets.Image(), "captions": datasets.List(text), "source": text})
     rows = [
-        {
-            "image": {"bytes": one.data, "path": f"{one.key}.{one.ending}"},
-            "captions": one.captions,
-            "source": one.row,
-        }
-        for one in samples
+        {"image": {"bytes": data, "path": f"{key}.{suffix}"}, "captions": captions, "source": location}
+        for key, data, suffix, captions, location in samples
     ]
-    # The images are compressed already.
-    pq.write_table(
-        pa.Table.from_pylist(rows, kinds.arrow_schema), path, compression={"captions.list.element": "zstd"}
-    )
-
-
-WRITERS: dict[Format, Callable[[list[Sample], Path], None]] = {
-    "shards": write_shard,
-    "parquet": write_parquet,
-}
+    compression = {"captions.list.element": "zstd"}  # images are compressed already
+    pq.write_table(pa.Table.from_pylist(rows, features.arrow_schema), path, compression=compression)
 
 
 class Manifest:
-    """What is in the folder: a head that says what it is made from, then a line for each whole file."""
+    """manifest.jsonl: the data and settings of the conversion, then one line per complete file."""
 
-    def __init__(self, out: Path, sources: list[list[str]], to: Format, each: int):
+    def __init__(self, out: Path, settings: dict[str, Any]):
+        out.mkdir(parents=True, exist_ok=True)
         self.path = out / "manifest.jsonl"
-        head = {"from": sources, "to": to, "each": each}
-        self.entries: dict[str, dict[str, Any]] = {}
         if not self.path.exists():
             if any(out.iterdir()):
-                raise ValueError(f"{out} is not empty and not a conversion of ours: name a new folder")
-            self.path.write_text(json.dumps(head) + "\n")
-            return
-        lines = self.path.read_text(errors="replace").splitlines()
-        if not lines or _parsed(lines[0]) != head:
-            raise ValueError(
-                f"{out} holds a conversion of other data or with other settings: name another folder"
-            )
-        for line in lines[1:]:
-            entry = _parsed(line)
-            if entry:
-                self.entries[entry["file"]] = entry
+                raise ValueError(f"{out} is neither empty nor a conversion by m1clip; choose a new folder")
+            self.path.write_text(json.dumps(settings) + "\n")
+        header, *entries = [*read_jsonl(self.path)] or [{}]
+        if header != settings:
+            raise ValueError(f"{out} is a conversion of other data or settings; choose another folder")
+        self.entries: dict[str, dict[str, Any]] = {entry["file"]: entry for entry in entries}
 
     def has(self, path: Path) -> bool:
-        """Whether the file is there with the bytes that were written."""
+        """Whether the file exists with the bytes that were written."""
         entry = self.entries.get(path.name)
-        return bool(entry and path.is_file() and checksum(path) == entry["sha256"])
+        return bool(entry and path.is_file() and _sha256(path) == entry["sha256"])
 
-    def add(self, path: Path, pairs: int, write: Callable[[Path], None]) -> None:
-        aside = path.with_name(f".{path.name}.new")
+    def write(self, path: Path, pairs: int, write: Callable[[Path], None]) -> None:
+        temporary = path.with_name(f".{path.name}.new")
         try:
-            write(aside)
-            entry = {
-                "file": path.name,
-                "pairs": pairs,
-                "bytes": aside.stat().st_size,
-                "sha256": checksum(aside),
-            }
-            os.replace(aside, path)
+            write(temporary)
+            size, checksum = temporary.stat().st_size, _sha256(temporary)
+            os.replace(temporary, path)
         finally:
-            aside.unlink(missing_ok=True)
-        self.entries[path.name] = entry
+            temporary.unlink(missing_ok=True)
+        self.entries[path.name] = {"file": path.name, "pairs": pairs, "bytes": size, "sha256": checksum}
         with open(self.path, "a") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write(json.dumps(self.entries[path.name]) + "\n")
 
 
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
-
-
-def checksum(path: Path) -> str:
+def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Bytes of an image, from anywhere, to an image; or one sentence on why not. Trusts nothing. No torch."""
+"""Bytes of an untrusted image file to an RGB image, or one sentence on why not. No torch."""
 
 import io
 import struct
@@ -9,121 +9,91 @@ from functools import lru_cache
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from m1clip.images import rgb
+from m1clip.images import to_rgb
 
-MOST_PIXELS = 200_000_000
-"""Larger is taken for a decompression bomb; the largest cameras and panoramas stay below."""
-MOST_BYTES = 256_000_000
-SMALLEST = 8
-"""Pixels: a shorter side shows nothing."""
-# No formats that run programs or fetch other files (EPS, for one); MPO is what many phones write as .jpg.
-FORMATS = (
-    "JPEG",
-    "MPO",
-    "PNG",
-    "WEBP",
-    "GIF",
-    "BMP",
-    "TIFF",
-    "PPM",
-    "AVIF",
-    "HEIF",
-    "JPEG2000",
-    "ICO",
-    "TGA",
-)
-# What Pillow's readers raise on bytes that lie.
-BROKEN = (
-    OSError,
-    ValueError,
-    SyntaxError,
-    EOFError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    AssertionError,
-    RuntimeError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
+MAX_PIXELS = 200_000_000  # above is a decompression bomb; the largest cameras and panoramas stay below
+MAX_BYTES = 256_000_000
+MIN_SIZE = 8
+# No formats that run programs or fetch other files, such as EPS. Many phones write MPO as .jpg.
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "JPEG2000", "ICO", "TGA")
+# What Pillow's decoders raise on malformed bytes.
+DECODE_ERRORS = (
+    *(OSError, ValueError, SyntaxError, EOFError, TypeError, LookupError, ArithmeticError, AttributeError),
+    *(AssertionError, RuntimeError, struct.error, zlib.error, Image.DecompressionBombError),
 )
 ORIENTATION = 0x0112
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
+TRANSPOSES = {  # by the EXIF orientation; 1 is upright
+    **{2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM},
+    **{5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE},
     8: Image.Transpose.ROTATE_90,
 }
-HEIC = (b"ftypheic", b"ftypheix", b"ftypmif1", b"ftypheim", b"ftypheis", b"ftyphevc")
+HEIC_BRANDS = (b"ftypheic", b"ftypheix", b"ftypmif1", b"ftypheim", b"ftypheis", b"ftyphevc")
 
 
-class BadImage(ValueError):  # noqa: N818 - it is the image that is wrong
-    """`kind` is a word or two to count by, the message a sentence."""
+class BadImage(ValueError):  # noqa: N818 - the image is wrong, not the program
+    """`kind` is what bad rows are counted by, the message is a sentence."""
 
-    def __init__(self, kind: str, what: str):
-        super().__init__(what)
+    def __init__(self, kind: str, reason: str):
+        super().__init__(reason)
         self.kind = kind
 
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:  # it travels between processes
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:  # it is pickled between processes
         return BadImage, (self.kind, str(self))
 
 
-def header(data: bytes) -> Image.Image:
-    """The image, its pixels not yet decoded: format, size and mode are known."""
+def read_header(data: bytes) -> Image.Image:
+    """Format, size and mode; the pixels are not decoded yet."""
     if not data:
         raise BadImage("empty file", "the file is empty")
-    if data[4:12] in HEIC and not heic():
+    if data[4:12] in HEIC_BRANDS and not supports_heic():
         raise BadImage("HEIC", "HEIC images need pip install 'm1clip[heic]'")
-    Image.MAX_IMAGE_PIXELS = None  # ours is the limit, below, with a sentence of its own
+    Image.MAX_IMAGE_PIXELS = None  # our own limit follows, with a message
     try:
         with warnings.catch_warnings(action="ignore"):
-            image = Image.open(io.BytesIO(data), formats=known())
+            image = Image.open(io.BytesIO(data), formats=supported_formats())
     except UnidentifiedImageError:
-        raise BadImage("unreadable", f"not an image of a known kind (it begins with {data[:8]!r})") from None
-    except BROKEN as error:
-        raise _bad("the header is broken", error) from None
+        raise BadImage("unreadable", f"not an image of a known format (starts with {data[:8]!r})") from None
+    except DECODE_ERRORS as error:
+        raise _bad_image("the header is broken", error) from None
     width, height = image.size
-    if width * height > MOST_PIXELS:
+    if width * height > MAX_PIXELS:
         raise BadImage("refused", f"{width:,} × {height:,} pixels are refused as a decompression bomb")
-    if min(width, height) < SMALLEST:
-        raise BadImage("tiny", f"{width} × {height} pixels show nothing")
+    if min(width, height) < MIN_SIZE:
+        raise BadImage("tiny", f"{width} × {height} pixels; {MIN_SIZE} × {MIN_SIZE} is the minimum")
     return image
 
 
-def decode(data: bytes, least: int = 0) -> Image.Image:
-    """The image, upright and in RGB. A large JPEG comes smaller, if neither side falls below `least`."""
-    image = header(data)
-    plain = image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L")
+def decode(data: bytes, min_size: int = 0) -> Image.Image:
+    """Upright RGB image. A large JPEG is decoded at a smaller scale, but not below `min_size`."""
+    header = read_header(data)
+    is_plain_jpeg = header.format in ("JPEG", "MPO") and header.mode in ("RGB", "L")
     try:
         with warnings.catch_warnings(action="ignore"):
-            whole = _jpeg(data, least) if plain else None
-            if whole is None:
-                image.load()
-            turn = TURNS.get(image.getexif().get(ORIENTATION, 1))  # not before: loading turns some kinds
-            whole = whole or rgb(image)
-            whole = whole if turn is None else whole.transpose(turn)
-            whole.info = {}  # so that nobody turns it again
-            return whole
+            image = _decode_jpeg(data, min_size) if is_plain_jpeg else None
+            if image is None:
+                header.load()
+            # Not read earlier: load() already applies the orientation of some formats.
+            transpose = TRANSPOSES.get(header.getexif().get(ORIENTATION, 1))
+            image = image or to_rgb(header)
+            image = image if transpose is None else image.transpose(transpose)
+            image.info = {}  # or the orientation would be applied twice
+            return image
     except BadImage:
         raise
     except MemoryError:
-        raise BadImage("refused", "decoding it needs more memory than there is") from None
-    except BROKEN as error:
-        raise _bad("cannot be decoded", error) from None
+        raise BadImage("refused", "decoding it needs more memory than is available") from None
+    except DECODE_ERRORS as error:
+        raise _bad_image("cannot be decoded", error) from None
 
 
-def _bad(what: str, error: Exception) -> BadImage:
-    return BadImage("truncated" if "truncated" in str(error).lower() else "unreadable", f"{what} ({error})")
+def _bad_image(reason: str, error: Exception) -> BadImage:
+    return BadImage("truncated" if "truncated" in str(error).lower() else "unreadable", f"{reason} ({error})")
 
 
-def _jpeg(data: bytes, least: int) -> Image.Image | None:
-    """By libjpeg-turbo itself, which tells of damage that Pillow passes over; None if only Pillow can."""
+def _decode_jpeg(data: bytes, min_size: int) -> Image.Image | None:
+    """With libjpeg-turbo, which reports damage that Pillow hides; None if only Pillow can decode it."""
     try:
-        return Image.fromarray(simplejpeg.decode_jpeg(data, "RGB", min_height=least, min_width=least))
+        return Image.fromarray(simplejpeg.decode_jpeg(data, "RGB", min_height=min_size, min_width=min_size))
     except ValueError as error:
         if str(error).startswith("Premature end"):
             raise BadImage("truncated", "the file ends before the image does") from None
@@ -134,8 +104,8 @@ def _jpeg(data: bytes, least: int) -> Image.Image | None:
 
 
 @lru_cache
-def heic() -> bool:
-    """Whether HEIC can be read: once asked, Pillow can too."""
+def supports_heic() -> bool:
+    """Whether pillow-heif is installed; if so, it is registered with Pillow."""
     try:
         from pillow_heif import register_heif_opener
     except ImportError:
@@ -145,7 +115,7 @@ def heic() -> bool:
 
 
 @lru_cache
-def known() -> tuple[str, ...]:
+def supported_formats() -> tuple[str, ...]:
     Image.init()
-    heic()
+    supports_heic()
     return tuple(name for name in FORMATS if name in Image.OPEN)

@@ -1,6 +1,6 @@
-"""Images that lie inside tables: `hf:NAME` and Parquet with bytes, by way of the `datasets` library.
+"""Images inside tables: `hf:NAME` and Parquet with bytes, read through the `datasets` library. No torch.
 
-It keeps each as an uncompressed Arrow file; an image is then a place in that file, as in a shard.
+It writes uncompressed Arrow files; an image is then a byte range of such a file, as in a shard.
 """
 
 import logging
@@ -14,115 +14,143 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 import numpy as np
+import pyarrow as pa
 
 from m1clip.config import DataConfig
-from m1clip.data.folders import prompted
+from m1clip.data.folders import label_caption
 from m1clip.data.rows import BadRow, Listing, Row
-from m1clip.data.tables import Record, guess_captions, holds_bytes, several
-from m1clip.data.webdataset import SIDE
+from m1clip.data.tables import Record, caption_texts, guess_caption_columns, holds_images
+from m1clip.data.webdataset import SPLIT_PREFIX
+from m1clip.files import cache_folder
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-STREAMED = 1000  # rows of a stream that are kept at a time
+STREAM_CHUNK = 1000  # rows per file of a stream that is kept
+SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")  # in folders of save_to_disk
 
 
-def hub(name: str, config: DataConfig, keep: Path) -> Listing:
-    """hf:NAME, with ?config=…, ?split=…, ?stream=N (the first N, fetched as they are needed), joined by &."""
-    name, _, words = name.partition("?")
-    options = dict(parse_qsl(words))
-    unknown = options.keys() - {"config", "split", "stream"}
-    if unknown or not name:
-        raise ValueError(
-            f"hf:{name}?{words}: after the name there may be config=, split= and stream=, joined by &"
-        )
+def list_dataset(name: str, config: DataConfig) -> Listing:
+    """hf:NAME, optionally with ?config=…&split=…&stream=N (download only the first N rows)."""
+    name, _, query = name.partition("?")
+    options = dict(parse_qsl(query))
+    if not name or options.keys() - {"config", "split", "stream"}:
+        raise ValueError(f"hf:{name}?{query}: the options are config=, split= and stream=, joined by &")
     if "stream" in options:
-        return _listing(_streamed(name, options, keep), name, config, keep)
-    found = _load(name, options.get("config"), options.get("split"))
-    return _listing(found, name, config, keep)
+        return _listing(_load_stream(name, options), name, config)
+    return _listing(_load(name, options.get("config"), options.get("split")), name, config)
 
 
-def parquet(paths: list[Path], config: DataConfig, keep: Path) -> Listing:
-    """Files that are called train-…, val-… or test-… are these sides."""
-    sides: dict[str, list[str]] = {}
+def list_parquet(paths: list[Path], config: DataConfig) -> Listing:
+    """Files whose names start with train-, val- or test- form these splits."""
+    splits: dict[str, list[str]] = {}
     for path in paths:
-        side = SIDE.match(path.name)
-        sides.setdefault(side.group(1).lower().replace("-", "_") if side else "train", []).append(str(path))
-    found = _load("parquet", None, None, data_files=sides, cache_dir=str(keep / "datasets"))
-    return _listing(found, str(paths[0].parent), config, keep)
+        prefix = SPLIT_PREFIX.match(path.name)
+        splits.setdefault(prefix[1].lower().replace("-", "_") if prefix else "train", []).append(str(path))
+    return _listing(_load_parquet(splits), str(paths[0].parent), config)
 
 
-def _load(name: str, part: str | None, split: str | None, **more: Any) -> "dict[str, Dataset]":
-    import datasets
+def _load_parquet(files: Any) -> "dict[str, Dataset]":
+    return _load("parquet", None, None, data_files=files, cache_dir=str(cache_folder() / "datasets"))
 
-    _quiet()
-    with _explained(name):
-        if any(
-            (Path(name) / info).is_file() for info in ("dataset_info.json", "dataset_dict.json", "state.json")
-        ):
-            found = datasets.load_from_disk(name)
-            if split and isinstance(found, dict):
-                if split not in found:
-                    raise ValueError(f"there is no split {split!r}; there are {', '.join(found)}")
-                found = found[split]
+
+def _load(name: str, config: str | None, split: str | None, **options: Any) -> "dict[str, Dataset]":
+    with _explain_errors(name) as datasets:
+        if any((Path(name) / file).is_file() for file in SAVED):
+            loaded = datasets.load_from_disk(name)
+            if split and isinstance(loaded, dict):
+                if split not in loaded:
+                    raise ValueError(f"there is no split {split!r}; there are {', '.join(loaded)}")
+                loaded = loaded[split]
         else:
-            found = datasets.load_dataset(name, part, split=split, **more)
-        return found if isinstance(found, dict) else {split or "": found}
+            loaded = datasets.load_dataset(name, config, split=split, **options)
+        return loaded if isinstance(loaded, dict) else {split or "": loaded}
 
 
-def _streamed(name: str, options: dict[str, str], keep: Path) -> "dict[str, Dataset]":
-    """The first N rows of a stream, kept as they come: what was broken off goes on where it was."""
-    import datasets
-
+def _load_stream(name: str, options: dict[str, str]) -> "dict[str, Dataset]":
+    """The first N rows of a stream, kept as they arrive, so that an interrupted download continues."""
     if not options["stream"].isdecimal() or int(options["stream"]) < 1:
-        raise ValueError(f"stream={options['stream']} should be the number of rows to take")
-    number = int(options["stream"])
-    folder = keep / f"streamed-{sha256(f'{name}/{sorted(options.items())}'.encode()).hexdigest()[:16]}"
+        raise ValueError(f"stream={options['stream']} must be the number of rows to download")
+    folder = cache_folder() / f"streamed-{sha256(f'{name}/{sorted(options.items())}'.encode()).hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
-    done = len(list(folder.glob("*.parquet"))) * STREAMED
-    _quiet()
-    with _explained(name):
-        stream = datasets.load_dataset(
-            name, options.get("config"), split=options.get("split", "train"), streaming=True
-        )
+    done = len(list(folder.glob("*.parquet"))) * STREAM_CHUNK
+    with _explain_errors(name) as datasets:
+        split = options.get("split", "train")
+        stream = datasets.load_dataset(name, options.get("config"), split=split, streaming=True)
         for column, feature in (stream.features or {}).items():
             if isinstance(feature, datasets.Image):
                 stream = stream.cast_column(column, datasets.Image(decode=False))
-        rest = iter(stream.skip(done).take(max(0, number - done)))
-        while rows := list(islice(rest, STREAMED)):
-            aside = folder / f"part.{os.getpid()}"
-            datasets.Dataset.from_list(rows, features=stream.features).to_parquet(str(aside))
-            os.replace(aside, folder / f"{done:09d}.parquet")
-            done += STREAMED
-    parts = [str(part) for part in sorted(folder.glob("*.parquet"))]
-    return _load("parquet", None, None, data_files=parts, cache_dir=str(keep / "datasets"))
-
-
-def _quiet() -> None:
-    import datasets
-
-    datasets.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would tell of every try
+        rest = iter(stream.skip(done).take(max(0, int(options["stream"]) - done)))
+        while rows := list(islice(rest, STREAM_CHUNK)):
+            partial = folder / f"part.{os.getpid()}"
+            datasets.Dataset.from_list(rows, features=stream.features).to_parquet(str(partial))
+            os.replace(partial, folder / f"{done:09d}.parquet")
+            done += STREAM_CHUNK
+    return _load_parquet([str(part) for part in sorted(folder.glob("*.parquet"))])
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """What the library and the network may raise, as a sentence of ours."""
-    import pyarrow as pa
+def _explain_errors(name: str) -> Iterator[Any]:
+    """Import `datasets`, quietly; its errors and those of the network become one sentence."""
+    import datasets
     from datasets.exceptions import DatasetsError
 
+    datasets.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
     try:
-        yield
+        yield datasets
     except (OSError, ValueError, RuntimeError, ImportError, DatasetsError, pa.ArrowException) as error:
         detail = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"{name} cannot be loaded by `datasets`: {detail[0]}") from None
 
 
-def _aligned(data: "Dataset", keep: Path) -> "Dataset":
-    """The same rows in files that hold these and no others: a slice of a split is written out."""
+def _listing(splits: "dict[str, Dataset]", name: str, config: DataConfig) -> Listing:
+    named = splits.items() if len(splits) > 1 else [("", data) for data in splits.values()]
+    return Listing(".", (row for split, data in named for row in _rows(data, name, split, config)))
+
+
+def _rows(data: "Dataset", name: str, split: str, config: DataConfig) -> Iterator[Row | BadRow]:
     import datasets
-    import pyarrow as pa
+
+    data, features = _materialize(data), dict(data.features)
+    schema, requested = data.data.schema, config.image_column
+    images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
+    images += [c for c in data.column_names if c not in images and holds_images(schema.field(c).type)]
+    image = requested if requested in images else next(iter(images), None)
+    if image is None or requested not in ("auto", image):
+        called = "" if requested == "auto" else f" called {requested!r}"
+        raise ValueError(f"{name} has no image column{called}; it has {', '.join(features)}")
+    labels = {c: feature.names for c, feature in features.items() if isinstance(feature, datasets.ClassLabel)}
+    others = data.data.table.select([column for column in data.column_names if column not in images])
+    ranges, columns, line = _byte_ranges(data, image), None, 0
+    for batch in others.to_batches(1000):
+        records = [Record(0, _caption_labels(row, labels, config.template)) for row in batch.to_pylist()]
+        columns = columns or guess_caption_columns(Path(name), records, config)
+        for _, values in records:
+            line += 1
+            captions = [text for column in columns for text in caption_texts(values.get(column))]
+            row_split, table = split or str(values.get("split") or ""), f"{name} {split}".strip()
+            file, offset, length, path = next(ranges)
+            if length:
+                yield Row(path or f"row {line}", captions, line, table, row_split, file, offset, length)
+            elif path:
+                yield Row(path, captions, line, table, row_split)
+            else:
+                yield BadRow("missing file", f"{table} row {line}", "the row has no image")
+
+
+def _caption_labels(values: dict[str, Any], labels: dict[str, list[str]], template: str) -> dict[str, Any]:
+    """Class numbers become captions."""
+    for column, names in labels.items():
+        if isinstance(values.get(column), int) and 0 <= values[column] < len(names):
+            values[column] = label_caption(names[values[column]], template)
+    return values
+
+
+def _materialize(data: "Dataset") -> "Dataset":
+    """The same rows in Arrow files that hold no others: a slice of a split is written to the cache."""
+    import datasets
 
     rows = 0
     for file in data.cache_files:
@@ -130,89 +158,27 @@ def _aligned(data: "Dataset", keep: Path) -> "Dataset":
             rows += sum(batch.num_rows for batch in pa.ipc.open_stream(source))
     if data.cache_files and rows == len(data) and data._indices is None:
         return data
-    folder = keep / "datasets" / f"rows-{data._fingerprint}"
+    folder = cache_folder() / "datasets" / f"rows-{data._fingerprint}"
     if not folder.exists():
         data.save_to_disk(folder)
     return datasets.Dataset.load_from_disk(str(folder))
 
 
-def _listing(splits: "dict[str, Dataset]", name: str, config: DataConfig, keep: Path) -> Listing:
-    def rows() -> Iterator[Row | BadRow]:
-        for split, data in splits.items():
-            yield from _rows(data, name, "" if len(splits) == 1 else split, config, keep)
-
-    return Listing(".", rows())
-
-
-def _rows(data: "Dataset", name: str, split: str, config: DataConfig, keep: Path) -> Iterator[Row | BadRow]:
-    import datasets
-
-    data, kinds = _aligned(data, keep), dict(data.features)
-    images = [one for one, kind in kinds.items() if isinstance(kind, datasets.Image)]
-    images += [
-        one
-        for one in data.column_names
-        if one not in images and holds_bytes(data.data.schema.field(one).type)
-    ]
-    image = config.image_column if config.image_column in images else next(iter(images), None)
-    if image is None or config.image_column not in ("auto", image):
-        raise ValueError(f"{name} has no column of images{_called(config)}; it has {', '.join(kinds)}")
-    labels = {one: kind.names for one, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)}
-    light = [one for one in data.column_names if one not in images]
-    places, caption = _places(data, image), None
-    number = 0
-    for batch in data.data.table.select(light).to_batches(1000):
-        records = [Record(0, _worded(values, labels, config.template)) for values in batch.to_pylist()]
-        caption = caption or guess_captions(Path(name), records, config)
-        for record in records:
-            number += 1
-            texts = [text for column in caption for text in several(record.values.get(column))]
-            side = split or str(record.values.get("split") or "")
-            yield _row(next(places), Row("", texts, number, f"{name} {split}".strip(), side))
-
-
-def _called(config: DataConfig) -> str:
-    return "" if config.image_column == "auto" else f" called {config.image_column!r}"
-
-
-def _worded(values: dict[str, Any], labels: dict[str, list[str]], prompt: str) -> dict[str, Any]:
-    """Numbers of classes become prompts."""
-    for column, names in labels.items():
-        if isinstance(values.get(column), int) and 0 <= values[column] < len(names):
-            values[column] = prompted(names[values[column]], prompt)
-    return values
-
-
-def _row(place: "Place", row: Row) -> Row | BadRow:
-    file, offset, length, path = place
-    if length:
-        return row._replace(image=path or f"row {row.line}", file=file, offset=offset, length=length)
-    if path:
-        return row._replace(image=path)
-    return BadRow("missing file", f"{row.table} row {row.line}", "the row has no image")
-
-
-Place = tuple[str, int, int, str | None]
-
-
-def _places(data: "Dataset", column: str) -> Iterator[Place]:
-    """(file, offset, length, path) of each row's image, where its bytes lie in the Arrow files."""
-    import pyarrow as pa
-
-    for file in [one["filename"] for one in data.cache_files]:
+def _byte_ranges(data: "Dataset", column: str) -> Iterator[tuple[str, int, int, str | None]]:
+    """Where the bytes of each image are in the Arrow files: file, offset, length; and the image's own path."""
+    for file in (cached["filename"] for cached in data.cache_files):
         with pa.memory_map(file) as source:
-            start = source.read_buffer().address
+            file_address = source.read_buffer().address
             source.seek(0)
             for chunk in pa.ipc.open_stream(source).read_all()[column].chunks:
-                path: list[str | None] = [None] * len(chunk)
+                paths: list[str | None] = [None] * len(chunk)
                 if pa.types.is_struct(chunk.type):
-                    names = [field.name for field in chunk.type]
-                    parts = dict(zip(names, chunk.flatten(), strict=True))
-                    chunk, path = parts["bytes"], parts["path"].to_pylist() if "path" in parts else path
-                wide = np.int64 if pa.types.is_large_binary(chunk.type) else np.int32
-                _, ends, values = chunk.buffers()
-                at = np.frombuffer(ends, wide)[chunk.offset : chunk.offset + len(chunk) + 1].astype(np.int64)
-                base = values.address - start if values else 0
-                yield from zip(
-                    repeat(file), (base + at[:-1]).tolist(), np.diff(at).tolist(), path, strict=False
-                )
+                    fields = dict(zip([field.name for field in chunk.type], chunk.flatten(), strict=True))
+                    chunk, paths = fields["bytes"], fields["path"].to_pylist() if "path" in fields else paths
+                _, offsets, values = chunk.buffers()
+                dtype = np.int64 if pa.types.is_large_binary(chunk.type) else np.int32
+                stop = chunk.offset + len(chunk) + 1
+                ends = np.frombuffer(offsets, dtype)[chunk.offset : stop].astype(np.int64)
+                start = values.address - file_address if values else 0
+                offsets, lengths = (start + ends[:-1]).tolist(), np.diff(ends).tolist()
+                yield from zip(repeat(file), offsets, lengths, paths, strict=False)

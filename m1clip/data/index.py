@@ -1,15 +1,15 @@
-"""The index of a source: where each image lies and what is said of it, in memory-mapped files.
+"""On-disk index of a source: where each image is, and its captions, in memory-mapped files. No torch.
 
-An image that many rows name is one entry with many captions. A million rows cost the disk, not the memory.
+Rows that name the same image become one entry with several captions. A million rows use disk, not memory.
 """
 
 import json
 import os
-import re
 import stat
+import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,348 +20,272 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from m1clip.config import DataConfig
-from m1clip.data.decode import MOST_BYTES, BadImage, decode
-from m1clip.data.download import fetched
-from m1clip.data.folders import SIDES
-from m1clip.data.rows import BadRow, BadRows, Listing, Row, checked, place
+from m1clip.data.decode import MAX_BYTES, BadImage, decode
+from m1clip.data.rows import Advance, BadRow, BadRows, Listing, Row, normalize_split
+from m1clip.files import cache_folder
 
-Rows = NDArray[np.int64]
-BATCH = 8192
-NO_SIDE, TRAIN, VAL, TEST, UNLISTED, UNKNOWN = range(6)
-CODES = {"train": TRAIN, "val": VAL, "test": TEST, "unlisted": UNLISTED}
-SCHEMA = pa.schema(
-    [
-        ("name", pa.string()),
-        ("file", pa.int32()),
-        ("offset", pa.int64()),
-        ("length", pa.int64()),
-        ("table", pa.int32()),
-        ("line", pa.int32()),
-        ("side", pa.int8()),
-        ("many", pa.int32()),
-        ("captions", pa.list_(pa.string())),
-    ]
-)
+RowIndices = NDArray[np.int64]
+ARROW_BATCH = 8192
+SPLIT_CODES = {"": 0, "train": 1, "val": 2, "test": 3, "unlisted": 4, "unknown": 5}
+NUMBERS = {"offset": pa.int64(), "length": pa.int64(), "line": pa.int32()}
+CODES = {"container": pa.int32(), "table": pa.int32(), "split": pa.int8()}
+SCHEMA = pa.schema({"image": pa.string(), **NUMBERS, **CODES, "captions": pa.list_(pa.string())})
+TIMEOUT_S, ATTEMPTS = 20, 2  # of downloads
 
 
-class Entry(NamedTuple):
-    """A row of the index; `file` and `table` are numbers of names kept once."""
+class IndexWriter:
+    def __init__(self, listing: Listing, config: DataConfig, bad_rows: BadRows):
+        self.listing, self.allow, self.bad_rows = listing, config.allow, bad_rows
+        self.containers, self.tables = {"": 0}, {"": 0}  # names that many rows share, stored as numbers
+        self.root, self.real_root = os.path.abspath(listing.root), os.path.realpath(listing.root)
+        self.linked_folders: dict[str, bool] = {}
 
-    name: str
-    file: int
-    offset: int
-    length: int
-    table: int
-    line: int
-    side: int
-    many: int
-    """Captions; counted when the entry is written."""
-    captions: list[str]
-
-
-class Names:
-    """Few names that many rows share, as numbers; no name is -1."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, int] = {"": -1}
-
-    def number(self, name: str) -> int:
-        return self.known.setdefault(name, len(self.known) - 1)
-
-    def name(self, number: int) -> str:
-        return self.all()[number]
-
-    def all(self) -> list[str]:
-        return list(self.known)[1:]
-
-
-def code_of(word: str) -> int:
-    """The side that a word means: train, val2017, testA …"""
-    word = word.strip().lower()
-    for name in (
-        word,
-        re.sub(r"\W?\d+$", "", word),
-        word.removeprefix("mini"),
-        re.split(r"[-_. ]", word)[0],
-        word[:4],
-    ):
-        if name in CODES or name in SIDES:
-            return CODES[SIDES.get(name, name)]
-    return UNKNOWN
-
-
-class Builder:
-    """Rows in, an index out; what cannot be used goes to `faults`."""
-
-    def __init__(self, listing: Listing, config: DataConfig, faults: BadRows):
-        self.listing, self.allow, self.faults = listing, config.allow, faults
-        self.files, self.tables = Names(), Names()
-        self.root = os.path.abspath(listing.root)
-        self.real_root = os.path.realpath(listing.root)
-        self.known_folders: dict[str, bool] = {}
-
-    def write(self, folder: Path, progress: Callable[[int], None]) -> None:
+    def write(self, folder: Path, progress: Advance) -> None:
         keys = self._write_rows(folder / "rows.arrow", progress)
-        order, starts = _grouped(keys)
+        order, starts = _group_rows(keys)
         with pa.memory_map(str(folder / "rows.arrow")) as source:
-            there, fingerprint, identity = self._look_up(pa.ipc.open_file(source), order, starts)
-        sizes = np.diff(starts)[there]
-        np.save(folder / "order.npy", order[np.repeat(there, np.diff(starts))])
-        np.save(folder / "starts.npy", np.concatenate([[0], np.cumsum(sizes)]))
-        facts = {
-            "root": self.root,
-            "files": self.files.all(),
-            "tables": self.tables.all(),
-            "fingerprint": fingerprint,
-            "identity": identity,
-        }
+            usable, fingerprint, identity = self._check_images(pa.ipc.open_file(source), order, starts)
+        sizes = np.diff(starts)
+        np.save(folder / "order.npy", order[np.repeat(usable, sizes)])
+        np.save(folder / "starts.npy", np.concatenate([[0], np.cumsum(sizes[usable])]))
+        names = {"root": self.root, "containers": list(self.containers), "tables": list(self.tables)}
+        facts = {**names, "fingerprint": fingerprint, "identity": identity}
         (folder / "facts.json").write_text(json.dumps(facts))
 
-    def _write_rows(self, path: Path, progress: Callable[[int], None]) -> NDArray[np.int64]:
-        """The rows in the order they come; the answer has equal numbers for those of the same image."""
-        keys = array("q")
+    def _write_rows(self, path: Path, progress: Advance) -> RowIndices:
+        """Write the rows in their order; return a key for each that is equal for rows of one image."""
+        keys, batch = array("q"), list[Row]()
         with pa.ipc.new_file(str(path), SCHEMA) as writer:
-            batch: list[Entry] = []
-            for entry in self._entries():
-                if len(batch) == BATCH:
-                    writer.write_batch(_columns(batch))
+            for row in self._usable_rows():
+                if len(batch) == ARROW_BATCH:
+                    writer.write_batch(self._record_batch(batch))
                     progress(len(batch))
                     batch = []
-                batch.append(entry)
-                keys.append(hash((entry.file, entry.offset, entry.name)))
-            writer.write_batch(_columns(batch))
+                batch.append(row)
+                keys.append(hash((row.container, row.offset, row.image)))
+            writer.write_batch(self._record_batch(batch))
             progress(len(batch))
         return np.frombuffer(keys, np.int64) if keys else np.empty(0, np.int64)
 
-    def _entries(self) -> Iterator[Entry]:
-        """Rows that follow each other and name the same image become one here already."""
-        last: Entry | None = None
+    def _record_batch(self, rows: Sequence[Row]) -> pa.RecordBatch:
+        columns = {name: [getattr(row, name) for row in rows] for name in ("image", *NUMBERS, "captions")}
+        for name, numbers in (("container", self.containers), ("table", self.tables)):
+            columns[name] = [numbers.setdefault(getattr(row, name), len(numbers)) for row in rows]
+        columns["split"] = [SPLIT_CODES[normalize_split(row.split) if row.split else ""] for row in rows]
+        return pa.record_batch([pa.array(columns[field.name], field.type) for field in SCHEMA], SCHEMA)
+
+    def _usable_rows(self) -> Iterator[Row]:
+        """Valid rows; consecutive rows of one image are merged here already."""
+        last, captions = None, list[str]()
         for row in self.listing.rows:
-            row = row if isinstance(row, BadRow) else self._allowed(checked(row))
+            row = row if isinstance(row, BadRow) else self._check_url(row.validated())
             if isinstance(row, BadRow):
-                lone = not os.path.exists(row.where) and os.path.exists(os.path.join(self.root, row.where))
-                self.faults.rows += 1
-                self.faults.add(
-                    row._replace(where=os.path.join(self.listing.root, row.where)) if lone else row
-                )
-            elif last and last.name == row.image and last.offset == row.offset and not row.file:
-                last.captions.extend(row.captions)
-                self.faults.rows += 1
+                path = os.path.join(self.listing.root, row.location)
+                is_relative = os.path.exists(path) and not os.path.exists(row.location)
+                self.bad_rows.add(row._replace(location=path) if is_relative else row)
+                self.bad_rows.rows += 1
+            elif last and (last.image, last.offset) == (row.image, row.offset) and not row.container:
+                captions.extend(row.captions)
+                self.bad_rows.rows += 1
             else:
                 if last:
-                    yield last
-                side = code_of(row.split) if row.split else NO_SIDE
-                file, table = self.files.number(row.file), self.tables.number(row.table)
-                said = list(row.captions)
-                last = Entry(row.image, file, row.offset, row.length, table, row.line, side, 0, said)
+                    yield last._replace(captions=captions)
+                last, captions = row, list(row.captions)
         if last:
-            yield last
+            yield last._replace(captions=captions)
 
-    def _allowed(self, row: Row | BadRow) -> Row | BadRow:
+    def _check_url(self, row: Row | BadRow) -> Row | BadRow:
         if isinstance(row, BadRow) or "://" not in row.image:
             return row
         if not row.image.startswith(("http://", "https://")):
-            return BadRow(
-                "refused", place(row), f"{row.image[:80]} is an address of a kind that is never fetched"
-            )
+            return BadRow("refused", row.location, f"{row.image[:80]} is not an http or https URL")
         if "urls" not in self.allow:
-            return BadRow(
-                "refused", place(row), f"{row.image[:80]} is on the net; --allow urls would fetch it"
-            )
+            return BadRow("refused", row.location, f"{row.image[:80]} is a URL; --allow urls downloads it")
         return row
 
-    def _look_up(
-        self, rows: pa.RecordBatchFileReader, order: Rows, starts: Rows
+    def _check_images(
+        self, reader: pa.RecordBatchFileReader, order: RowIndices, starts: RowIndices
     ) -> tuple[NDArray[np.bool_], str, str]:
-        """Which images are there; a fingerprint of their files, and one of names and captions."""
-        same, said = blake2b(self.root.encode(), digest_size=16), blake2b(digest_size=16)
-        for file in self.files.all():
-            about = os.stat(file)
-            same.update(f"{os.path.abspath(file)}/{about.st_size}/{about.st_mtime_ns}".encode())
-        heads = order[starts[:-1]]  # where each image is first named: in the order of the rows
-        there = np.ones(len(heads), bool)
-        self.faults.rows += len(order)
-        self.faults.images += len(heads)
-        at, begin = 0, 0
-        for k in range(rows.num_record_batches):
-            batch = rows.get_batch(k)
-            names, inside, lines, tables = (
-                batch[key].to_pylist() for key in ("name", "file", "line", "table")
-            )
-            said.update("\n".join([*names, *batch["captions"].flatten().to_pylist()]).encode())
-            same.update(batch["offset"].to_numpy().tobytes() + batch["length"].to_numpy().tobytes())
-            while at < len(heads) and heads[at] < begin + len(batch):
-                i = int(heads[at]) - begin
-                stamp = names[i] if inside[i] >= 0 else self._stamp(names[i])
+        """Which images are usable, and hashes of their files and of all names and captions."""
+        fingerprint, identity = blake2b(self.root.encode(), digest_size=16), blake2b(digest_size=16)
+        for container in list(self.containers)[1:]:
+            status = os.stat(container)
+            fingerprint.update(f"{os.path.abspath(container)}/{status.st_size}/{status.st_mtime_ns}".encode())
+        first_rows = order[starts[:-1]]  # of each image, ascending
+        usable, tables = np.ones(len(first_rows), bool), list(self.tables)
+        self.bad_rows.rows += len(order)
+        self.bad_rows.images += len(first_rows)
+        for number in range(reader.num_record_batches):
+            batch, start = reader.get_batch(number), number * ARROW_BATCH
+            columns = {name: batch[name].to_pylist() for name in ("image", "container", "line", "table")}
+            identity.update("\n".join([*columns["image"], *batch["captions"].flatten().to_pylist()]).encode())
+            fingerprint.update(batch["offset"].to_numpy().tobytes() + batch["length"].to_numpy().tobytes())
+            for entry in range(*np.searchsorted(first_rows, (start, start + len(batch)))):
+                i = first_rows[entry] - start
+                image, container, line, table = (column[i] for column in columns.values())
+                stamp = image if container else self._file_stamp(image)
                 if isinstance(stamp, BadRow):
-                    there[at] = False
-                    where = f"{self.tables.name(tables[i])} line {lines[i]}" if lines[i] else stamp.where
-                    self.faults.add(stamp._replace(where=where), image=True)
-                same.update(str(stamp).encode())
-                at += 1
-            begin += len(batch)
-        return there, same.hexdigest(), said.hexdigest()
+                    usable[entry] = False
+                    location = f"{tables[table]} line {line}" if line else stamp.location
+                    self.bad_rows.add(stamp._replace(location=location), image=True)
+                fingerprint.update(str(stamp).encode())
+        return usable, fingerprint.hexdigest(), identity.hexdigest()
 
-    def _stamp(self, name: str) -> str | BadRow:
-        """What tells a file from an earlier one of the same name; a fault if it cannot be used."""
-        if "://" in name:
-            return name
-        path, short = os.path.join(self.root, name), name[:80]
+    def _file_stamp(self, image: str) -> str | BadRow:
+        """Name, size and time of a file, or why it cannot be used."""
+        if "://" in image:
+            return image
+        path, name = os.path.join(self.root, image), image[:80]
         try:
-            about = os.lstat(path)
-            if stat.S_ISLNK(about.st_mode) or self._leads_out(os.path.dirname(path)):
-                real = os.path.realpath(path)
-                if "links" not in self.allow and not real.startswith(self.real_root + os.sep):
-                    return BadRow(
-                        "refused", path, f"{short} is a link that leads out, to {real} (--allow links)"
-                    )
-                about = os.stat(path)
+            status = os.lstat(path)
+            if stat.S_ISLNK(status.st_mode) or self._is_linked_out(os.path.dirname(path)):
+                target = os.path.realpath(path)
+                if "links" not in self.allow and not target.startswith(self.real_root + os.sep):
+                    return BadRow("refused", path, f"{name} links to {target}; --allow links follows it")
+                status = os.stat(path)
         except (OSError, ValueError):
-            return BadRow("missing file", path, f"there is no {short}")
-        if not stat.S_ISREG(about.st_mode):
-            return BadRow("missing file", path, f"{short} is not a file")
-        return f"{name}/{about.st_size}/{about.st_mtime_ns}"
+            return BadRow("missing file", path, f"there is no {name}")
+        if not stat.S_ISREG(status.st_mode):
+            return BadRow("missing file", path, f"{name} is not a file")
+        return f"{image}/{status.st_size}/{status.st_mtime_ns}"
 
-    def _leads_out(self, folder: str) -> bool:
-        """Whether a folder that is named as one below the root is elsewhere: a link is on the way."""
-        if folder not in self.known_folders:
-            below = os.path.normpath(folder).startswith(self.root + os.sep)
-            out = not os.path.realpath(folder).startswith(self.real_root + os.sep)
-            self.known_folders[folder] = below and out
-        return self.known_folders[folder]
-
-
-def _columns(batch: Sequence[Entry]) -> pa.RecordBatch:
-    counted = [entry._replace(many=len(entry.captions)) for entry in batch]
-    columns = zip(*counted, strict=True) if batch else [()] * len(SCHEMA)
-    return pa.record_batch(
-        [pa.array(values, kind) for values, kind in zip(columns, SCHEMA.types, strict=True)], SCHEMA
-    )
+    def _is_linked_out(self, folder: str) -> bool:
+        """Whether a folder below the root is really elsewhere, through a symlink."""
+        if folder not in self.linked_folders:
+            is_below = os.path.normpath(folder).startswith(self.root + os.sep)
+            is_inside = os.path.realpath(folder).startswith(self.real_root + os.sep)
+            self.linked_folders[folder] = is_below and not is_inside
+        return self.linked_folders[folder]
 
 
-def _grouped(keys: NDArray[np.int64]) -> tuple[Rows, Rows]:
-    """Row numbers, those of an image together, images in the order they are first named; the cuts."""
+def _group_rows(keys: RowIndices) -> tuple[RowIndices, RowIndices]:
+    """Rows grouped by image, in the order of each image's first row, and the start of each group."""
     _, first, group = np.unique(keys, return_index=True, return_inverse=True)
     if len(first) == len(keys):
         return np.arange(len(keys)), np.arange(len(keys) + 1)
-    owner = first[group]  # for each row, the first of its image
-    order = np.argsort(owner, kind="stable")
-    starts = np.flatnonzero(np.diff(owner[order], prepend=-1))
+    first_row = first[group]
+    order = np.argsort(first_row, kind="stable")
+    starts = np.flatnonzero(np.diff(first_row[order], prepend=-1))
     return order, np.append(starts, len(order))
 
 
-class Indexed:
-    """PairDataset of an index, all or some of them. What is opened is opened anew in each process."""
+class IndexFiles(NamedTuple):
+    table: pa.Table
+    order: RowIndices  # rows of the table, grouped by image
+    starts: RowIndices  # position in `order` of each image's first row, and the end
+    facts: dict[str, Any]
 
-    def __init__(self, folder: Path, rows: Rows | None = None):
+
+@lru_cache
+def open_index(folder: Path) -> IndexFiles:
+    table = pa.ipc.open_file(pa.memory_map(str(folder / "rows.arrow"))).read_all()
+    order, starts = (np.load(folder / name, mmap_mode="r") for name in ("order.npy", "starts.npy"))
+    return IndexFiles(table, order, starts, json.loads((folder / "facts.json").read_text()))
+
+
+class IndexedPairs:
+    """All or some images of an index."""
+
+    def __init__(self, folder: Path, rows: RowIndices | None = None):
         self.folder = folder
-        self.rows = np.arange(len(self._starts) - 1) if rows is None else rows
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "rows": self.rows}
-
-    def take(self, rows: Rows) -> "Indexed":
-        return Indexed(self.folder, self.rows[rows])
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{self._facts['fingerprint']}/{blake2b(self.rows.tobytes(), digest_size=8).hexdigest()}"
-
-    @property
-    def identity(self) -> str:
-        return f"{self._facts['identity']}/{blake2b(self.rows.tobytes(), digest_size=8).hexdigest()}"
-
-    @cached_property
-    def _table(self) -> pa.Table:
-        return pa.ipc.open_file(pa.memory_map(str(self.folder / "rows.arrow"))).read_all()
-
-    @cached_property
-    def _order(self) -> Rows:
-        order: Rows = np.load(self.folder / "order.npy", mmap_mode="r")
-        return order
-
-    @cached_property
-    def _starts(self) -> Rows:
-        starts: Rows = np.load(self.folder / "starts.npy", mmap_mode="r")
-        return starts
-
-    @cached_property
-    def _counts(self) -> NDArray[np.int32]:
-        counts: NDArray[np.int32] = self._table["many"].to_numpy()
-        return counts
-
-    @cached_property
-    def _facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = json.loads((self.folder / "facts.json").read_text())
-        return facts
-
-    def column(self, name: str) -> NDArray[Any]:
-        values: NDArray[Any] = self._table[name].to_numpy()
-        return values[self._order[self._starts[self.rows]]]
-
-    def _value(self, name: str, index: int) -> Any:
-        chunk, place = divmod(int(self._order[self._starts[self.rows[index]]]), BATCH)
-        return self._table[name].chunk(chunk)[place].as_py()
+        self.rows = np.arange(len(open_index(folder).starts) - 1) if rows is None else rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def captions(self, index: int) -> Sequence[str]:
-        row = self.rows[index]
-        lines = self._order[self._starts[row] : self._starts[row + 1]]
-        return Captions(self._table["captions"], lines, np.cumsum(self._counts[lines]))
+    def take(self, rows: RowIndices) -> "IndexedPairs":
+        return IndexedPairs(self.folder, self.rows[rows])
 
-    def row(self, index: int) -> str:
-        """Where a person finds it."""
-        name, line = self._value("name", index), self._value("line", index)
+    @property
+    def _index(self) -> IndexFiles:
+        return open_index(self.folder)  # in a worker process, the files are opened again
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self._index.facts['fingerprint']}/{blake2b(self.rows.tobytes(), digest_size=8).hexdigest()}"
+
+    @property
+    def identity(self) -> str:
+        return f"{self._index.facts['identity']}/{blake2b(self.rows.tobytes(), digest_size=8).hexdigest()}"
+
+    def column(self, name: str) -> NDArray[Any]:
+        """A column of numbers, one value per image."""
+        values: NDArray[Any] = self._index.table[name].to_numpy()
+        return values[self._index.order[self._index.starts[self.rows]]]
+
+    def _cell(self, name: str, row: int) -> Any:
+        chunk, offset = divmod(int(row), ARROW_BATCH)
+        return self._index.table[name].chunk(chunk)[offset].as_py()
+
+    def value(self, name: str, index: int) -> Any:
+        return self._cell(name, self._index.order[self._index.starts[self.rows[index]]])
+
+    def captions(self, index: int) -> list[str]:
+        start, end = self._index.starts[self.rows[index] : self.rows[index] + 2]
+        return [caption for row in self._index.order[start:end] for caption in self._cell("captions", row)]
+
+    def location(self, index: int) -> str:
+        image, line, table, container = (self.value(name, index) for name in ("image", "line", "table", "container"))
         if line:
-            return f"{self._facts['tables'][self._value('table', index)]} line {line} ({name})"
-        file = self._value("file", index)
-        return (
-            f"{self._facts['files'][file]}: {name}" if file >= 0 else os.path.join(self._facts["root"], name)
-        )
-
-    def container(self) -> NDArray[np.int32]:
-        """The number of the file that holds each image among others; -1 where it is a file itself."""
-        return self.column("file")
+            return f"{self._index.facts['tables'][table]} line {line} ({image})"
+        if container:
+            return f"{self._index.facts['containers'][container]}: {image}"
+        return os.path.join(str(self._index.facts["root"]), image)
 
     def read(self, index: int) -> bytes:
-        """The image's bytes as they lie on the disk."""
-        name, file = self._value("name", index), self._value("file", index)
+        """The undecoded image file."""
+        image, facts = self.value("image", index), self._index.facts
         try:
-            if file >= 0:
-                path = self._facts["files"][file]
-            else:
-                path = fetched(name) if "://" in name else os.path.join(self._facts["root"], name)
-            with open(path, "rb") as handle:
-                size = self._value("length", index) or os.fstat(handle.fileno()).st_size
-                if size > MOST_BYTES:
+            local = os.path.join(facts["root"], image)
+            path = facts["containers"][self.value("container", index)] or (
+                download_image(image) if "://" in image else local
+            )
+            with open(path, "rb") as file:
+                size = self.value("length", index) or os.fstat(file.fileno()).st_size
+                if size > MAX_BYTES:
                     raise BadImage("refused", f"{size:,} bytes are too many for an image")
-                handle.seek(self._value("offset", index))
-                return handle.read(size)
+                file.seek(self.value("offset", index))
+                return file.read(size)
         except FileNotFoundError:
             raise BadImage("missing file", "there is no such file") from None
         except OSError as error:
             raise BadImage("cannot be read", f"cannot be read ({error.strerror})") from None
 
-    def image(self, index: int, least: int = 0) -> Image.Image:
-        return decode(self.read(index), least)
+    def image(self, index: int, min_size: int = 0) -> Image.Image:
+        return decode(self.read(index), min_size)
 
 
-class Captions(Sequence[str]):
-    """Read one by one: an image may have very many."""
+def download_image(url: str) -> Path:
+    """The file of a URL, downloaded once and kept in the cache."""
+    path = cache_folder() / "downloads" / blake2b(url.encode(), digest_size=32).hexdigest()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(_fetch(url))
+        os.replace(partial, path)
+    return path
 
-    def __init__(self, column: pa.ChunkedArray, lines: Rows, ends: Rows):
-        self.column, self.lines, self.ends = column, lines, ends
 
-    def __len__(self) -> int:
-        return int(self.ends[-1])
+def _fetch(url: str) -> bytes:
+    """The body of a response, limited in size and time; redirects are followed to http and https only."""
+    import httpx2 as httpx
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError("no such caption")
-        k = int(np.searchsorted(self.ends, index, "right"))
-        chunk, place = divmod(int(self.lines[k]), BATCH)
-        return self.column.chunk(chunk)[place].values[int(index - (self.ends[k - 1] if k else 0))].as_py()
+    headers, reason = {"User-Agent": "m1clip", "Accept-Encoding": "identity"}, ""
+    for _ in range(ATTEMPTS):
+        data, deadline = b"", time.monotonic() + 3 * TIMEOUT_S
+        try:
+            with httpx.stream("GET", url, follow_redirects=True, timeout=TIMEOUT_S, headers=headers) as response:
+                response.raise_for_status()
+                for part in response.iter_bytes():
+                    data += part
+                    if len(data) > MAX_BYTES:
+                        raise BadImage("refused", f"the response is larger than {MAX_BYTES:,} bytes")
+                    if time.monotonic() > deadline:
+                        raise httpx.ReadTimeout(f"it took longer than {3 * TIMEOUT_S} s")
+                return data
+        except httpx.HTTPStatusError as error:
+            status = f"{error.response.status_code} {error.response.reason_phrase}"
+            raise BadImage("missing file", f"{url[:80]} answers {status}") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            reason = " ".join(str(error).split())
+    raise BadImage("missing file", f"{url[:80]} cannot be downloaded ({reason})")

@@ -1,40 +1,96 @@
-"""What every source is read as: rows, each the place of an image and its captions, or a fault in its stead.
+"""The common form of all data: rows of a source as they are read, and pairs with random access. No torch.
 
-Knows no formats. A reader is a generator of these, so a million rows need no memory.
+A reader is a generator of rows, so a million rows need no memory.
 """
 
 import html
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
-MOST_TEXT = 1_000_000  # bytes of captions of one image
-NAMED = 10_000  # faults kept with their names; beyond these they are only counted
+from PIL import Image
+
+from m1clip.format import percent
+
+MAX_CAPTION_BYTES = 1_000_000  # captions of one image
+MAX_EXAMPLES = 10_000  # bad rows that are listed; further ones are only counted
+SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training", "restval"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev", "eval", "held-out", "held_out"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+Advance = Callable[[int], None]
+ProgressFactory = Callable[[str, int | None], AbstractContextManager[Advance]]
+"""Opens a progress bar from a label and a total, if known; the returned function advances it."""
 
 
-class Row(NamedTuple):
-    image: str
-    """Path of the image from the listing's root, or its name inside `file`, or its address on the net."""
-    captions: Sequence[str]
-    line: int = 0
-    """Where in `table` it stands, from 1; 0 where no table lists it."""
-    table: str = ""
-    split: str = ""
-    """The side it is on, in the source's own words."""
-    file: str = ""
-    """The file that holds the image among others: `length` bytes from `offset`."""
-    offset: int = 0
-    length: int = 0
+@contextmanager
+def no_progress(label: str, total: int | None) -> Iterator[Advance]:
+    yield lambda done: None
+
+
+class PairDataset(Protocol):
+    """Images and captions by row; light enough to be sent to a worker process."""
+
+    @property
+    def fingerprint(self) -> str: ...  # of the images and their order: the key of cached pixels
+    @property
+    def identity(self) -> str: ...  # of the pairs and their order: compared when a run is resumed
+    def __len__(self) -> int: ...
+    def image(self, index: int, min_size: int = 0) -> Image.Image: ...
+    def captions(self, index: int) -> Sequence[str]: ...
+    def location(self, index: int) -> str: ...
 
 
 class BadRow(NamedTuple):
     kind: str
-    where: str
-    what: str
+    location: str
+    reason: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what}"
+        return f"{self.location}: {self.reason}"
+
+
+class Row(NamedTuple):
+    image: str
+    """Path relative to the listing's root, name inside `container`, or URL."""
+    captions: Sequence[str]
+    line: int = 0
+    """Line number in `table`, from 1; 0 if no table lists the image."""
+    table: str = ""
+    split: str = ""
+    """Split in the source's own words, such as val2017."""
+    container: str = ""
+    """File that contains the image, as `length` bytes at `offset`: a tar shard or an Arrow file."""
+    offset: int = 0
+    length: int = 0
+
+    @property
+    def location(self) -> str:
+        if self.line:
+            return f"{self.table} line {self.line}"
+        image = self.image.encode(errors="replace").decode()
+        return f"{self.container}: {image}" if self.container else image
+
+    def validated(self) -> "Row | BadRow":
+        """The row with its usable captions only, or the reason why it cannot be used."""
+        if not self.image or "\0" in self.image:
+            return BadRow("broken line", self.location, "names no image")
+        if not all(map(is_utf8, (self.image, *self.captions))):
+            return BadRow("not UTF-8", self.location, "the text is not UTF-8; save the file as UTF-8")
+        texts = (caption.strip() for caption in self.captions)
+        captions = [text for text in texts if text and ("&" not in text or html.unescape(text).strip())]
+        if not captions:
+            return BadRow("no caption", self.location, "the caption is empty")
+        return self if captions == self.captions else self._replace(captions=captions)
+
+
+BadImages = dict[int, tuple[str, str]]
+"""Kind and reason of the images that cannot be decoded, by row."""
 
 
 class Listing(NamedTuple):
@@ -44,81 +100,68 @@ class Listing(NamedTuple):
 
 @dataclass
 class BadRows:
-    """How many of how many rows are unusable, by kind, and the first of them by name."""
+    """Unusable rows of a source, counted by kind, and the first of them as examples."""
 
     rows: int = 0
-    """All of them, the good ones too: lines of a table, or images."""
+    """All rows, usable or not: lines of a table, or images."""
     images: int = 0
-    """Different images among them."""
-    of_images: int = 0
-    """BadRows that cost an image, and not a line of a table."""
+    """Distinct images among them."""
+    lost_images: int = 0
+    """Bad rows that cost an image, not just one line of a table."""
     counts: Counter[str] = field(default_factory=Counter)
-    named: list[BadRow] = field(default_factory=list)
+    examples: list[BadRow] = field(default_factory=list)
 
     def __len__(self) -> int:
         return self.counts.total()
 
-    def add(self, fault: BadRow, image: bool = False) -> None:
-        self.of_images += image
-        self.counts[fault.kind] += 1
-        if len(self.named) < NAMED:
-            self.named.append(fault)
+    def add(self, row: BadRow, image: bool = False) -> None:
+        self.lost_images += image
+        self.counts[row.kind] += 1
+        if len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(row)
+
+    def add_images(self, pairs: PairDataset, bad: BadImages) -> None:
+        for row, (kind, reason) in bad.items():
+            self.add(BadRow(kind, pairs.location(row), reason), image=True)
 
     def __add__(self, other: "BadRows") -> "BadRows":
-        named = (self.named + other.named)[:NAMED]
-        images, of_images = self.images + other.images, self.of_images + other.of_images
-        return BadRows(self.rows + other.rows, images, of_images, self.counts + other.counts, named)
+        return BadRows(
+            self.rows + other.rows,
+            self.images + other.images,
+            self.lost_images + other.lost_images,
+            self.counts + other.counts,
+            (self.examples + other.examples)[:MAX_EXAMPLES],
+        )
 
     @property
-    def share(self) -> float:
-        """Part of the data that is lost: of the lines, and of the images, which may have several lines."""
-        lines = len(self) - self.of_images
-        return lines / max(1, self.rows) + self.of_images / max(1, self.images + lines)
+    def fraction(self) -> float:
+        """Fraction of the data that is lost: bad lines of all lines, plus lost images of all images."""
+        lines = len(self) - self.lost_images
+        return lines / max(1, self.rows) + self.lost_images / max(1, self.images + lines)
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.most_common())
-        first = "; ".join(str(fault) for fault in self.named[:3])
-        return f"{len(self):,} of {self.rows:,} rows are unusable ({kinds}); first {first}"
+        first = "; ".join(map(str, self.examples[:3]))
+        return f"{len(self):,} of {self.rows:,} rows are unusable ({kinds}), such as {first}"
 
-    def require_few(self, most: float) -> None:
-        """Refuses data of which more than the part `most` is unusable."""
-        if self.share <= most:
-            return
-        raise ValueError(f"{self}; --max-bad-rows allows {most:.2%}, and m1clip data check names them all")
+    def record(self, examples: int = MAX_EXAMPLES) -> dict[str, Any]:
+        listed, kinds = [row._asdict() for row in self.examples[:examples]], dict(self.counts.most_common())
+        return {"count": len(self), "fraction": self.fraction, "kinds": kinds, "examples": listed}
 
-
-def meaningful(captions: Iterable[object]) -> list[str]:
-    """The captions that say something, without the spaces around them."""
-    texts = (caption.strip() for caption in captions if isinstance(caption, str))
-    return [text for text in texts if text and ("&" not in text or html.unescape(text).strip())]
+    def require_at_most(self, max_fraction: float) -> None:
+        if self.fraction > max_fraction:
+            raise ValueError(f"{self}; --max-bad-rows allows {percent(max_fraction)}, `m1clip data check` lists all")
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text read with surrogateescape came from proper UTF-8."""
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    """Whether a text that was decoded with surrogateescape was valid UTF-8."""
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)
 
 
-def checked(row: Row) -> Row | BadRow:
-    """The row with the captions that can be used; a fault where it cannot be."""
-    if not row.image or "\0" in row.image:
-        return BadRow("broken line", place(row), "no image is named")
-    if not is_utf8(row.image) or not all(map(is_utf8, row.captions)):
-        return BadRow("not UTF-8", place(row), "the text is not UTF-8: save it as such")
-    captions = meaningful(row.captions)
-    if not captions:
-        return BadRow("no caption", place(row), "the caption is empty")
-    return row if captions == row.captions else row._replace(captions=captions)
-
-
-def place(row: Row) -> str:
-    """Where a person finds the row."""
-    image = row.image.encode(errors="replace").decode()
-    if row.line:
-        return f"{row.table} line {row.line}"
-    return f"{row.file}: {image}" if row.file else image
+@lru_cache
+def normalize_split(word: str) -> str:
+    """train, val, test or unlisted for a source's own word, such as val2017 or testA; otherwise unknown."""
+    word = word.strip().lower()
+    stems = (re.sub(r"\W?\d+$", "", word), word.removeprefix("mini"), re.split(r"[-_. ]", word)[0], word[:4])
+    known = (SPLIT_WORDS.get(stem) for stem in (word, *stems))
+    return "unlisted" if word == "unlisted" else next(filter(None, known), "unknown")

@@ -1,251 +1,179 @@
-"""Which pairs a spec means: its parts found, listed and divided into sides."""
+"""A --data spec to sources of pairs, split into train, val and test. No torch."""
 
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from glob import glob
 from hashlib import blake2b
-from pathlib import Path
 
 import numpy as np
-from braceexpand import braceexpand
 from numpy.typing import NDArray
 
 from m1clip.config import DataConfig
-from m1clip.data import caption_datasets, folders, hf_datasets, index, tables, webdataset
-from m1clip.data.cache_space import explained_if_full, own_folder
 from m1clip.data.decode import BadImage
-from m1clip.data.index import Builder, Indexed, Rows
-from m1clip.data.pairs import PairDataset, ProgressFactory, no_progress
-from m1clip.data.rows import BadRows, Listing
-from m1clip.data.synthetic.scenes import SyntheticScenes
+from m1clip.data.index import SPLIT_CODES, IndexedPairs, IndexWriter, RowIndices
+from m1clip.data.pixel_cache import explain_full_disk, temporary_cache
+from m1clip.data.rows import BadRows, PairDataset, ProgressFactory, no_progress
+from m1clip.data.workers import row_chunks
 from m1clip.files import cache_folder
-from m1clip.format import did_you_mean
 
-KINDS = ("synthetic", "coco", "flickr30k", "flickr8k", "hf")
-GIVEN = 5000  # of a validation side as given, this many are scored unless --val-size asks for more
-DRAWN = 240
+SCHEMES = ("synthetic", "coco", "flickr30k", "flickr8k", "hf")
+MAX_VAL = 5000  # validation images of a dataset's own split that are used, unless --val-size asks for more
+SYNTHETIC_VAL = 240
 
 
-class NoUsablePairs(ValueError):  # noqa: N818 - it is the data that is wrong
-    """Not one row can be used; `faults` has the reasons."""
-
-    def __init__(self, spec: str, faults: BadRows):
-        super().__init__(
-            f"{spec}: not one row can be used; {faults}" if faults else f"{spec} has no pairs in it"
-        )
-        self.spec, self.faults = spec, faults
+class NoUsablePairs(ValueError):  # noqa: N818 - the data is wrong, not the program
+    def __init__(self, spec: str, bad_rows: BadRows):
+        super().__init__(f"{spec}: {bad_rows}" if bad_rows else f"{spec} has no pairs")
+        self.spec, self.bad_rows = spec, bad_rows
 
 
 @dataclass(frozen=True)
 class Source:
     spec: str
     weight: float
-    """How often each of its training pairs comes in an epoch."""
-    every: PairDataset
-    """All of them, of whatever side."""
+    """Times that each training pair occurs per epoch."""
+    all: PairDataset
     train: PairDataset
     val: PairDataset
     test: PairDataset | None
-    faults: BadRows
-    why: str
-    """How the sides were divided."""
+    bad_rows: BadRows
+    split_reason: str
 
 
-def open_sources(config: DataConfig, bars: ProgressFactory = no_progress) -> list[Source]:
-    """The parts of a spec such as coco:DIR@2+mine.csv."""
-    sources = [_open(spec, weight, config, bars) for spec, weight in parts_of(config.data)]
-    return _apart(sources, bars) if len(sources) > 1 else sources
+def open_sources(config: DataConfig, progress: ProgressFactory = no_progress) -> list[Source]:
+    """The sources of a spec such as coco:DIR@2+mine.csv."""
+    sources = [_open_source(spec, weight, config, progress) for spec, weight in parse_spec(config.data)]
+    return _remove_val_images(sources, progress) if len(sources) > 1 else sources
 
 
-def parts_of(spec: str) -> list[tuple[str, float]]:
-    """Specs and their weights; a plus sign or an @ that belongs to a path is left alone."""
-    if not spec.strip():
-        raise ValueError("--data is empty; a folder, a table, or synthetic:N is expected")
-    parts = []
-    for part in [spec] if _exists(spec) else spec.split("+"):
-        found = None if _exists(part) else re.fullmatch(r"(.+)@([0-9.]+)", part.strip())
-        name, weight = (found.group(1), found.group(2)) if found else (part.strip(), "1")
+def parse_spec(data: str) -> list[tuple[str, float]]:
+    """Specs and their weights; a + or @ that is part of an existing path is left alone."""
+    if not data.strip():
+        raise ValueError("--data is empty; expected a folder, a table, or synthetic:N")
+    specs = []
+    for part in [data] if _exists(data) else data.split("+"):
+        weighted = None if _exists(part) else re.fullmatch(r"(.+)@([0-9.]+)", part.strip())
+        spec, text = weighted.groups() if weighted else (part.strip(), "1")
         try:
-            parts.append((name, float(weight)))
+            weight = float(text)
         except ValueError:
-            raise ValueError(f"in {spec!r}, {weight!r} should be a number: how often a pair comes") from None
-        if not 0 < parts[-1][1] <= 1000:
-            raise ValueError(f"in {spec!r}, the weight {weight} should be above 0 and at most 1000")
-    return parts
+            raise ValueError(f"in {data!r}, the weight {text!r} must be a number") from None
+        if not 0 < weight <= 1000:
+            raise ValueError(f"in {data!r}, the weight {text} must be above 0 and at most 1000")
+        specs.append((spec, weight))
+    return specs
 
 
 def _exists(spec: str) -> bool:
-    kind, mark, rest = spec.partition(":")
-    return os.path.exists(os.path.expanduser(rest if mark and kind in KINDS else spec))
+    scheme, colon, path = spec.partition(":")
+    return os.path.exists(os.path.expanduser(path if colon and scheme in SCHEMES else spec))
 
 
-def _open(spec: str, weight: float, config: DataConfig, bars: ProgressFactory) -> Source:
+def _open_source(spec: str, weight: float, config: DataConfig, progress: ProgressFactory) -> Source:
     if spec.partition(":")[0] == "synthetic":
-        return _synthetic(spec, weight, config)
-    faults = BadRows()
-    folder = own_folder("index-")
-    with bars(f"listing {spec}", None) as listed, explained_if_full(folder):
-        Builder(listing(spec, config), config, faults).write(folder, listed)
-    pairs = Indexed(folder)
+        return _open_synthetic(spec, weight, config)
+    from m1clip.data.readers import list_rows  # here, because synthetic data needs no readers
+
+    bad_rows, folder = BadRows(), temporary_cache("index-")
+    with progress(f"listing {spec}", None) as advance, explain_full_disk(folder):
+        IndexWriter(list_rows(spec, config), config, bad_rows).write(folder, advance)
+    pairs = IndexedPairs(folder)
     if not len(pairs):
-        raise NoUsablePairs(spec, faults)
-    faults.require_few(config.max_bad_rows)
-    train, val, test, why = divide(pairs, config, bars)
-    held = pairs.take(val)
-    tested = None if test is None else held if test is val else pairs.take(test)
-    return Source(spec, weight, pairs, pairs.take(train), held, tested, faults, why)
+        raise NoUsablePairs(spec, bad_rows)
+    bad_rows.require_at_most(config.max_bad_rows)
+    train, val, test, reason = split_rows(pairs, config, progress)
+    val_pairs = pairs.take(val)
+    test_pairs = None if test is None else val_pairs if test is val else pairs.take(test)
+    return Source(spec, weight, pairs, pairs.take(train), val_pairs, test_pairs, bad_rows, reason)
 
 
-def _synthetic(spec: str, weight: float, config: DataConfig) -> Source:
+def _open_synthetic(spec: str, weight: float, config: DataConfig) -> Source:
+    from m1clip.data.synthetic.scenes import SyntheticScenes
+
     size = spec.partition(":")[2]
     if size and not size.isdecimal():
-        raise ValueError(f"in {spec!r}, {size!r} should be a whole number of scenes")
-    number = DRAWN if config.val_size == "auto" else config.val_size
+        raise ValueError(f"in {spec!r}, {size!r} must be a whole number of scenes")
     train = SyntheticScenes(int(size or 12000), config.seed)
-    val = SyntheticScenes(number, config.seed, "val")
-    return Source(spec, weight, train, train, val, None, BadRows(), "combinations never trained on")
+    val = SyntheticScenes(SYNTHETIC_VAL if config.val_size == "auto" else config.val_size, config.seed, "val")
+    return Source(spec, weight, train, train, val, None, BadRows(), "combinations not in training")
 
 
-def listing(spec: str, config: DataConfig) -> Listing:
-    kind, mark, rest = spec.partition(":")
-    if mark and kind == "hf":
-        return hf_datasets.hub(rest, config, cache_folder())
-    if mark and kind in KINDS:
-        path = Path(rest).expanduser()
-        if not path.is_dir():
-            raise FileNotFoundError(f"{kind}:{rest} needs the folder of {kind}; there is no folder {rest!r}")
-        return (
-            caption_datasets.coco(path, config)
-            if kind == "coco"
-            else caption_datasets.flickr(path, kind, config)
-        )
-    return _files(files_of(spec), config)
-
-
-def _files(paths: list[Path], config: DataConfig) -> Listing:
-    """Shards and tables with images inside are read together, others one by one."""
-    endings = {path.suffix.lower() for path in paths if path.is_file()}
-    if endings == {".tar"} and not any(path.is_dir() for path in paths):
-        return webdataset.shards(paths)
-    if endings == {".parquet"} and tables.has_images(paths[0]):
-        return hf_datasets.parquet(paths, config, cache_folder())
-    return folders.joined([_one(path, config) for path in paths])
-
-
-def _one(path: Path, config: DataConfig) -> Listing:
-    if path.is_dir():
-        for inside in map(sorted, (path.glob("*.tar"), path.glob("*.parquet"), path.glob("data/*.parquet"))):
-            if inside:
-                return _files(inside, config)
-        if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
-            return hf_datasets.hub(str(path), config, cache_folder())
-        return folders.folder(path, config)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    if path.suffix.lower() in (".txt", ".token"):
-        return caption_datasets.text_table(path, config)
-    if path.suffix.lower() not in tables.TABLES:
-        raise ValueError(
-            f"{path} is nothing m1clip can read: a folder, {', '.join(tables.TABLES)} or plain .tar shards"
-        )
-    known = caption_datasets.known_json(path) if path.suffix.lower() == ".json" else None
-    return known or tables.table(path, config)
-
-
-def files_of(spec: str) -> list[Path]:
-    """The files of a path with {000..099} or * in it, or the one it names."""
-    spec = os.path.expanduser(spec)
-    names = [spec] if os.path.exists(spec) else list(braceexpand(spec))
-    names = [found for name in names for found in (sorted(glob(name)) if "*" in name else [name])]
-    if not names or not any(map(os.path.exists, names)):
-        kind = spec.partition(":")[0]
-        close = f"; {did_you_mean(kind, KINDS)}" if ":" in spec else ""
-        raise FileNotFoundError(f"no data source {spec!r}: there is no such file or folder{close}")
-    return [Path(name) for name in names]
-
-
-def divide(pairs: Indexed, config: DataConfig, bars: ProgressFactory) -> tuple[Rows, Rows, Rows | None, str]:
-    """Rows of the training, validation and test sides, and the reason. Splits as given may share images."""
-    side, requested = pairs.column("side"), config.val_size
-    if not np.isin(side, (index.TRAIN, index.VAL, index.TEST)).any():  # no word of it names a side
-        side = np.where(side == index.UNKNOWN, index.NO_SIDE, side)
-    train = np.flatnonzero(np.isin(side, (index.NO_SIDE, index.TRAIN)))
-    held, test = np.flatnonzero(side == index.VAL), np.flatnonzero(side == index.TEST)
-    if len(train) and (len(held) or len(test)):
-        left = np.count_nonzero(np.isin(side, (index.UNLISTED, index.UNKNOWN)))
-        word = ("val" if len(held) else "test") + (f", {left:,} on no side" if left else "")
-        return train, held if len(held) else test, test if len(test) else None, f"the {word} split as given"
-    rows = np.flatnonzero(side != index.UNLISTED)
+def split_rows(
+    pairs: IndexedPairs, config: DataConfig, progress: ProgressFactory
+) -> tuple[RowIndices, RowIndices, RowIndices | None, str]:
+    """Rows of the train, val and test splits, and how they were chosen. A dataset's own splits are kept."""
+    codes = np.array([*SPLIT_CODES])[pairs.column("split")]
+    if not np.isin(codes, ("train", "val", "test")).any():  # no word names a split
+        codes = np.where(codes == "unknown", "", codes)
+    train = np.flatnonzero(np.isin(codes, ("", "train")))
+    val, test = np.flatnonzero(codes == "val"), np.flatnonzero(codes == "test")
+    if len(train) and (len(val) or len(test)):
+        rest = np.count_nonzero(np.isin(codes, ("unlisted", "unknown")))
+        reason = f"the dataset's own {'val' if len(val) else 'test'} split"
+        reason += f"; {rest:,} images are in no split" if rest else ""
+        return train, val if len(val) else test, test if len(test) else None, reason
+    rows = np.flatnonzero(codes != "unlisted")
     if not len(rows):
-        raise ValueError("every image is on no list: the lists of the split and the captions do not match")
-    content = contents(pairs, bars)[rows]
-    known = np.unique(content)
-    number = min(1000, max(1, len(known) // 20)) if requested == "auto" else requested
-    if number >= len(known):
-        raise ValueError(f"--val-size {number} of {len(known)} different images leaves none to learn from")
-    mine = content <= known[number - 1]
-    return rows[~mine], rows[mine], None, "by a hash of each image's bytes"
+        raise ValueError("no image is in a split: the split lists do not match the captions")
+    hashes = content_hashes(pairs, progress)[rows]
+    distinct = np.unique(hashes)
+    count = min(1000, max(1, len(distinct) // 20)) if config.val_size == "auto" else config.val_size
+    if count >= len(distinct):
+        raise ValueError(f"--val-size {count} of {len(distinct)} distinct images leaves none for training")
+    is_val = hashes <= distinct[count - 1]
+    return rows[~is_val], rows[is_val], None, "by a hash of each image's bytes"
 
 
-def scored(pairs: PairDataset, config: DataConfig) -> PairDataset:
-    """Those of a validation side that are scored: all, or as many as are asked for, from all over it."""
-    most = GIVEN if config.val_size == "auto" else config.val_size
-    if len(pairs) <= most or not isinstance(pairs, Indexed):
+def validation_subset(pairs: PairDataset, config: DataConfig) -> PairDataset:
+    """All validation pairs, or as many as are asked for, evenly spaced."""
+    limit = MAX_VAL if config.val_size == "auto" else config.val_size
+    if len(pairs) <= limit or not isinstance(pairs, IndexedPairs):
         return pairs
-    return pairs.take(np.linspace(0, len(pairs) - 1, most).astype(np.int64))
+    return pairs.take(np.linspace(0, len(pairs) - 1, limit).astype(np.int64))
 
 
-def contents(pairs: Indexed, bars: ProgressFactory = no_progress) -> NDArray[np.uint64]:
-    """A number for each image, equal for equal bytes; kept, so that they are read once."""
+def content_hashes(pairs: IndexedPairs, progress: ProgressFactory = no_progress) -> NDArray[np.uint64]:
+    """A hash of each image's bytes; cached, so that they are read once."""
     path = cache_folder() / f"content-{blake2b(pairs.fingerprint.encode(), digest_size=8).hexdigest()}.npy"
     with suppress(OSError, ValueError, EOFError):
-        known: NDArray[np.uint64] = np.load(path)
-        if len(known) == len(pairs):
-            return known
-    unread = []
+        cached: NDArray[np.uint64] = np.load(path)
+        if len(cached) == len(pairs):
+            return cached
+    unreadable = []
 
-    def content(row: int) -> int:
+    def content_hash(row: int) -> int:
         try:
-            data = pairs.read(row)
+            return int.from_bytes(blake2b(pairs.read(row), digest_size=8).digest())
         except BadImage:
-            unread.append(row)  # found again, and named, when it is decoded
+            unreadable.append(row)  # reported when it is decoded
             return 2**64 - 1 - row % 2**32
-        return int.from_bytes(blake2b(data, digest_size=8).digest())
 
-    found = np.empty(len(pairs), np.uint64)
-    with bars("reading images", len(pairs)) as advance, ThreadPoolExecutor(8) as pool:
-        for start in range(0, len(pairs), 256):
-            part = range(start, min(start + 256, len(pairs)))
-            found[start : part.stop] = list(pool.map(content, part))
-            advance(len(part))
-    if not unread:
-        aside = path.with_name(f"content-{os.getpid()}.new.npy")
-        np.save(aside, found)
-        os.replace(aside, path)
-    return found
+    hashes = np.empty(len(pairs), np.uint64)
+    with progress("reading images", len(pairs)) as advance, ThreadPoolExecutor(8) as pool:
+        for rows in row_chunks(len(pairs), 256):
+            hashes[rows.start : rows.stop] = list(pool.map(content_hash, rows))
+            advance(len(rows))
+    if not unreadable:
+        partial = path.with_name(f"content-{os.getpid()}.new.npy")
+        np.save(partial, hashes)
+        os.replace(partial, path)
+    return hashes
 
 
-def _apart(sources: list[Source], bars: ProgressFactory) -> list[Source]:
-    """Where sources are mixed, an image that one holds out is not trained on from another."""
-    known = {one.spec: contents(one.every, bars) for one in sources if isinstance(one.every, Indexed)}
-    if len(known) < 2:
+def _remove_val_images(sources: list[Source], progress: ProgressFactory) -> list[Source]:
+    """Remove from every training split the validation and test images of the other sources."""
+    indexed = {source.spec: source.all for source in sources if isinstance(source.all, IndexedPairs)}
+    if len(indexed) < 2:
         return sources
-    kept = [
-        known[one.spec][side.rows]
-        for one in sources
-        for side in (one.val, one.test)
-        if isinstance(side, Indexed)
-    ]
-    out = np.unique(np.concatenate(kept))
-    apart = []
-    for source in sources:
-        if isinstance(source.train, Indexed):
-            free = np.flatnonzero(~np.isin(known[source.spec][source.train.rows], out))
-            if not len(free):
-                raise ValueError(f"every image of {source.spec} is validation by another part of the mixture")
-            source = replace(source, train=source.train.take(free))
-        apart.append(source)
-    return apart
+    hashes = {spec: content_hashes(pairs, progress) for spec, pairs in indexed.items()}
+    splits = ((source.spec, pairs) for source in sources for pairs in (source.val, source.test))
+    held_out = [hashes[spec][pairs.rows] for spec, pairs in splits if isinstance(pairs, IndexedPairs)]
+    for i, source in enumerate(sources):
+        if isinstance(source.train, IndexedPairs):
+            rows = np.flatnonzero(~np.isin(hashes[source.spec][source.train.rows], np.concatenate(held_out)))
+            if not len(rows):
+                raise ValueError(f"every training image of {source.spec} is a validation image of another source")
+            sources[i] = replace(source, train=source.train.take(rows))
+    return sources

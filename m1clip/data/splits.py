@@ -1,164 +1,158 @@
-"""The sides of a run, ready for use: pairs of one or several sources, and their images, stored or live."""
+"""Train and validation splits of a run: pairs of its sources, with cached or on-the-fly images. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from m1clip.config import DataConfig
-from m1clip.data.index import Indexed, Rows
-from m1clip.data.pairs import PairDataset, ProgressFactory, no_progress
-from m1clip.data.pixel_cache import decoded, stored
-from m1clip.data.rows import BadRow, BadRows
-from m1clip.data.sources import Source, open_sources, scored
-from m1clip.data.workers import Workers, decode_rows
+from m1clip.data.index import IndexedPairs, RowIndices
+from m1clip.data.pixel_cache import build_pixel_cache, decode_to_memory
+from m1clip.data.rows import BadRows, PairDataset, ProgressFactory, no_progress
+from m1clip.data.sources import Source, validation_subset
+from m1clip.data.workers import WorkerPool, decode_rows
 from m1clip.images import Pixels
 
-WINDOW = 10_000  # rows that a live shard's order is shuffled over: its files are read nearly in sequence
-
-
-class Images(Protocol):
-    def take(self, rows: Rows) -> tuple[Rows, Pixels]:
-        """The images of some rows; of a row that cannot be decoded another's, with its number."""
-        ...
+SHUFFLE_WINDOW = 10_000  # rows; on the fly, shards are read nearly in sequence
 
 
 @dataclass(frozen=True)
-class Cached:
+class CachedImages:
     pixels: Pixels
-    good: Rows
+    good_rows: RowIndices
 
-    def take(self, rows: Rows) -> tuple[Rows, Pixels]:
-        return rows, self.pixels[self.good[rows]]
+    def take(self, rows: RowIndices) -> tuple[RowIndices, Pixels]:
+        return rows, self.pixels[self.good_rows[rows]]
 
 
-class OnTheFly:
-    """Decoded by worker processes when asked for. A row that cannot be is replaced by the next that can."""
+class OnTheFlyImages:
+    """Images decoded by worker processes on request. A bad row is replaced by the next good one."""
 
-    def __init__(self, pairs: PairDataset, size: int, workers: int, max_bad: float):
-        self.pairs, self.size, self.max_bad = pairs, size, max_bad
-        self.faults = BadRows(len(pairs), len(pairs))
-        self.bad = set[int]()
-        self.workers = Workers(partial(decode_rows, pairs, size), workers)
+    def __init__(self, pairs: PairDataset, image_size: int, workers: int, max_bad_rows: float):
+        self.pairs, self.image_size, self.max_bad_rows = pairs, image_size, max_bad_rows
+        self.bad_rows, self.bad = BadRows(len(pairs), len(pairs)), set[int]()
+        self.pool = WorkerPool(partial(decode_rows, pairs, image_size), workers)
 
-    def take(self, rows: Rows) -> tuple[Rows, Pixels]:
-        rows = np.array([self._good(int(row)) for row in rows])
-        pixels = np.empty((len(rows), self.size, self.size, 3), np.uint8)
+    def take(self, rows: RowIndices) -> tuple[RowIndices, Pixels]:
+        rows = np.array([self._next_good(int(row)) for row in rows])
+        pixels = np.empty((len(rows), self.image_size, self.image_size, 3), np.uint8)
         todo = np.arange(len(rows))
         while len(todo):
-            parts = [part for part in np.array_split(todo, 2 * self.workers.number) if len(part)]
-            for part, done in zip(
-                parts, self.workers.map([rows[part].tolist() for part in parts]), strict=True
-            ):
-                pixels[part] = done.pixels
-                for row, (kind, what) in done.bad.items():
-                    self.bad.add(row)
-                    self.faults.add(BadRow(kind, self.pairs.row(row), what), image=True)
-            self.faults.require_few(self.max_bad)
+            chunks = [chunk for chunk in np.array_split(todo, 2 * self.pool.workers) if len(chunk)]
+            results = self.pool.map([rows[chunk].tolist() for chunk in chunks])
+            for chunk, decoded in zip(chunks, results, strict=True):
+                pixels[chunk] = decoded.pixels
+                self.bad.update(decoded.bad)
+                self.bad_rows.add_images(self.pairs, decoded.bad)
+            self.bad_rows.require_at_most(self.max_bad_rows)
             todo = np.flatnonzero(np.isin(rows, list(self.bad)))
-            rows[todo] = [self._good(int(row)) for row in rows[todo]]
+            rows[todo] = [self._next_good(int(row)) for row in rows[todo]]
         return rows, pixels
 
-    def _good(self, row: int) -> int:
+    def _next_good(self, row: int) -> int:
         if len(self.bad) == len(self.pairs):
-            raise ValueError("not one image can be decoded; m1clip data check tells why")
+            raise ValueError("no image can be decoded; `m1clip data check` lists the reasons")
         while row in self.bad:
             row = (row + 1) % len(self.pairs)
         return row
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitPart:
+    """The pairs of one source."""
+
     pairs: PairDataset
-    rows: Rows
-    """Those of its pairs that are used."""
-    images: Images
+    rows: RowIndices
+    """Usable rows of `pairs`."""
+    images: CachedImages | OnTheFlyImages
     weight: float = 1.0
+
+    @property
+    def pairs_per_epoch(self) -> int:
+        return round(self.weight * len(self.rows))
+
+    def shuffled(self, rng: np.random.Generator) -> RowIndices:
+        """A random order; shards that are read on the fly are shuffled, and their rows within a window."""
+        count = len(self.rows)
+        if not (isinstance(self.images, OnTheFlyImages) and isinstance(self.pairs, IndexedPairs)):
+            return rng.permutation(count)
+        shard = self.pairs.column("container")[self.rows] - 1
+        if (shard < 0).any() or count <= SHUFFLE_WINDOW:
+            return rng.permutation(count)
+        in_shard_order = np.argsort(rng.permutation(int(shard.max()) + 1)[shard], kind="stable")
+        return in_shard_order[np.argsort(np.arange(count) + rng.random(count) * SHUFFLE_WINDOW)]
 
 
 class Split:
-    """PairDataset by index, as any source has them, and their images."""
+    """Pairs of all sources by row, and their images."""
 
-    def __init__(self, parts: Sequence[Part]):
+    def __init__(self, parts: Sequence[SplitPart]):
         self.parts = tuple(parts)
         self.starts = np.cumsum([0, *(len(part.rows) for part in parts)])
-        self.order = lru_cache(2)(self._order)  # an epoch's order is asked for at every step
+        self.order = lru_cache(2)(self._order)  # used at every step of an epoch
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     @property
     def identity(self) -> str:
-        """Equal for the same rows with the same captions in the same order."""
+        """Changes with the rows, their captions or their order."""
         return "+".join(f"{part.pairs.identity}/{len(part.rows)}@{part.weight:g}" for part in self.parts)
 
-    def _at(self, index: int) -> tuple[Part, int]:
-        part = int(np.searchsorted(self.starts, index, "right")) - 1
-        return self.parts[part], int(self.parts[part].rows[index - self.starts[part]])
+    @property
+    def pairs_per_epoch(self) -> int:
+        return sum(part.pairs_per_epoch for part in self.parts)
 
-    def captions(self, index: int) -> Sequence[str]:
-        part, row = self._at(index)
-        return part.pairs.captions(row)
+    def _find(self, row: int) -> tuple[PairDataset, int]:
+        number = int(np.searchsorted(self.starts, row, "right")) - 1
+        part = self.parts[number]
+        return part.pairs, int(part.rows[row - self.starts[number]])
 
-    def row(self, index: int) -> str:
-        part, row = self._at(index)
-        return part.pairs.row(row)
+    def captions(self, row: int) -> Sequence[str]:
+        pairs, index = self._find(row)
+        return pairs.captions(index)
 
-    def take(self, rows: Rows) -> tuple[Rows, Pixels]:
-        """Images (B, S, S, 3), and the rows they are of: others where one cannot be decoded."""
+    def location(self, row: int) -> str:
+        pairs, index = self._find(row)
+        return pairs.location(index)
+
+    def take(self, rows: RowIndices) -> tuple[RowIndices, Pixels]:
+        """Images (B, H, W, 3) and their rows: a row that cannot be decoded is replaced by another one."""
         if len(self.parts) == 1:
             return self.parts[0].images.take(rows)
         number = np.searchsorted(self.starts, rows, "right") - 1
-        found, pixels = rows.copy(), None
+        taken, pixels = [], []
         for k in np.unique(number):
-            mine = number == k
-            some, seen = self.parts[k].images.take(rows[mine] - self.starts[k])
-            pixels = np.empty((len(rows), *seen.shape[1:]), np.uint8) if pixels is None else pixels
-            found[mine], pixels[mine] = some + self.starts[k], seen
-        assert pixels is not None
-        return found, pixels
+            part_rows, part_pixels = self.parts[k].images.take(rows[number == k] - self.starts[k])
+            taken.append(part_rows + self.starts[k])
+            pixels.append(part_pixels)
+        position = np.argsort(np.argsort(number, kind="stable"))
+        return np.concatenate(taken)[position], np.concatenate(pixels)[position]
 
-    def met(self) -> BadRows:
-        """What could not be decoded so far, where images are decoded live."""
-        lives = [part.images.faults for part in self.parts if isinstance(part.images, OnTheFly)]
-        return sum(lives, BadRows())
+    def bad_rows(self) -> BadRows:
+        """Rows that could not be decoded so far, where images are decoded on the fly."""
+        stores = (part.images for part in self.parts)
+        return sum((store.bad_rows for store in stores if isinstance(store, OnTheFlyImages)), BadRows())
 
-    @property
-    def per_epoch(self) -> int:
-        return sum(round(part.weight * len(part.rows)) for part in self.parts)
+    def _order(self, seed: int, epoch: int) -> RowIndices:
+        """Samples of an epoch: rows, each as often as its source's weight says.
 
-    def _order(self, seed: int, epoch: int) -> Rows:
-        """The rows of an epoch, each as often as its source's weight says; the n-th time + n * len(self)."""
+        The n-th repetition of a row is row + n * len(self), so that its augmentation differs.
+        """
         rng = np.random.default_rng((seed, epoch))
         if len(self.parts) == 1 and self.parts[0].weight == 1:
-            return _shuffled(self.parts[0], rng)
-        orders = [self._weighted(k, rng) for k in range(len(self.parts))]
-        places = np.concatenate(
-            [(np.arange(len(order)) + rng.random(len(order))) / len(order) for order in orders]
-        )
-        rows: Rows = np.concatenate(orders)[np.argsort(places)]
-        return rows
-
-    def _weighted(self, k: int, rng: np.random.Generator) -> Rows:
-        part, number = self.parts[k], round(self.parts[k].weight * len(self.parts[k].rows))
-        rounds = [_shuffled(part, rng) + n * len(self) for n in range(-(-number // len(part.rows)))]
-        rows: Rows = np.concatenate(rounds)[:number] + self.starts[k]
-        return rows
-
-
-def _shuffled(part: Part, rng: np.random.Generator) -> Rows:
-    """A random order; where files of many images are read live, one that jumps between few of them."""
-    number = len(part.rows)
-    if not (isinstance(part.images, OnTheFly) and isinstance(part.pairs, Indexed)):
-        return rng.permutation(number)
-    files = part.pairs.container()[part.rows]
-    if (files < 0).any() or number <= WINDOW:
-        return rng.permutation(number)
-    lots = rng.permutation(int(files.max()) + 1)
-    in_turn = np.argsort(lots[files], kind="stable")
-    return in_turn[np.argsort(np.arange(number) + rng.random(number) * WINDOW)]
+            return self.parts[0].shuffled(rng)
+        orders = []
+        for part, start in zip(self.parts, self.starts[:-1], strict=True):
+            repeats = range(-(-part.pairs_per_epoch // len(part.rows)))
+            order = np.concatenate([part.shuffled(rng) + n * len(self) for n in repeats])
+            orders.append(order[: part.pairs_per_epoch] + start)
+        # Every source is spread evenly over the epoch.
+        position = [(np.arange(len(order)) + rng.random(len(order))) / len(order) for order in orders]
+        samples: RowIndices = np.concatenate(orders)[np.argsort(np.concatenate(position))]
+        return samples
 
 
 @dataclass(frozen=True)
@@ -167,82 +161,77 @@ class Splits:
     val: Split
     skipped: BadRows
     facts: dict[str, str]
-    """For a person: where the images come from, how the sides were divided."""
+    """For the run's header: how the data was split, and which images are decoded on the fly."""
 
     def record(self) -> dict[str, Any]:
-        """What a run keeps: which data it was, and what was left out of it."""
+        """data.json of a run."""
         return {
             "identity": self.train.identity,
-            "live": [isinstance(part.images, OnTheFly) for part in self.train.parts],
+            "on_the_fly": [isinstance(part.images, OnTheFlyImages) for part in self.train.parts],
             "train": len(self.train),
             "val": len(self.val),
             **self.facts,
             "rows": self.skipped.rows,
-            "skipped": dict(self.skipped.counts),
-            "named": [str(fault) for fault in self.skipped.named[:1000]],
+            "skipped": self.skipped.record(examples=1000),
         }
 
 
 def open_splits(
-    config: DataConfig, size: int, margin: int, bars: ProgressFactory = no_progress, live: Sequence[bool] = ()
-) -> Splits:
-    """Images of `size` for the validation side, and of `margin`, which leaves room for crops, to train on.
-
-    `live` says of each source how a run that is resumed had its images: their order depends on it.
-    """
-    sources = open_sources(config, bars)
-    faults = sum((source.faults for source in sources), BadRows())
-    modes: Sequence[bool | None] = live or [None] * len(sources)
-    train = [_part(one, margin, config, faults, bars, mode) for one, mode in zip(sources, modes, strict=True)]
-    val = [open_part(scored(one.val, config), size, config, faults, bars) for one in sources]
-    faults.require_few(config.max_bad_rows)
-    if not all(len(part.rows) for part in (*train, *val)):
-        raise ValueError(
-            f"{config.data}: no image of one of its sides can be decoded; m1clip data check tells more"
-        )
-    now = [one.spec for one, part in zip(sources, train, strict=True) if isinstance(part.images, OnTheFly)]
-    facts = {"split": "; ".join(dict.fromkeys(source.why for source in sources))}
-    if now:
-        facts["images"] = f"{', '.join(now)} decoded while training: beyond --cache-gb {config.cache_gb:g}"
-    return Splits(Split(train), Split(val), faults, facts)
-
-
-def _part(
-    source: Source,
-    size: int,
+    sources: Sequence[Source],
     config: DataConfig,
-    faults: BadRows,
-    bars: ProgressFactory,
-    live: bool | None = None,
-) -> Part:
-    """Training pairs of one source: from the cache, or live if they do not fit into it."""
-    pairs = source.train
-    most = {True: 0.0, False: float("inf"), None: config.cache_gb}[live]
-    with bars("preparing images", len(pairs)) as advance:
-        store = stored(pairs, size, most, config.workers, advance)
-    if store is None:
-        images = OnTheFly(pairs, size, config.workers, config.max_bad_rows)
-        return Part(pairs, np.arange(len(pairs)), images, source.weight)
-    return _sound(pairs, store.pixels(), store.bad(), faults, source.weight)
+    image_size: int,
+    stored_size: int,
+    progress: ProgressFactory = no_progress,
+    on_the_fly: Sequence[bool] = (),
+) -> Splits:
+    """Validation images at `image_size`, training images at `stored_size`, which leaves a margin for crops.
+
+    A resumed run passes `on_the_fly` of its data.json, one flag per source: the order of rows depends on it.
+    """
+    bad_rows = sum((source.bad_rows for source in sources), BadRows())
+    limits = [0.0 if flag else float("inf") for flag in on_the_fly] or [config.cache_gb] * len(sources)
+    train = [
+        _open_part(source.train, stored_size, config, bad_rows, progress, max_gb, source.weight)
+        for source, max_gb in zip(sources, limits, strict=True)
+    ]
+    val_pairs = [validation_subset(source.val, config) for source in sources]
+    val = open_eval_split(val_pairs, image_size, config, bad_rows, progress)
+    bad_rows.require_at_most(config.max_bad_rows)
+    if not all(len(part.rows) for part in (*train, *val.parts)):
+        raise ValueError(f"{config.data}: a split has no image that can be decoded; see `m1clip data check`")
+    facts = {"split": "; ".join(dict.fromkeys(source.split_reason for source in sources))}
+    parts = zip(sources, train, strict=True)
+    if uncached := [source.spec for source, part in parts if isinstance(part.images, OnTheFlyImages)]:
+        facts["images"] = f"{', '.join(uncached)} decoded on the fly: above --cache-gb {config.cache_gb:g}"
+    return Splits(Split(train), val, bad_rows, facts)
 
 
-def open_part(
-    pairs: PairDataset, size: int, config: DataConfig, faults: BadRows, bars: ProgressFactory = no_progress
-) -> Part:
-    """PairDataset to score on: from the cache, or all of them in memory if they do not fit into it."""
-    with bars("preparing images", len(pairs)) as advance:
-        store = stored(pairs, size, config.cache_gb, config.workers, advance)
-        if store is None:
-            done = decoded(pairs, size, config.workers, advance)
-            bad = {row: BadRow(kind, pairs.row(row), what) for row, (kind, what) in done.bad.items()}
-            return _sound(pairs, done.pixels, bad, faults)
-    return _sound(pairs, store.pixels(), store.bad(), faults)
+def open_eval_split(
+    pairs: Sequence[PairDataset], image_size: int, config: DataConfig, bad_rows: BadRows, progress: ProgressFactory
+) -> Split:
+    """One split of several datasets, cached, or decoded to memory if the cache limit is too small."""
+    settings = (image_size, config, bad_rows, progress, config.cache_gb)
+    return Split([_open_part(dataset, *settings, in_memory=True) for dataset in pairs])
 
 
-def _sound(
-    pairs: PairDataset, pixels: Pixels, bad: dict[int, BadRow], faults: BadRows, weight: float = 1.0
-) -> Part:
-    for fault in bad.values():
-        faults.add(fault, image=True)
-    good = np.setdiff1d(np.arange(len(pairs)), list(bad)).astype(np.int64)
-    return Part(pairs, good, Cached(pixels, good), weight)
+def _open_part(
+    pairs: PairDataset,
+    image_size: int,
+    config: DataConfig,
+    bad_rows: BadRows,
+    progress: ProgressFactory,
+    max_gb: float,
+    weight: float = 1.0,
+    in_memory: bool = False,
+) -> SplitPart:
+    with progress("decoding images", len(pairs)) as advance:
+        if cache := build_pixel_cache(pairs, image_size, max_gb, config.workers, advance):
+            pixels, bad = cache.pixels(), cache.bad_images()
+        elif in_memory:
+            pixels, bad = decode_to_memory(pairs, image_size, config.workers, advance)
+        else:
+            images = OnTheFlyImages(pairs, image_size, config.workers, config.max_bad_rows)
+            return SplitPart(pairs, np.arange(len(pairs)), images, weight)
+    bad_rows.add_images(pairs, bad)
+    good_rows = np.setdiff1d(np.arange(len(pairs)), list(bad)).astype(np.int64)
+    return SplitPart(pairs, good_rows, CachedImages(pixels, good_rows), weight)

@@ -1,32 +1,37 @@
-"""Tables of images and captions: .csv, .tsv, .jsonl, .json, .parquet. A broken line costs no other."""
+"""Tables of images and captions. A broken line affects no other line. No torch."""
 
 import ast
 import csv
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from m1clip.config import DataConfig
 from m1clip.data.rows import BadRow, Listing, Row, is_utf8
 
-TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
-IMAGE = re.compile(r"\.(jpe?g|jpe|jfif|png|webp|gif|bmp|tiff?|avif|heic|heif|jp2|ppm|pgm)$", re.I)
-# As they are called in the wild, the likeliest first.
-IMAGES = (
+TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+IMAGE_SUFFIX = re.compile(r"\.(jpe?g|jpe|jfif|png|webp|gif|bmp|tiff?|avif|heic|heif|jp2|ppm|pgm)$", re.I)
+# Usual column names, the likeliest first.
+IMAGE_COLUMNS = (
     *("image", "filepath", "file_path", "image_path", "img_path", "filename", "file_name", "image_name"),
     *("image_file", "img", "path", "file", "images", "picture", "photo", "jpg", "png", "url", "image_url"),
 )
-CAPTIONS = (
+CAPTION_COLUMNS = (
     *("caption", "captions", "text", "texts", "title", "description", "sentence", "sentences", "comment"),
     *("raw", "txt", "alt_text", "alt", "prompt", "conversations", "label"),
 )
-SPLITS = ("split", "set", "partition", "subset")
-LONGEST = 50  # lines that one quoted field may go over before it is taken for a lost quotation mark
-LOOK = 200  # rows that columns are guessed from
+SPLIT_COLUMNS = ("split", "set", "partition", "subset")
+ID_COLUMN = re.compile(r"(^|_)(id|ids|key|index|idx|hash|sha256|md5)$")
+MAX_QUOTED_LINES = 50  # a longer quoted field counts as a missing quotation mark
+SAMPLED_ROWS = 200  # columns are guessed from these
+UNSPLITTABLE = ["\0"]  # fields of a line that fit no header
 
 
 class Record(NamedTuple):
@@ -34,181 +39,158 @@ class Record(NamedTuple):
     values: dict[str, Any]
 
 
-class Columns(NamedTuple):
-    image: str
-    captions: tuple[str, ...]
-    split: str | None
+def list_table(path: Path, config: DataConfig) -> Listing:
+    """The rows of one table; images are searched for near it."""
+    records = READERS[path.suffix.lower()](path)
+    head = list(islice(records, SAMPLED_ROWS))
+    good = [record for record in head if isinstance(record, Record)]
+    if not good:
+        raise ValueError(f"{path} has no rows" + (f" that can be read: {head[0]}" if head else ""))
+    image_column, caption_columns, split_column = guess_columns(path, good, config)
+    root = find_image_root(path, [str(record.values.get(image_column) or "") for record in good])
+
+    def row(record: Record) -> Row:
+        line, values = record
+        image = _unix_path(str(values.get(image_column) or "").strip())
+        captions = [text for column in caption_columns for text in caption_texts(values.get(column))]
+        return Row(image, captions, line, str(path), str(values.get(split_column) or "") if split_column else "")
+
+    rows = (item if isinstance(item, BadRow) else row(item) for item in chain(head, records))
+    return Listing(root, rows)
 
 
-def table(path: Path, config: DataConfig) -> Listing:
-    """The rows of one table; images are looked for beside it."""
-    records = RECORDS[path.suffix.lower()](path)
-    first = list(islice(records, LOOK))
-    known = [record for record in first if isinstance(record, Record)]
-    if not known:
-        faults = [fault for fault in first if isinstance(fault, BadRow)]
-        raise ValueError(f"{path} has no rows" + (f" that can be read: {faults[0]}" if faults else ""))
-    columns = guess(path, known, config)
-    root = find_root(path, [str(record.values.get(columns.image) or "") for record in known])
-
-    def rows() -> Iterator[Row | BadRow]:
-        for source in (first, records):
-            for record in source:
-                yield record if isinstance(record, BadRow) else _row(path, record, columns)
-
-    return Listing(root, rows())
+def _unix_path(name: str) -> str:
+    return name if "/" in name else name.replace("\\", "/")
 
 
-def _row(path: Path, record: Record, columns: Columns) -> Row:
-    image = str(record.values.get(columns.image) or "").strip()
-    image = image if "/" in image else image.replace("\\", "/")  # as Windows writes them
-    texts = [text for column in columns.captions for text in several(record.values.get(column))]
-    split = str(record.values.get(columns.split) or "") if columns.split else ""
-    return Row(image, texts, record.line, str(path), split)
-
-
-def several(value: Any) -> list[str]:
-    """One caption or many, in the shapes they come in: text, a list, a list written as text, objects."""
+def caption_texts(value: Any) -> list[str]:
+    """One or several captions, from a string, a list, a list written as a string, or objects."""
     if isinstance(value, dict):
-        turn = value.get("value") if value.get("from") in ("gpt", "assistant") else None  # of a conversation
-        value = turn or value.get("raw") or value.get("caption") or value.get("text")
+        # In a conversation, the answer is the caption.
+        answer = value.get("value") if value.get("from") in ("gpt", "assistant") else None
+        value = answer or value.get("raw") or value.get("caption") or value.get("text")
     if isinstance(value, list | tuple):
-        return [text for one in value for text in several(one)]
+        return [text for item in value for text in caption_texts(item)]
     if not isinstance(value, str):
         return []
     if value.startswith("[") and value.endswith("]"):
         for parse in (json.loads, ast.literal_eval):
             try:
-                found = parse(value)
+                items = parse(value)
             except (ValueError, SyntaxError, MemoryError, RecursionError):
                 continue
-            if isinstance(found, list) and found and all(isinstance(one, str) for one in found):
-                return found
+            if isinstance(items, list) and items and all(isinstance(item, str) for item in items):
+                return items
     return [value]
 
 
-def guess(path: Path, records: Sequence[Record], config: DataConfig) -> Columns:
-    """Which columns are meant: as the flags say, else by name, else by what they hold."""
-    names = _names(records)
-    image = _pick(path, records, names, ("image", config.image_column), IMAGES, _like_images)
+# Which column is which: as the flags say, else by usual names, else by contents.
+def guess_columns(path: Path, records: Sequence[Record], config: DataConfig) -> tuple[str, tuple[str, ...], str | None]:
+    """The image column, the caption columns, and the split column, if any."""
+    names = _column_names(records)
+    image = _guess_column(path, records, names, "image", config.image_column)
     others = [Record(line, {k: v for k, v in values.items() if k != image}) for line, values in records]
     lower = {name.strip().lower(): name for name in reversed(names)}
-    split = next((lower[name] for name in SPLITS if name in lower), None)
-    return Columns(image, guess_captions(path, others, config), split)
+    split = next((lower[name] for name in SPLIT_COLUMNS if name in lower), None)
+    return image, guess_caption_columns(path, others, config), split
 
 
-def guess_captions(path: Path, records: Sequence[Record], config: DataConfig) -> tuple[str, ...]:
-    names, requested = _names(records), config.caption_column
+def guess_caption_columns(path: Path, records: Sequence[Record], config: DataConfig) -> tuple[str, ...]:
+    names, requested = _column_names(records), config.caption_column
     numbered = [name for name in names if re.fullmatch(r"(caption|text|sentence)s?[_ ]?\d+", name.lower())]
-    if requested == "auto" and numbered and not any(name.lower() in CAPTIONS for name in names):
+    if requested == "auto" and numbered and not any(name.lower() in CAPTION_COLUMNS for name in names):
         return tuple(numbered)
-    # Where no name is known, the column with the most words.
-    names.sort(key=lambda name: -_words([record.values.get(name) for record in records]))
-    return (_pick(path, records, names, ("caption", requested), CAPTIONS, _like_text),)
+
+    def word_count(name: str) -> int:
+        return sum(len(text.split()) for record in records for text in caption_texts(record.values.get(name)))
+
+    names.sort(key=word_count, reverse=True)  # if no name is known, the column with the most words
+    return (_guess_column(path, records, names, "caption", requested),)
 
 
-def _names(records: Sequence[Record]) -> list[str]:
+def _column_names(records: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys(name for record in records for name in record.values))
 
 
-def _pick(
-    path: Path,
-    records: Sequence[Record],
-    names: Sequence[str],
-    asked: tuple[str, str],
-    usual: Iterable[str],
-    fits: Callable[[Sequence[Any]], bool],
-) -> str:
-    what, requested = asked
+def _guess_column(path: Path, records: Sequence[Record], names: Sequence[str], role: str, requested: str) -> str:
     if requested != "auto":
         if requested not in names:
             raise ValueError(f"{path} has no column {requested!r}; it has {', '.join(map(repr, names))}")
         return requested
+    usual, fits = (IMAGE_COLUMNS, _are_images) if role == "image" else (CAPTION_COLUMNS, _are_texts)
     lower = {name.strip().lower(): name for name in reversed(names)}
-    likely = [name for name in names if fits([record.values.get(name) for record in records])]
     by_name = [lower[name] for name in usual if name in lower]
-    said = [
-        name
-        for name in likely
-        if not re.search(r"(^|_)(id|ids|key|index|idx|hash|sha256|md5)$", name.lower())
-    ]
-    for name in (*(name for name in by_name if name in likely), *said, *by_name):
-        return name
-    shown = ", ".join(repr(name[:40]) for name in names)
-    raise ValueError(f"{path}: which column is the {what}? --{what}-column says it; there are {shown}")
+    fitting = [name for name in names if fits([record.values.get(name) for record in records])]
+    both = [name for name in by_name if name in fitting]
+    by_contents = [name for name in fitting if not ID_COLUMN.search(name.lower())]
+    if candidates := [*both, *by_contents, *by_name]:
+        return candidates[0]
+    columns = ", ".join(repr(name[:40]) for name in names)
+    raise ValueError(f"{path}: which column is the {role}? Set --{role}-column to one of {columns}")
 
 
-def _like_images(values: Sequence[Any]) -> bool:
+def _are_images(values: Sequence[Any]) -> bool:
     texts = [value.strip() for value in values if isinstance(value, str) and value.strip()]
-    likely = [text for text in texts if IMAGE.search(text) or re.match(r"https?://", text)]
-    return len(likely) * 2 > len(values)
+    images = [text for text in texts if IMAGE_SUFFIX.search(text) or re.match(r"https?://", text)]
+    return len(images) * 2 > len(values)
 
 
-def _like_text(values: Sequence[Any]) -> bool:
-    return sum(bool(several(value)) for value in values) * 2 > len(values)
+def _are_texts(values: Sequence[Any]) -> bool:
+    return sum(bool(caption_texts(value)) for value in values) * 2 > len(values)
 
 
-def _words(values: Sequence[Any]) -> float:
-    return sum(len(text.split()) for value in values for text in several(value)) / max(1, len(values))
-
-
-def find_root(path: Path, images: Sequence[str]) -> str:
-    """The folder that the first images are found in: the table's own, one beside it or above, or here."""
-    here, up = path.parent, path.absolute().parent.parent
-    beside = [[str(one) for one in sorted(where.iterdir()) if one.is_dir()][:50] for where in (here, up)]
-    folders = [str(here), *beside[0], str(up), ".", *beside[1]]
-    images = [name if "/" in name else name.replace("\\", "/") for name in images if name]
+def find_image_root(path: Path, images: Sequence[str]) -> str:
+    """The folder with most of the images: the table's own, one beside or above it, or the current one."""
+    parent, above = path.parent, path.absolute().parent.parent
+    beside, cousins = ([str(p) for p in sorted(f.iterdir()) if p.is_dir()][:50] for f in (parent, above))
+    folders = [str(parent), *beside, str(above), ".", *cousins]
+    images = [_unix_path(name) for name in images if name]
     found = [sum(os.path.isfile(os.path.join(folder, name)) for name in images) for folder in folders]
-    near = next((k for k, number in enumerate(found) if 2 * number > len(images)), found.index(max(found)))
-    return folders[near]
+    best = next((k for k, count in enumerate(found) if 2 * count > len(images)), found.index(max(found)))
+    return folders[best]
 
 
-def csv_records(path: Path, delimiter: str = "", header: Sequence[str] = ()) -> Iterator[Record | BadRow]:
-    """Lines of a CSV, a record each. A line that does not fit the header, or has lost a quote, is a fault."""
+# Readers, one per format.
+def read_csv(path: Path, delimiter: str = "") -> Iterator[Record | BadRow]:
+    """One record per line. A line that does not fit the header, or lacks a quotation mark, is a bad row."""
     with open(path, "rb") as file:
-        wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")  # as Excel saves "Unicode text"
-    coding = "utf-16" if wide else "utf-8-sig"
-    with open(path, encoding=coding, errors="replace" if wide else "surrogateescape", newline="") as file:
+        is_utf16 = file.read(2) in (b"\xff\xfe", b"\xfe\xff")  # "Unicode text" of Excel
+    encoding, errors = ("utf-16", "replace") if is_utf16 else ("utf-8-sig", "surrogateescape")
+    with open(path, encoding=encoding, errors=errors, newline="") as file:
         lines: Iterator[tuple[int, str]] = enumerate(file, 1)
         number, text = next(((n, line) for n, line in lines if line.strip()), (0, ""))
         delimiter = delimiter or ("\t" if "\t" in text else max(",;|", key=text.count))
-        names = list(header)
-        if not names:
-            names = [name.strip() for name in fields_of(text, delimiter) or []]
-            if any(
-                IMAGE.search(name) or "://" in name for name in names
-            ):  # no header: the first line is a row
-                names = [f"column {i + 1}" for i in range(len(names))]
-            else:
-                number, text = next(lines, (0, ""))
+        names = [name.strip() for name in _split_fields(text, delimiter) or []]
+        if any(IMAGE_SUFFIX.search(name) or "://" in name for name in names):  # no header: this is a row
+            names = [f"column {i + 1}" for i in range(len(names))]
+        else:
+            number, text = next(lines, (0, ""))
         while number:
-            fields, ahead = fields_of(text, delimiter), list[tuple[int, str]]()
-            while fields is None and len(ahead) < LONGEST and (following := next(lines, None)):
-                ahead.append(following)
-                fields = fields_of(text + "".join(line for _, line in ahead), delimiter, strict=True)
-                if fields and len(fields) != len(names):  # not one row over several lines: a quote was lost
-                    fields = ["\0"]
-            if (
-                fields and len(fields) > len(names) == 2
-            ):  # commas that nobody quoted: they can only be the caption's
+            fields, extra = _split_fields(text, delimiter), list[tuple[int, str]]()
+            while fields is None and len(extra) < MAX_QUOTED_LINES and (following := next(lines, None)):
+                extra.append(following)
+                fields = _split_fields(text + "".join(line for _, line in extra), delimiter, strict=True)
+                if fields and len(fields) != len(names):  # not one row of several lines: a quote is missing
+                    fields = UNSPLITTABLE
+            if fields and len(fields) > len(names) == 2:  # unquoted commas can only belong to the caption
                 fields = [fields[0], delimiter.join(fields[1:])]
             if fields and len(fields) == len(names):
                 yield Record(number, dict(zip(names, map(str.strip, fields), strict=True)))
             elif fields != []:
-                yield _misfit(f"{path} line {number}", text, names)
-                lines = chain(ahead, lines)
+                yield _broken_line(f"{path} line {number}", text, names)
+                lines = chain(extra, lines)
             number, text = next(lines, (0, ""))
 
 
-def _misfit(where: str, text: str, names: Sequence[str]) -> BadRow:
+def _broken_line(location: str, text: str, names: Sequence[str]) -> BadRow:
     if not is_utf8(text):
-        return BadRow("not UTF-8", where, "the text is not UTF-8: save it as such")
-    return BadRow("broken line", where, f"{len(names)} fields were expected ({', '.join(names)})")
+        return BadRow("not UTF-8", location, "the text is not UTF-8; save the file as UTF-8")
+    return BadRow("broken line", location, f"expected {len(names)} fields ({', '.join(names)})")
 
 
-def fields_of(text: str, delimiter: str, strict: bool = False) -> list[str] | None:
-    """The fields of a line; none of an empty one. None: a quotation is open, and may end on a later line."""
-    if '"' not in text:  # most lines: nothing to unquote
+def _split_fields(text: str, delimiter: str, strict: bool = False) -> list[str] | None:
+    """The fields of a line; [] if it is empty, None if a quotation is open and may end on a later line."""
+    if '"' not in text:
         bare = text.rstrip("\r\n")
         return bare.split(delimiter) if bare else []
     lines = [line + "\n" for line in text.split("\n")]
@@ -218,46 +200,40 @@ def fields_of(text: str, delimiter: str, strict: bool = False) -> list[str] | No
         except csv.Error as error:
             if "unexpected end" in str(error):
                 return None
-    return ["\0"]  # fits no header
+    return UNSPLITTABLE
 
 
-def json_lines(path: Path) -> Iterator[Record | BadRow]:
+def read_json_lines(path: Path) -> Iterator[Record | BadRow]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            where = f"{path} line {number}"
-            if not line.strip():
-                continue
-            try:
-                values = json.loads(line)
-            except UnicodeDecodeError:
-                yield BadRow("not UTF-8", where, "not UTF-8")
-                continue
-            except (ValueError, RecursionError) as error:
-                yield BadRow("broken line", where, f"not JSON ({error})")
-                continue
-            if isinstance(values, dict):
-                yield Record(number, values)
-            else:
-                yield BadRow("broken line", where, "an object in {} was expected")
+            if line.strip():
+                location = f"{path} line {number}"
+                try:
+                    yield _json_record(number, json.loads(line), location)
+                except UnicodeDecodeError:
+                    yield BadRow("not UTF-8", location, "not UTF-8")
+                except (ValueError, RecursionError) as error:
+                    yield BadRow("broken line", location, f"not JSON ({error})")
 
 
-def json_array(path: Path) -> Iterator[Record | BadRow]:
+def _json_record(number: int, value: Any, location: str) -> Record | BadRow:
+    if isinstance(value, dict):
+        return Record(number, value)
+    return BadRow("broken line", location, "expected an object in {}")
+
+
+def read_json_table(path: Path) -> Iterator[Record | BadRow]:
     values = load_json(path)
     if isinstance(values, dict):
-        inside = [
-            one for one in values.values() if isinstance(one, list) and one and isinstance(one[0], dict)
-        ]
-        if _like_images(list(values)):  # {"a.jpg": "a caption" or several}
-            values = [{"image": image, "caption": said} for image, said in values.items()]
-        elif len(inside) == 1:  # {"data": [{…}, {…}]}
-            values = inside[0]
+        lists = [v for v in values.values() if isinstance(v, list) and v and isinstance(v[0], dict)]
+        if _are_images(list(values)):  # {"a.jpg": "a caption" or several}
+            values = [{"image": image, "caption": captions} for image, captions in values.items()]
+        elif len(lists) == 1:  # {"data": [{…}, {…}]}
+            values = lists[0]
     if not isinstance(values, list):
-        raise ValueError(f"{path} should be a list of objects, or COCO's or Karpathy's layout")
-    for number, one in enumerate(values, 1):
-        if isinstance(one, dict):
-            yield Record(number, one)
-        else:
-            yield BadRow("broken line", f"{path} item {number}", "an object in {} was expected")
+        raise ValueError(f"{path} must be a list of objects, or in the format of COCO or Karpathy")
+    for number, value in enumerate(values, 1):
+        yield _json_record(number, value, f"{path} item {number}")
 
 
 def load_json(path: Path) -> Any:
@@ -268,48 +244,38 @@ def load_json(path: Path) -> Any:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 
-def parquet_records(path: Path) -> Iterator[Record | BadRow]:
-    """Rows of a Parquet file whose images are paths; columns of bytes are left out."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+def read_parquet(path: Path) -> Iterator[Record | BadRow]:
+    """Rows of a Parquet file whose images are paths; columns of bytes are skipped."""
     try:
         file = pq.ParquetFile(path)
-        light = [field.name for field in file.schema_arrow if not holds_bytes(field.type)]
-        number = 0
-        for batch in file.iter_batches(2000, columns=light):
-            for values in batch.to_pylist():
-                number += 1
-                yield Record(number, values)
+        names = [field.name for field in file.schema_arrow if not holds_images(field.type)]
+        batches = file.iter_batches(2000, columns=names)
+        for number, values in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
+            yield Record(number, values)
     except pa.ArrowException as error:
-        raise ValueError(f"{path} is not Parquet that can be read: {error}") from None
+        raise ValueError(f"{path} is not a readable Parquet file: {error}") from None
 
 
-def has_images(path: Path) -> bool:
-    """Whether a Parquet file holds images, and not only their names."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+def contains_images(path: Path) -> bool:
+    """Whether a Parquet file contains images, not only their paths."""
     try:
-        return any(holds_bytes(field.type) for field in pq.read_schema(path))
+        return any(holds_images(field.type) for field in pq.read_schema(path))
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is not Parquet that can be read: {error}") from None
+        raise ValueError(f"{path} is not a readable Parquet file: {error}") from None
 
 
-def holds_bytes(kind: Any) -> bool:
-    """Whether an Arrow column holds images: bytes, or the structure that `datasets` gives them."""
-    import pyarrow as pa
-
-    if pa.types.is_struct(kind):
-        return bool(kind.get_field_index("bytes") >= 0)
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+def holds_images(arrow_type: Any) -> bool:
+    """Whether an Arrow column holds bytes, or the struct that `datasets` makes of images."""
+    if pa.types.is_struct(arrow_type):
+        return bool(arrow_type.get_field_index("bytes") >= 0)
+    return bool(pa.types.is_binary(arrow_type) or pa.types.is_large_binary(arrow_type))
 
 
-RECORDS = {
-    ".csv": csv_records,
-    ".tsv": lambda path: csv_records(path, "\t"),
-    ".txt": csv_records,
-    ".jsonl": json_lines,
-    ".json": json_array,
-    ".parquet": parquet_records,
+READERS: dict[str, Callable[[Path], Iterator[Record | BadRow]]] = {
+    ".csv": read_csv,
+    ".tsv": lambda path: read_csv(path, "\t"),
+    ".txt": read_csv,
+    ".jsonl": read_json_lines,
+    ".json": read_json_table,
+    ".parquet": read_parquet,
 }

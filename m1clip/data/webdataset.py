@@ -1,4 +1,4 @@
-"""WebDataset shards: tar files in which the members of a pair share a name. Read in place, never unpacked."""
+"""WebDataset shards: tar files in which the members of a pair share a name. Never unpacked. No torch."""
 
 import json
 import os
@@ -8,116 +8,97 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m1clip.data.rows import MOST_TEXT, BadRow, Listing, Row
-from m1clip.data.tables import IMAGE, several
+from m1clip.data.rows import MAX_CAPTION_BYTES, BadRow, Listing, Row
+from m1clip.data.tables import IMAGE_SUFFIX, caption_texts
 
-PICKLES = re.compile(r"\.(pyd|pkl|pickle|pt|pth|joblib|npy|npz)$", re.I)  # what readers of shards unpickle
-TEXTS = ("txt", "text", "caption", "cap")
-SIDE = re.compile(r"(train|val|valid|validation|dev|validation|test)[-_.]", re.I)
+PICKLES = re.compile(r"\.(pyd|pkl|pickle|pt|pth|joblib|npy|npz)$", re.I)  # what WebDataset readers unpickle
+CAPTION_MEMBERS = ("txt", "text", "caption", "cap")
+SPLIT_PREFIX = re.compile(r"(train|val|valid|validation|dev|held-out|test)[-_.]", re.I)
+Members = dict[str, tarfile.TarInfo]
 
 
-def shards(paths: list[Path]) -> Listing:
+def list_shards(paths: list[Path]) -> Listing:
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
-        raise FileNotFoundError(
-            f"{len(missing)} of {len(paths)} shards are missing, the first is {missing[0]}"
-        )
-    return Listing(
-        os.path.dirname(os.path.commonpath(paths)) or ".", (row for path in paths for row in shard(path))
-    )
+        raise FileNotFoundError(f"{len(missing)} of {len(paths)} shards are missing, such as {missing[0]}")
+    root = os.path.dirname(os.path.commonpath(paths)) or "."
+    return Listing(root, (row for path in paths for row in _shard_rows(path)))
 
 
-def shard(path: Path) -> Iterator[Row | BadRow]:
-    """The pairs of one tar; a truncated one gives those that are whole."""
+def _shard_rows(path: Path) -> Iterator[Row | BadRow]:
+    """The pairs of one tar; a truncated one gives its complete pairs."""
     try:
-        with tarfile.open(path, "r:") as tar:  # not compressed: images are read by their place in the file
-            key, members, before = "", dict[str, tarfile.TarInfo](), 0
+        with tarfile.open(path, "r:") as tar:  # uncompressed: images are read by their offset
+            key, members, last_offset = "", Members(), 0
             while (member := tar.next()) is not None:
-                tar.members.clear()  # type: ignore[attr-defined]  # it would keep every header it has seen
-                if tar.offset <= before:  # it says that it has less than no bytes
-                    raise ValueError(
-                        f"{path} is refused: the size of its member {member.name!r} is impossible"
-                    )
-                before = tar.offset
-                if member.isdir() or os.path.basename(member.name).startswith("."):  # ._x is what a Mac adds
+                tar.members.clear()  # type: ignore[attr-defined]  # or it would keep every header in memory
+                if tar.offset <= last_offset:  # a negative size sent tarfile back for ever (CVE-2025-8194)
+                    raise ValueError(f"{path} is refused: the size of its member {member.name!r} is invalid")
+                last_offset = tar.offset
+                if member.isdir() or os.path.basename(member.name).startswith("."):  # macOS adds ._name
                     continue
-                _refuse(path, member)
-                name, ending = split_name(member.name)
-                if name != key or ending.lower() in members:
+                _refuse_unsafe(path, member)
+                folder, slash, name = member.name.rpartition("/")
+                stem, _, suffix = name.partition(".")
+                if folder + slash + stem != key or suffix.lower() in members:
                     yield from _pair(path, tar, key, members)
-                    key, members = name, {}
-                members[ending.lower()] = member
+                    key, members = folder + slash + stem, {}
+                members[suffix.lower()] = member
             yield from _pair(path, tar, key, members)
-            if not _ended(path, tar):
-                yield BadRow(
-                    "truncated", str(path), "the shard ends before its end mark: pairs may be missing"
-                )
+            with open(path, "rb") as file:
+                file.seek(tar.offset)
+                if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                    yield BadRow("truncated", str(path), "the shard has no end mark: pairs may be missing")
     except (tarfile.TarError, EOFError, OSError) as error:
         with open(path, "rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-        what = "gunzip it first" if packed else error if os.path.getsize(path) else "it is empty"
-        yield BadRow("truncated", str(path), f"the shard breaks off or is no plain tar ({what})")
+            is_gzip = file.read(2) == b"\x1f\x8b"
+        reason = "gunzip it first" if is_gzip else error if os.path.getsize(path) else "it is empty"
+        yield BadRow("truncated", str(path), f"the shard is truncated or not an uncompressed tar ({reason})")
 
 
-def _ended(path: Path, tar: tarfile.TarFile) -> bool:
-    with open(path, "rb") as file:
-        file.seek(tar.offset)
-        return file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)
+def _refuse_unsafe(path: Path, member: tarfile.TarInfo) -> None:
+    problems = {
+        "points outside the archive": member.name.startswith("/") or ".." in member.name.split("/"),
+        f"is a link to {member.linkname!r}": member.issym() or member.islnk(),
+        "has an invalid size": member.size < 0,
+        "is not a regular file": not member.isfile() or member.issparse(),
+        "may be a pickle, which can run code": PICKLES.search(member.name),
+    }
+    for problem, found in problems.items():
+        if found:
+            raise ValueError(f"{path} is refused: its member {member.name!r} {problem}")
 
 
-def split_name(name: str) -> tuple[str, str]:
-    """a/b.c.d → a/b and c.d: the key of a pair, and what the member is of it."""
-    folder, _, base = name.rpartition("/")
-    stem, _, ending = base.partition(".")
-    return f"{folder}/{stem}" if folder else stem, ending
-
-
-def _refuse(path: Path, member: tarfile.TarInfo) -> None:
-    if member.name.startswith("/") or ".." in member.name.split("/"):
-        raise ValueError(f"{path} is refused: its member {member.name!r} leads out of the archive")
-    if member.issym() or member.islnk():
-        raise ValueError(f"{path} is refused: its member {member.name!r} is a link to {member.linkname!r}")
-    if member.size < 0:
-        raise ValueError(f"{path} is refused: the size of its member {member.name!r} is impossible")
-    if not member.isfile() or member.issparse():
-        raise ValueError(f"{path} is refused: its member {member.name!r} is not a plain file")
-    if PICKLES.search(member.name):
-        raise ValueError(f"{path} is refused: its member {member.name!r} may be a pickle, which can run code")
-
-
-def _pair(
-    path: Path, tar: tarfile.TarFile, key: str, members: dict[str, tarfile.TarInfo]
-) -> Iterator[Row | BadRow]:
+def _pair(path: Path, tar: tarfile.TarFile, key: str, members: Members) -> Iterator[Row | BadRow]:
     if not members:
         return
-    where = f"{path}: {key}"
-    image = next((one for ending, one in members.items() if IMAGE.search(f".{ending}")), None)
+    location = f"{path}: {key}"
+    image = next((member for suffix, member in members.items() if IMAGE_SUFFIX.search(f".{suffix}")), None)
     if image is None:
-        yield BadRow("missing file", where, f"no image among its members ({', '.join(sorted(members))})")
+        yield BadRow("missing file", location, f"no image among its members ({', '.join(sorted(members))})")
         return
     if image.offset_data + image.size > os.path.getsize(path):
-        yield BadRow("truncated", where, "the shard ends inside the image")
+        yield BadRow("truncated", location, "the shard ends inside the image")
         return
-    text = next((members[ending] for ending in TEXTS if ending in members), None)
+    text = next((members[suffix] for suffix in CAPTION_MEMBERS if suffix in members), None)
     lines = _read(tar, text).decode("utf-8-sig", "surrogateescape").splitlines() if text else []
-    values: Any = {}
+    values: Any = None
     if "json" in members:
         try:
             values = json.loads(_read(tar, members["json"]))
         except (ValueError, RecursionError) as error:
             if not lines:
-                yield BadRow("broken line", f"{where}.json", f"not JSON ({error})")
+                yield BadRow("broken line", f"{location}.json", f"not JSON ({error})")
                 return
-    said = values if isinstance(values, dict) else {}
-    captions = (
-        several(said.get("captions")) or lines or several(said.get("caption") or said.get("text")) or [""]
-    )
-    side = SIDE.match(path.name)
-    split = side.group(1) if side else ""
+    values = values if isinstance(values, dict) else {}
+    caption = caption_texts(values.get("caption") or values.get("text"))
+    captions = caption_texts(values.get("captions")) or lines or caption or [""]
+    prefix = SPLIT_PREFIX.match(path.name)
+    split = prefix[1] if prefix else ""
     yield Row(image.name, captions, 0, "", split, str(path), image.offset_data, image.size)
 
 
 def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     file = tar.extractfile(member)
-    assert file is not None  # it is a file: links were refused
-    return file.read(MOST_TEXT)
+    assert file is not None  # links were refused
+    return file.read(MAX_CAPTION_BYTES)

@@ -1,103 +1,106 @@
-"""Processes that decode images. Spawned: forking a process that has threads can deadlock. No torch."""
+"""Worker processes that decode images. Spawned, because forking a threaded process can deadlock. No torch."""
 
 import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.process import BaseProcess
+from contextlib import closing
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from m1clip.data.decode import BadImage
-from m1clip.data.pairs import PairDataset
-from m1clip.images import Pixels, square
+from m1clip.data.rows import BadImages, PairDataset
+from m1clip.images import Pixels, center_crop
 
 T = TypeVar("T")
-AHEAD = 4  # tasks for each worker that may be waiting, done or not: memory stays bounded
+Rows = Sequence[int]
+TASKS_PER_WORKER = 4  # queued, running or done but not yet consumed: bounds the memory
 
 
 class Decoded(NamedTuple):
     pixels: Pixels
-    bad: dict[int, tuple[str, str]]
-    """Rows that could not be decoded, and are black: kind and sentence."""
+    """(rows, height, width, 3); black where an image cannot be decoded."""
+    bad: BadImages
 
 
-def parts_of(number: int, size: int) -> list[range]:
-    """Rows 0 … number - 1 in parts of `size`."""
-    return [range(at, min(at + size, number)) for at in range(0, number, size)]
-
-
-def decode_rows(pairs: PairDataset, size: int, rows: Sequence[int]) -> Decoded:
-    pixels, bad = np.zeros((len(rows), size, size, 3), np.uint8), dict[int, tuple[str, str]]()
+def decode_rows(pairs: PairDataset, image_size: int, rows: Rows) -> Decoded:
+    pixels, bad = np.zeros((len(rows), image_size, image_size, 3), np.uint8), BadImages()
     for i, row in enumerate(rows):
         try:
-            pixels[i] = square(pairs.image(row, 2 * size), size)
+            pixels[i] = center_crop(pairs.image(row, 2 * image_size), image_size)
         except BadImage as error:
             bad[row] = (error.kind, str(error))
     return Decoded(pixels, bad)
 
 
-class Workers(Generic[T]):
-    """A pool that does one thing to parts of a source; what it needs is sent to each process once."""
+def row_chunks(rows: int, size: int) -> list[range]:
+    return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
 
-    def __init__(self, work: Callable[[Sequence[int]], T], number: int):
-        """`work` can be pickled: a function of a module, or a partial of one."""
+
+def map_chunks(function: Callable[[Rows], T], chunks: Sequence[Rows], workers: int) -> Iterator[T]:
+    """Results in order. One chunk or `workers=1` runs in the main process."""
+    if len(chunks) == 1 or workers == 1:
+        yield from map(function, chunks)
+        return
+    with closing(WorkerPool(function, workers)) as pool:
+        yield from pool.map(chunks)
+
+
+class WorkerPool(Generic[T]):
+    """Processes that apply one function, picklable and sent to each of them once, to chunks of rows."""
+
+    def __init__(self, function: Callable[[Rows], T], workers: int):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        self.number = number or cores or 1
-        spawn = multiprocessing.get_context("spawn")
-        self.pool = ProcessPoolExecutor(self.number, spawn, _begin, (work,))
+        self.workers = workers or cores or 1
+        context = multiprocessing.get_context("spawn")
+        self.executor = ProcessPoolExecutor(self.workers, context, _start_worker, (function,))
 
-    def map(self, parts: Iterable[Sequence[int]]) -> Iterator[T]:
-        """What came of the parts, in order."""
-        waiting: list[tuple[Sequence[int], Future[T]]] = []
-        for part in parts:
-            waiting.append((part, self.pool.submit(_work, part)))
-            if len(waiting) > AHEAD * self.number:
-                yield self._result(*waiting.pop(0))
-        while waiting:
-            yield self._result(*waiting.pop(0))
+    def map(self, chunks: Iterable[Rows]) -> Iterator[T]:
+        """Results in order."""
+        pending = deque[tuple[Rows, Future[T]]]()
+        for rows in chunks:
+            pending.append((rows, self.executor.submit(_apply, rows)))
+            if len(pending) > TASKS_PER_WORKER * self.workers:
+                yield self._result(*pending.popleft())
+        while pending:
+            yield self._result(*pending.popleft())
 
-    def _result(self, part: Sequence[int], done: "Future[T]") -> T:
+    def _result(self, rows: Rows, future: "Future[T]") -> T:
         try:
-            return done.result()
+            return future.result()
         except BrokenProcessPool:
             raise RuntimeError(
-                f"a process that decodes images was killed near one of images {part[0]} to {part[-1]}: "
-                f"too little memory (--workers 1 needs less), or a file that breaks the decoder"
+                f"a worker process was killed near image {rows[0]}: out of memory (--workers 1 needs less), "
+                "or a file that crashes the decoder"
             ) from None
 
     def close(self) -> None:
-        self.pool.shutdown(wait=False, cancel_futures=True)
-
-    def __enter__(self) -> "Workers[T]":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self.executor.shutdown(wait=False, cancel_futures=True)
 
 
-_mine: Callable[[Sequence[int]], Any]
+_function: Callable[[Rows], Any]
 
 
-def _begin(work: Callable[[Sequence[int]], Any]) -> None:
-    """Leave Ctrl-C to the parent, which ends the pool; end with it, if it is killed; let training lead."""
-    global _mine
-    _mine = work
+def _start_worker(function: Callable[[Rows], Any]) -> None:
+    """Leave Ctrl-C to the parent, exit if it is killed, and run at a lower priority than training."""
+    global _function
+    _function = function
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-
-    def end_with(parent: BaseProcess) -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+    parent.join()
+    os._exit(1)
 
 
-def _work(rows: Sequence[int]) -> Any:
-    return _mine(rows)
+def _apply(rows: Rows) -> Any:
+    return _function(rows)

@@ -1,4 +1,4 @@
-"""Does the model read every word? An image chooses between its caption and the same with one word wrong."""
+"""One-word edits: does an image prefer its caption to the same caption with one word changed?"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,20 +6,20 @@ from typing import Protocol, TypeGuard
 
 from torch import Tensor
 
-from m1clip.data.pairs import PairDataset
-from m1clip.evals.embed import embed_captions
+from m1clip.data.rows import PairDataset
+from m1clip.evals.evaluate import embed_captions
 from m1clip.model.clip import CLIP
 
 
-class Editable(Protocol):
-    """A source that can say its captions wrongly: (what was changed, the changed caption)."""
+class EditableDataset(Protocol):
+    """A dataset that can change one word of its captions: (kind of word, changed caption)."""
 
     def __len__(self) -> int: ...
     def captions(self, index: int) -> Sequence[str]: ...
     def edits(self, index: int) -> Iterator[tuple[str, str]]: ...
 
 
-def is_editable(pairs: PairDataset) -> TypeGuard[Editable]:
+def is_editable(pairs: PairDataset) -> TypeGuard[EditableDataset]:
     return hasattr(pairs, "edits")
 
 
@@ -31,15 +31,15 @@ class EditScore:
     chance: float = 0.5
 
 
-def edit_scores(model: CLIP, pairs: Editable, image_NE: Tensor, text_NE: Tensor) -> list[EditScore]:
-    """Part of the wrong captions that score below the true one, by what was changed. Chance is a half."""
-    edits = [(row, what, wrong) for row in range(len(pairs)) for what, wrong in pairs.edits(row)]
-    wrong_ME = embed_captions(model, [wrong for _, _, wrong in edits])
+def edit_scores(model: CLIP, pairs: EditableDataset, image_NE: Tensor, text_NE: Tensor) -> list[EditScore]:
+    """Fraction of edited captions that score below the original, by the kind of word changed."""
+    edits = [(row, kind, text) for row in range(len(pairs)) for kind, text in pairs.edits(row)]
+    edited_ME = embed_captions(model, [text for _, _, text in edits])
     rows = [row for row, _, _ in edits]
-    margin_M = (image_NE[rows] * (text_NE[rows] - wrong_ME)).sum(1)
-    won_M = (margin_M.sign() + 1) / 2  # a tie is half a win, as a guess would be
+    margin_M = (image_NE[rows] * (text_NE[rows] - edited_ME)).sum(1)
+    won_M = (margin_M.sign() + 1) / 2  # a tie counts half, as a guess would
     scores = []
-    for name in dict.fromkeys(what for _, what, _ in edits):
-        mine = won_M[[what == name for _, what, _ in edits]]
-        scores.append(EditScore(name, mine.mean().item(), len(mine)))
+    for name in dict.fromkeys(kind for _, kind, _ in edits):
+        won = won_M[[kind == name for _, kind, _ in edits]]
+        scores.append(EditScore(name, won.mean().item(), len(won)))
     return scores

@@ -1,6 +1,6 @@
-"""What the model finds for a few validation captions: the images it puts first, and where the true one is.
+"""Example queries of an evaluation: the images ranked first for a caption, and the rank of the correct one.
 
-Shapes: M captions, N images, E embedding.
+Shapes: M captions, N images, K top results, E embedding.
 """
 
 import base64
@@ -14,101 +14,115 @@ from PIL import Image
 from torch import Tensor
 
 from m1clip.data.splits import Split
+from m1clip.evals.retrieval import Relevance
 
 CHUNK = 1024
-FIRST = 5
-EACH = 8
-"""Queries of each group."""
-LARGEST = 160
-"""Pixels a side of the images that are kept."""
+TOP_K = 5
+QUERIES = 8
+"""Queries in each group."""
+MAX_SIZE = 160
+"""Pixels of the stored images."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """For every caption its first images and their scores, the true image's score and rank from 1.
+class TopResults:
+    """For every caption its first images, and score and rank (from 1) of the best correct image.
 
-    Of equals the true one comes last: a collapsed model, to which all look alike, has found nothing.
+    Among equal scores the correct image comes last: a collapsed model finds nothing.
     """
 
     row_MK: Tensor
     score_MK: Tensor
-    true_M: Tensor
-    rank_M: Tensor
+    correct_score_M: Tensor
+    correct_rank_M: Tensor
 
 
-def find(text_ME: Tensor, image_NE: Tensor, owner_M: Tensor) -> Found:
-    parts = []
+def top_results(text_ME: Tensor, image_NE: Tensor, relevance: Relevance) -> TopResults:
+    chunks = []
     for start in range(0, len(text_ME), CHUNK):
         score_mN = text_ME[start : start + CHUNK] @ image_NE.T
-        true_m1 = score_mN.gather(1, owner_M[start : start + CHUNK, None])
-        best = score_mN.topk(min(FIRST, len(image_NE)))
-        parts.append((best.indices, best.values, true_m1[:, 0], (score_mN >= true_m1).sum(1)))
-    return Found(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        correct_mN = relevance.images_of(start, start + CHUNK)
+        best_m1 = score_mN.masked_fill(~correct_mN, float("-inf")).amax(1, keepdim=True)
+        rank_m = 1 + ((score_mN >= best_m1) & ~correct_mN).sum(1)
+        top = score_mN.topk(min(TOP_K, len(image_NE)))
+        chunks.append((top.indices, top.values, best_m1[:, 0], rank_m))
+    return TopResults(*(torch.cat(tensors) for tensors in zip(*chunks, strict=True)))
 
 
-def examples(text_ME: Tensor, image_NE: Tensor, owner_M: Tensor, pairs: Split) -> dict[str, Any]:
-    """Queries with what was found, and the images they show, as JSON can hold it.
+def example_queries(text_ME: Tensor, image_NE: Tensor, relevance: Relevance, pairs: Split) -> dict[str, Any]:
+    """Queries with their results, and the images they show, ready for JSON.
 
-    `errors` are those in which a wrong image beats the true one by most, each image and each winner once;
-    `sample` are at equal distances, the same at every evaluation.
+    `errors` are queries whose first image is wrong by the largest margin, each image once; `sample` are evenly
+    spaced, the same at every evaluation.
     """
-    found = find(text_ME, image_NE, owner_M)
-    first_M = torch.searchsorted(owner_M, owner_M)  # the place of each owner's first caption
+    results = top_results(text_ME, image_NE, relevance)
+    captions = len(relevance.owner_M)
     groups = {
-        "errors": instructive(found, owner_M, pairs, first_M),
-        "sample": [int(m) for m in np.linspace(0, len(owner_M) - 1, min(EACH, len(owner_M)))],
+        "errors": largest_errors(results, relevance, pairs),
+        "sample": [int(m) for m in np.linspace(0, captions - 1, min(QUERIES, captions))],
     }
     queries = [
-        {"group": group, **query(m, found, owner_M, first_M, pairs)}
-        for group, some in groups.items()
-        for m in some
+        {"group": group, **query_record(m, results, relevance, pairs)}
+        for group, members in groups.items()
+        for m in members
     ]
-    shown = sorted({row for one in queries for row in (one["truth"], *(hit["row"] for hit in one["top"]))})
-    return {"queries": queries, "shown": images(shown, pairs)}
+    rows = {row for query in queries for row in (query["truth"], *(hit["row"] for hit in query["top"]))}
+    return {"queries": queries, "shown": image_records(sorted(rows), pairs)}
 
 
-def instructive(found: Found, owner_M: Tensor, pairs: Split, first_M: Tensor) -> list[int]:
-    """The captions whose best image is wrong by most; one captioned alike is not wrong."""
-    margin_M = found.score_MK[:, 0] - found.true_M
+def largest_errors(results: TopResults, relevance: Relevance, pairs: Split) -> list[int]:
+    """Captions whose first image is wrong by the largest margin; an image with the same caption is not wrong."""
+    margin_M = results.score_MK[:, 0] - results.correct_score_M
     chosen: list[int] = []
-    seen, winners = set[int](), set[int]()
+    truths, winners = set[int](), set[int]()
     for m in margin_M.argsort(descending=True, stable=True).tolist():
-        if len(chosen) == EACH:
+        if len(chosen) == QUERIES:
             break
-        truth, winner = int(owner_M[m]), int(found.row_MK[m, 0])
-        if winner == truth or truth in seen or winner in winners:
+        truth, winner = int(relevance.owner_M[m]), int(results.row_MK[m, 0])
+        if winner == truth or truth in truths or winner in winners:
             continue
-        if caption(m, owner_M, first_M, pairs) in pairs.captions(winner):
+        if has_caption(pairs, winner, caption_text(m, relevance, pairs)):
             continue
         chosen.append(m)
-        seen.add(truth)
+        truths.add(truth)
         winners.add(winner)
     return chosen
 
 
-def caption(m: int, owner_M: Tensor, first_M: Tensor, pairs: Split) -> str:
-    return pairs.captions(int(owner_M[m]))[m - int(first_M[m])]
+def caption_text(m: int, relevance: Relevance, pairs: Split) -> str:
+    owner = int(relevance.owner_M[m])
+    return pairs.captions(owner)[m - int(torch.searchsorted(relevance.owner_M, owner))]
 
 
-def query(m: int, found: Found, owner_M: Tensor, first_M: Tensor, pairs: Split) -> dict[str, Any]:
-    truth, text = int(owner_M[m]), caption(m, owner_M, first_M, pairs)
+def has_caption(pairs: Split, row: int, text: str) -> bool:
+    """Compared as Relevance does: without case and outer spaces."""
+    return text.strip().lower() in (caption.strip().lower() for caption in pairs.captions(row))
+
+
+def query_record(m: int, results: TopResults, relevance: Relevance, pairs: Split) -> dict[str, Any]:
+    truth, text = int(relevance.owner_M[m]), caption_text(m, relevance, pairs)
     top = [
-        {"row": row, "score": round(score, 4), "same_caption": row != truth and text in pairs.captions(row)}
-        for row, score in zip(found.row_MK[m].tolist(), found.score_MK[m].tolist(), strict=True)
+        {"row": row, "score": round(score, 4), "same_caption": row != truth and has_caption(pairs, row, text)}
+        for row, score in zip(results.row_MK[m].tolist(), results.score_MK[m].tolist(), strict=True)
     ]
-    place = {"truth": truth, "rank": int(found.rank_M[m]), "true_score": round(float(found.true_M[m]), 4)}
-    return {"text": text, **place, "top": top}
+    return {
+        "text": text,
+        "truth": truth,
+        "rank": int(results.correct_rank_M[m]),
+        "true_score": round(float(results.correct_score_M[m]), 4),
+        "top": top,
+    }
 
 
-def images(rows: list[int], pairs: Split) -> dict[str, dict[str, str]]:
-    """Each row's first caption, where it comes from, and the image as the model sees it, as a JPEG."""
-    there, pixels = pairs.take(np.array(rows))
-    shown = {}
-    for row, real, image in zip(rows, there, pixels, strict=True):
-        shown[str(row)] = {"caption": pairs.captions(row)[0], "name": pairs.row(row)}
-        if row == real:  # else it could not be decoded, and another's came in its place
-            made, small = io.BytesIO(), Image.fromarray(image)
-            small.thumbnail((LARGEST, LARGEST))
-            small.save(made, "JPEG", quality=85)
-            shown[str(row)]["jpeg"] = base64.b64encode(made.getvalue()).decode()
-    return shown
+def image_records(rows: list[int], pairs: Split) -> dict[str, dict[str, str]]:
+    """First caption, location and JPEG (as the model sees it) of each row."""
+    decoded_rows, pixels = pairs.take(np.array(rows))
+    records = {}
+    for row, decoded, image in zip(rows, decoded_rows, pixels, strict=True):
+        records[str(row)] = {"caption": pairs.captions(row)[0], "name": pairs.location(row)}
+        if row == decoded:  # otherwise it could not be decoded, and another image came instead
+            buffer, thumbnail = io.BytesIO(), Image.fromarray(image)
+            thumbnail.thumbnail((MAX_SIZE, MAX_SIZE))
+            thumbnail.save(buffer, "JPEG", quality=85)
+            records[str(row)]["jpeg"] = base64.b64encode(buffer.getvalue()).decode()
+    return records

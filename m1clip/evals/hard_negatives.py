@@ -1,6 +1,6 @@
-"""How hard a wrong caption is, by its words alone, and how often it deceives the model at each difficulty.
+"""Accuracy by how similar the negatives are, judged by the words of their captions (tf-idf).
 
-Shapes: N pairs, E embedding, V words.
+Shapes: N pairs, E embedding, V vocabulary.
 """
 
 import re
@@ -11,80 +11,78 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-MOST = 1000
-"""PairDataset that are compared with each other; of more, the first."""
+MAX_PAIRS = 1000
 TIERS = {"easy": (0.0, 0.5), "medium": (0.5, 0.9), "hard": (0.9, 1.0)}
-"""Which part of a pair's negatives, from the most different to the most similar."""
-OTHERS = 10
-LONGEST = 77
-"""Words of a caption that count: about as many as models read."""
-# Where words are not parted by spaces, each sign is one.
+"""Quantiles of a pair's negatives, from the least to the most similar."""
+NEGATIVES = 10
+MAX_WORDS = 77
+# In scripts without spaces each character is a word.
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 
 
-def by_difficulty(
+def accuracy_by_difficulty(
     image_NE: Tensor, text_NE: Tensor, captions: Sequence[str]
 ) -> dict[str, dict[str, float | int]]:
-    """For each tier how often the true caption or image wins, both ways.
+    """For each tier, how often the correct caption or image wins, in both directions.
 
-    {} where there are too few pairs, or no words in common by which some would be harder than others.
+    pairwise   against one negative (chance 1/2)
+    first      against `among` - 1 negatives at once, as in a batch of that size (chance 1 / among)
 
-    pairwise   against one such negative (chance a half)
-    first      against `among` - 1 of them at once, as in a batch of that size (chance 1 / among)
+    Empty with too few pairs, or if no captions share a word.
     """
-    captions = captions[:MOST]
-    score_NN = (image_NE[:MOST].float() @ text_NE[:MOST].float().T).numpy()
-    alike_NN = similarity(captions)
-    part_NN = places(captions, alike_NN)
-    true_N = score_NN.diagonal()
-    lost = [true_N[:, None] <= way for way in (score_NN, score_NN.T)]
-    inside = {name: (low <= part_NN) & (part_NN < high) for name, (low, high) in TIERS.items()}
-    others = min(OTHERS, *(int(mask.sum(1).min(initial=OTHERS)) for mask in inside.values()))
-    if others < 1 or not alike_NN[inside["hard"]].any():
+    captions = captions[:MAX_PAIRS]
+    score_NN = (image_NE[:MAX_PAIRS].float() @ text_NE[:MAX_PAIRS].float().T).numpy()
+    similarity_NN = tfidf_similarity(captions)
+    quantile_NN = similarity_quantiles(captions, similarity_NN)
+    correct_N = score_NN.diagonal()
+    losing = [correct_N[:, None] <= scores for scores in (score_NN, score_NN.T)]
+    tiers = {name: (low <= quantile_NN) & (quantile_NN < high) for name, (low, high) in TIERS.items()}
+    negatives = min(NEGATIVES, *(int(mask.sum(1).min(initial=NEGATIVES)) for mask in tiers.values()))
+    if negatives < 1 or not similarity_NN[tiers["hard"]].any():
         return {}
-    found = {}
-    for name, mask in inside.items():
-        beaten = [(mask & way).sum(1) for way in lost]
-        found[name] = {
-            "similarity": float(alike_NN[mask].mean()),
+    results = {}
+    for name, mask in tiers.items():
+        losses = [(mask & direction).sum(1) for direction in losing]
+        results[name] = {
+            "similarity": float(similarity_NN[mask].mean()),
             "negatives": int(mask.sum()),
-            "pairwise": float(1 - np.mean([way.sum() / mask.sum() for way in beaten])),
-            "first": float(np.mean([none_of(others, way, mask.sum(1)) for way in beaten])),
-            "among": others + 1,
+            "pairwise": float(1 - np.mean([lost.sum() / mask.sum() for lost in losses])),
+            "first": float(np.mean([win_probability(negatives, lost, mask.sum(1)) for lost in losses])),
+            "among": negatives + 1,
             "pairs": len(captions),
         }
-    return found
+    return results
 
 
-def similarity(captions: Sequence[str]) -> NDArray[np.float32]:
-    """(N, N) cosines of the captions' words, each weighted by how rare it is (tf-idf)."""
-    words = [Counter(WORD.findall(caption.lower())[:LONGEST]) for caption in captions]
-    seen = Counter(word for one in words for word in one)
-    column = {word: number for number, word in enumerate(seen)}
-    count_NV = np.zeros((len(captions), len(column)), np.float32)
-    for row, one in enumerate(words):
-        for word, count in one.items():
-            count_NV[row, column[word]] = count * np.log((1 + len(captions)) / seen[word])
-    length_N = np.linalg.norm(count_NV, axis=1, keepdims=True)
-    unit_NV = count_NV / np.maximum(length_N, 1e-9)
-    alike: NDArray[np.float32] = unit_NV @ unit_NV.T
-    return alike
+def tfidf_similarity(captions: Sequence[str]) -> NDArray[np.float32]:
+    """(N, N) cosine similarities of the captions' tf-idf vectors."""
+    counts = [Counter(WORD.findall(caption.lower())[:MAX_WORDS]) for caption in captions]
+    documents = Counter(word for count in counts for word in count)
+    column = {word: number for number, word in enumerate(documents)}
+    tfidf_NV = np.zeros((len(captions), len(column)), np.float32)
+    for row, count in enumerate(counts):
+        for word, times in count.items():
+            tfidf_NV[row, column[word]] = times * np.log((1 + len(captions)) / documents[word])
+    norm_N1 = np.linalg.norm(tfidf_NV, axis=1, keepdims=True)
+    unit_NV = tfidf_NV / np.maximum(norm_N1, 1e-9)
+    similarity: NDArray[np.float32] = unit_NV @ unit_NV.T
+    return similarity
 
 
-def places(captions: Sequence[str], alike_NN: NDArray[np.float32]) -> NDArray[np.float64]:
-    """(N, N) where each negative of a pair stands among all of them, from 0 (most different) to 1.
+def similarity_quantiles(captions: Sequence[str], similarity_NN: NDArray[np.float32]) -> NDArray[np.float64]:
+    """(N, N) quantile of each negative among all negatives of a pair, from 0 (least similar) to 1.
 
-    NaN for what is no negative: the pair itself, and those with the very same caption.
+    NaN where there is no negative: the pair itself, and pairs with the same caption.
     """
-    _, same = np.unique([caption.strip().lower() for caption in captions], return_inverse=True)
-    negative_NN = same[:, None] != same
-    rank_NN = np.where(negative_NN, alike_NN, -1).argsort(1, kind="stable").argsort(1, kind="stable")
+    _, key = np.unique([caption.strip().lower() for caption in captions], return_inverse=True)
+    negative_NN = key[:, None] != key
+    rank_NN = np.where(negative_NN, similarity_NN, -1).argsort(1, kind="stable").argsort(1, kind="stable")
     count_N1 = negative_NN.sum(1, keepdims=True)
     with np.errstate(divide="ignore"):
         return np.where(negative_NN, (rank_NN - (len(captions) - count_N1) + 0.5) / count_N1, np.nan)
 
 
-def none_of(others: int, bad_N: NDArray[np.int64], all_N: NDArray[np.int64]) -> float:
-    """The chance that `others` drawn from all, without putting back, hold none of the bad; the mean of N."""
-    each = [np.maximum(0, all_N - bad_N - k) / (all_N - k) for k in range(others)]
-    return float(np.prod(each, axis=0).mean())
+def win_probability(negatives: int, better_N: NDArray[np.int64], all_N: NDArray[np.int64]) -> float:
+    """Probability that `negatives` drawn without replacement contain none of the better ones; mean over N."""
+    factors = [np.maximum(0, all_N - better_N - k) / (all_N - k) for k in range(negatives)]
+    return float(np.prod(factors, axis=0).mean())

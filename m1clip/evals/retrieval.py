@@ -1,8 +1,10 @@
 """Retrieval scores from two matrices of unit vectors. Knows nothing of models, devices or files.
 
-Shapes: Q queries, T targets, E embedding.
+Shapes: N images, M captions, K distinct captions, Q queries, T targets, E embedding.
 """
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 
@@ -10,12 +12,12 @@ import torch
 from torch import Tensor
 
 CHUNK = 1024
-AT = (1, 5, 10)
+TOP_K = (1, 5, 10)
 
 
 @dataclass(frozen=True)
 class Direction:
-    """Scores of one way of searching; recalls are parts of 1, ranks begin at 1."""
+    """Scores of one direction; recalls are fractions, ranks start at 1."""
 
     r1: float
     r5: float
@@ -27,6 +29,9 @@ class Direction:
 class Retrieval:
     image_to_text: Direction
     text_to_image: Direction
+    chance_image_to_text: Direction
+    """Scores of a random ranking."""
+    chance_text_to_image: Direction
     images: int
     captions: int
 
@@ -35,65 +40,139 @@ class Retrieval:
         return (self.image_to_text.r1 + self.text_to_image.r1) / 2
 
     @property
-    def chance(self) -> Direction:
-        """What guessing among the images gives."""
-        return _guess(self.images, 1)
-
-    @property
-    def chance_image_to_text(self) -> Direction:
-        """What guessing among the captions gives, of which an image may have several."""
-        return _guess(self.captions, self.captions / self.images)
+    def chance_r1(self) -> float:
+        return (self.chance_image_to_text.r1 + self.chance_text_to_image.r1) / 2
 
     def record(self) -> dict[str, float | int]:
-        """Flat, for a log line: i2t_r1 … t2i_median_rank, mean_r1, chance_r1."""
-        ways = {"i2t": self.image_to_text, "t2i": self.text_to_image}
+        """Flat, for a log line: i2t_r1 … t2i_median_rank, chance_i2t_r1 …, mean_r1, chance_r1."""
+        directions = {
+            "i2t": self.image_to_text,
+            "t2i": self.text_to_image,
+            "chance_i2t": self.chance_image_to_text,
+            "chance_t2i": self.chance_text_to_image,
+        }
         flat = {
-            f"{way}_{key}": value for way, scores in ways.items() for key, value in asdict(scores).items()
+            f"{name}_{key}": value for name, direction in directions.items() for key, value in asdict(direction).items()
         }
         counts = {"images": self.images, "captions": self.captions}
-        return {**flat, "mean_r1": self.mean_r1, "chance_r1": self.chance.r1, **counts}
+        return {**flat, "mean_r1": self.mean_r1, "chance_r1": self.chance_r1, **counts}
 
 
-def _guess(targets: int, right: float) -> Direction:
-    """Scores of a random order of the targets, `right` of which are right."""
-    if right == 1:
-        r1, r5, r10 = (min(1.0, k / targets) for k in AT)
-        return Direction(r1, r5, r10, (targets + 1) / 2)
-    missed = (prod(max(0.0, 1 - right / (targets - i)) for i in range(min(k, targets))) for k in AT)
-    r1, r5, r10 = (1 - one for one in missed)
-    return Direction(r1, r5, r10, targets * (1 - 0.5 ** (1 / right)) + 0.5)
+@dataclass(frozen=True)
+class Relevance:
+    """Which captions are correct for which images: an image's own, and equal captions of other images."""
+
+    owner_M: Tensor
+    """The image of each caption."""
+    key_M: Tensor
+    """Equal for equal captions."""
+    images: int
+
+    @classmethod
+    def from_captions(cls, captions: Sequence[Sequence[str]]) -> "Relevance":
+        """From the captions of each image, as training compares them: without case and outer spaces."""
+        keys: dict[str, int] = {}
+        key_M = [keys.setdefault(text.strip().lower(), len(keys)) for of_image in captions for text in of_image]
+        owner_M = [image for image, of_image in enumerate(captions) for _ in of_image]
+        return cls(torch.tensor(owner_M), torch.tensor(key_M), len(captions))
+
+    @classmethod
+    def one_to_one(cls, pairs: int) -> "Relevance":
+        return cls(torch.arange(pairs), torch.arange(pairs), pairs)
+
+    def captions_of(self, start: int, stop: int) -> Tensor:
+        """(q, M) of the images start to stop: whether each caption is correct."""
+        inside_M = (start <= self.owner_M) & (self.owner_M < stop)
+        has_qK = torch.zeros(min(stop, self.images) - start, int(self.key_M.max()) + 1, dtype=torch.bool)
+        has_qK[self.owner_M[inside_M] - start, self.key_M[inside_M]] = True
+        return has_qK[:, self.key_M]
+
+    def images_of(self, start: int, stop: int) -> Tensor:
+        """(q, N) of the captions start to stop: whether each image is correct."""
+        keys, inverse_q = torch.unique(self.key_M[start:stop], return_inverse=True)
+        index_K = torch.full((int(self.key_M.max()) + 1,), -1)
+        index_K[keys] = torch.arange(len(keys))
+        index_M = index_K[self.key_M]
+        has_kN = torch.zeros(len(keys), self.images, dtype=torch.bool)
+        has_kN[index_M[index_M >= 0], self.owner_M[index_M >= 0]] = True
+        return has_kN[inverse_q]
 
 
-def retrieval(image_NE: Tensor, text_ME: Tensor, owner_M: Tensor | None = None) -> Retrieval:
-    """Both directions; caption m belongs to image owner_M[m] (one each, in order, by default).
+def retrieval(image_NE: Tensor, text_ME: Tensor, relevance: Relevance | None = None) -> Retrieval:
+    """Both directions; by default caption i belongs to image i.
 
-    An image finds its captions when any of them is among the first k.
+    A query is answered when any correct target is among the first k.
     """
     if not (image_NE.isfinite().all() and text_ME.isfinite().all()):
         # NaN is neither above nor below anything: unnoticed, it would rank first everywhere.
         raise FloatingPointError("the embeddings are not finite; this model is broken")
-    owner_M = torch.arange(len(text_ME)) if owner_M is None else owner_M
-    to_image = ranks(text_ME, image_NE, owner_M, torch.arange(len(image_NE)))
-    to_text = ranks(image_NE, text_ME, torch.arange(len(image_NE)), owner_M)
-    return Retrieval(direction(to_text), direction(to_image), len(image_NE), len(text_ME))
+    relevance = relevance or Relevance.one_to_one(len(image_NE))
+    return Retrieval(
+        direction(ranks(image_NE, text_ME, relevance.captions_of)),
+        direction(ranks(text_ME, image_NE, relevance.images_of)),
+        *chance_scores(relevance),
+        len(image_NE),
+        len(text_ME),
+    )
 
 
-def ranks(query_QE: Tensor, target_TE: Tensor, key_Q: Tensor, key_T: Tensor) -> Tensor:
-    """Rank of the best target whose key is the query's, from 1; ties share the mean of their places.
+def ranks(query_QE: Tensor, target_TE: Tensor, correct: Callable[[int, int], Tensor]) -> Tensor:
+    """Rank of the best correct target of each query, from 1.
 
-    Without that, a collapsed model, to which all things look alike, would be perfect.
+    Ties share the mean of their ranks: otherwise a collapsed model would have perfect scores.
     """
-    found = []
+    best_ranks = []
     for start in range(0, len(query_QE), CHUNK):
         score_qT = query_QE[start : start + CHUNK] @ target_TE.T
-        true_qT = key_Q[start : start + CHUNK, None] == key_T
-        best_q1 = score_qT.masked_fill(~true_qT, float("-inf")).amax(1, keepdim=True)
-        better_q = ((score_qT > best_q1) & ~true_qT).sum(1)
-        equal_q = ((score_qT == best_q1) & ~true_qT).sum(1)
-        found.append(1 + better_q + equal_q / 2)
-    return torch.cat(found)
+        correct_qT = correct(start, start + CHUNK)
+        best_q1 = score_qT.masked_fill(~correct_qT, float("-inf")).amax(1, keepdim=True)
+        better_q = ((score_qT > best_q1) & ~correct_qT).sum(1)
+        equal_q = ((score_qT == best_q1) & ~correct_qT).sum(1)
+        best_ranks.append(1 + better_q + equal_q / 2)
+    return torch.cat(best_ranks)
 
 
 def direction(rank_Q: Tensor) -> Direction:
-    r1, r5, r10 = ((rank_Q <= k).float().mean().item() for k in AT)
+    r1, r5, r10 = ((rank_Q <= k).float().mean().item() for k in TOP_K)
     return Direction(r1, r5, r10, rank_Q.quantile(0.5).item())
+
+
+def chance_scores(relevance: Relevance) -> tuple[Direction, Direction]:
+    """Expected scores of a random ranking, image to text and text to image."""
+    images, captions = relevance.images, len(relevance.owner_M)
+    captions_N, images_M = (
+        torch.cat([correct(start, start + CHUNK).sum(1) for start in range(0, queries, CHUNK)])
+        for queries, correct in ((images, relevance.captions_of), (captions, relevance.images_of))
+    )
+    return chance_direction(captions, captions_N), chance_direction(images, images_M)
+
+
+def chance_direction(targets: int, correct_Q: Tensor) -> Direction:
+    """Expected scores of a random ranking, for queries with so many correct targets."""
+    counts = Counter(correct_Q.tolist())
+    recalls = {count: _random_recalls(targets, count) for count in counts}
+    r1, r5, r10 = (
+        sum(recalls[count][i] * queries for count, queries in counts.items()) / len(correct_Q)
+        for i in range(len(TOP_K))
+    )
+    return Direction(r1, r5, r10, _random_median_rank(targets, counts))
+
+
+def _random_recalls(targets: int, correct: int) -> tuple[float, float, float]:
+    """R@1, R@5 and R@10 of the first of `correct` among `targets` in random order."""
+    if correct == 1:
+        r1, r5, r10 = (min(1.0, k / targets) for k in TOP_K)
+        return r1, r5, r10
+    missed = (prod(max(0.0, 1 - correct / (targets - i)) for i in range(min(k, targets))) for k in TOP_K)
+    r1, r5, r10 = (1 - probability for probability in missed)
+    return r1, r5, r10
+
+
+def _random_median_rank(targets: int, counts: Counter[int]) -> float:
+    """Median rank of the first correct target in random order; `counts` has the queries by correct targets."""
+    correct_C, queries_C = torch.tensor([*counts.items()], dtype=torch.float64).T
+    missed_CT = (1 - correct_C[:, None] / torch.arange(targets, 0, -1)).clamp(min=0).cumprod(1)
+    found_T = 1 - queries_C / queries_C.sum() @ missed_CT  # probability that it is among the first 1, 2, 3 …
+    before = int((found_T < 0.5 - 1e-9).sum())
+    is_between = bool(found_T[before] < 0.5 + 1e-9)  # half of the ranks are this or less, half are more
+    return before + (1.5 if is_between else 1.0)

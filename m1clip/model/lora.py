@@ -1,7 +1,7 @@
-"""LoRA by peft: small matrices beside frozen ones (Hu et al. 2021); and the ordinary weights they come to."""
+"""LoRA (Hu et al. 2021) with peft: add adapters, merge them, save and load them in peft's own format."""
 
-import json
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,88 +9,91 @@ import torch
 from torch import Tensor, nn
 
 from m1clip.model.pretrained import require_extra
-from m1clip.model.safe_load import load_tensors, read_json, save_tensors
+from m1clip.model.safe_load import check_weights, load_tensors, read_json, save_tensors
 
-NAME = "default"
-FILES = ("adapter.safetensors", "adapter.json")
+ADAPTER = "default"  # peft's name for the first adapter
+HEAD_MODULES = ("vision_projection", "text_projection")
+PREFIX = "base_model.model."  # of the names in an adapter file: the path through peft's wrappers
+# Settings that change what adapters compute. Others are not read: one can name a module to be imported.
+SETTINGS = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora")
 
 
-def adapt(model: nn.Module, sides: Iterable[str], rank: int, what: str) -> None:
-    """Put adapters beside the matrices of these towers; those alone and the heads learn from here on."""
+def add_lora(model: nn.Module, towers: Iterable[str], rank: int) -> None:
+    """Freeze these towers and add adapters to their linear layers and 1 × 1 convolutions."""
     require_extra("peft", "lora", "--recipe lora")
+    towers = tuple(towers)
+    layers = [f"{tower}.{name}" for tower in towers for name in linear_layers(model.get_submodule(tower))]
+    _inject(model, towers, {"r": rank, "lora_alpha": 2 * rank, "target_modules": layers})
+
+
+def linear_layers(tower: nn.Module) -> list[str]:
+    return [
+        name
+        for name, layer in tower.named_modules()
+        if isinstance(layer, nn.Linear)
+        or (isinstance(layer, nn.Conv2d) and layer.kernel_size == (1, 1) and layer.groups == 1)
+    ]
+
+
+def _inject(model: nn.Module, towers: tuple[str, ...], settings: dict[str, Any]) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
-    for side in sides:
-        tower = model.get_submodule(side)
-        tower.requires_grad_(False)
-        targets = list(targets_of(tower, what))
-        config = LoraConfig(
-            r=rank, lora_alpha=2 * rank, target_modules=targets, lora_dropout=0.0, bias="none"
-        )
-        inject_adapter_in_model(config, tower)
-
-
-def targets_of(tower: nn.Module, what: str) -> Iterator[str]:
-    """Matrices of attention, with `all` of MLPs too; without attention 1 × 1 convolutions, or any matrix."""
-    matrices = [name for name, part in tower.named_modules() if isinstance(part, nn.Linear)]
-    attention = [name for name in matrices if "attn" in name or "attention" in name]
-    if attention:
-        yield from attention if what == "attention" else matrices
-        return
-    parts = [(name, part) for name, part in tower.named_modules() if isinstance(part, nn.Conv2d)]
-    narrow = [name for name, part in parts if part.kernel_size == (1, 1) and part.groups == 1]
-    yield from narrow or matrices
+    trainable = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    inject_adapter_in_model(LoraConfig(**settings), model)  # freezes all other parameters
+    for name, weight in trainable.items():
+        weight.requires_grad_(name.split(".")[0] not in towers)
 
 
 def has_lora(model: nn.Module) -> bool:
-    return any(hasattr(part, "lora_A") for part in model.modules())
+    return any(hasattr(layer, "lora_A") for layer in model.modules())
 
 
 @torch.no_grad()
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state of the model without adapters that gives the same results."""
+    """The state dict of a model without adapters that computes the same."""
     state = model.state_dict()
     if not has_lora(model):
         return state
-    made: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        if ".lora_" not in name:
-            made[name.replace(".base_layer.", ".")] = tensor
-    for name, part in model.named_modules():
-        if hasattr(part, "lora_A"):
-            delta: Any = part.get_delta_weight(NAME)
-            made[f"{name}.weight"] = made[f"{name}.weight"] + delta
-    return made
+    base = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
+    merged = {name.replace(".base_layer.", "."): tensor for name, tensor in base.items()}
+    for name, layer in model.named_modules():
+        if hasattr(layer, "lora_A"):
+            delta: Any = layer.get_delta_weight(ADAPTER)
+            merged[f"{name}.weight"] = merged[f"{name}.weight"] + delta
+    return merged
 
 
-def write_apart(model: nn.Module, folder: Path) -> dict[str, Tensor]:
-    """Put the adapters into a file of their own; the weights beside which they stand, by ordinary names."""
-    held, scale = {}, 1.0
-    for name, part in model.named_modules():
-        if hasattr(part, "lora_A"):
-            held[f"{name}.A"] = part.lora_A[NAME].weight.detach().cpu().contiguous()
-            held[f"{name}.B"] = part.lora_B[NAME].weight.detach().cpu().contiguous()
-            scale = float(part.scaling[NAME])
-    if held:
-        save_tensors(folder / FILES[0], held)
-        (folder / FILES[1]).write_text(json.dumps({"kind": "lora", "scale": scale}) + "\n")
-    state = model.state_dict()
-    return {name.replace(".base_layer.", "."): state[name] for name in state if ".lora_" not in name}
+def save_adapter(model: nn.Module, folder: Path) -> None:
+    """Write the adapters and the projection heads as `PeftModel.save_pretrained` does.
+
+    `PeftModel.from_pretrained(initial_model, folder)` then gives the embeddings of this model.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config: Any = copy.copy(model.peft_config[ADAPTER])  # type: ignore[index]
+    config.modules_to_save, config.inference_mode = [*HEAD_MODULES], True
+    config.save_pretrained(folder)
+    tensors = {PREFIX + name: tensor.cpu().contiguous() for name, tensor in adapter_state_dict(model).items()}
+    save_tensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
 
 
-def merge(folder: Path, weights: dict[str, Tensor]) -> None:
-    """Add the adapters of a folder to the weights beside them."""
-    held, how = load_tensors(folder / FILES[0]), read_json(folder / FILES[1])
-    scale = how.get("scale")
-    names = {name.rpartition(".")[0] for name in held}
-    wrong = [
-        name for name in names if f"{name}.weight" not in weights or {f"{name}.A", f"{name}.B"} - held.keys()
-    ]
-    if wrong or not isinstance(scale, float):
-        raise ValueError(
-            f"{folder / FILES[0]} does not belong to the weights beside it: {', '.join(sorted(wrong)[:3])}"
-        )
-    for name in names:
-        weight = weights[f"{name}.weight"]
-        delta = held[f"{name}.B"].flatten(1) @ held[f"{name}.A"].flatten(1)
-        weights[f"{name}.weight"] = weight + scale * delta.view_as(weight)
+def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    from peft import get_peft_model_state_dict
+
+    heads = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(HEAD_MODULES)}
+    return {**get_peft_model_state_dict(model), **heads}
+
+
+def load_adapter(model: nn.Module, folder: Path) -> None:
+    """Add saved adapters to the model they were trained from, and replace its projection heads."""
+    require_extra("peft", "lora", f"the adapter {folder}")
+    from peft import set_peft_model_state_dict
+
+    path, config = folder / "adapter_model.safetensors", read_json(folder / "adapter_config.json")
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{folder} is a {config.get('peft_type')} adapter; only LORA can be loaded")
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_tensors(path).items()}
+    _inject(model, ("vision", "text"), {key: config[key] for key in SETTINGS if key in config})
+    check_weights(path, tensors, adapter_state_dict(model))
+    heads = {name: tensors.pop(name) for name in [*tensors] if name.startswith(HEAD_MODULES)}
+    model.load_state_dict(heads, strict=False)
+    set_peft_model_state_dict(model, tensors)

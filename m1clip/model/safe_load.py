@@ -1,5 +1,7 @@
-"""Files of others: folders and hub names, safetensors, and torch's own archives, read so that nothing in them
-can run."""
+"""Weights and JSON from files and the Hugging Face hub, read so that no code in them can run.
+
+safetensors and torch's zip archives are read as tensors only, and every name and shape is checked.
+"""
 
 import json
 import math
@@ -7,7 +9,7 @@ import pickle
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,205 +18,224 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-ENDINGS = (".safetensors", ".pt", ".pth", ".bin")
-# All that a damaged archive was seen to raise.
-TROUBLE: tuple[type[Exception], ...] = (
+from m1clip.devices import short_error
+
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "state_dict_ema")
+MAX_LISTED = 8  # names of each kind in a WeightMismatch
+# Everything that reading a damaged archive was seen to raise.
+ARCHIVE_ERRORS: tuple[type[Exception], ...] = (
     *(RuntimeError, EOFError, OSError, LookupError, ValueError, TypeError, AttributeError, AssertionError),
     *(StopIteration, zlib.error, zipfile.BadZipFile, pickle.UnpicklingError),
 )
-WRAPPED = ("state_dict", "model_state_dict", "model", "state_dict_ema")
-DTYPES = {
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "DoubleStorage": torch.float64,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
+STORAGE_DTYPES: dict[str, torch.dtype] = {  # FloatStorage: torch.float, …
+    f"{dtype}Storage": getattr(torch, dtype.lower())
+    for dtype in ("Float", "Half", "BFloat16", "Double", "Long", "Int", "Short", "Bool")
 }
+Names = Iterable[str]
+Misshapen = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
+class WeightMismatch(ValueError):  # noqa: N818
+    """Weights that are missing, unexpected or misshapen (name, shape in the file, shape in the model)."""
+
+    def __init__(self, source: object, missing: Names, unexpected: Names = (), misshapen: Iterable[Misshapen] = ()):
+        self.missing, self.unexpected, self.misshapen = sorted(missing), sorted(unexpected), sorted(misshapen)
+        shapes = [
+            f"{name}  {_shape(found)} in the file, {_shape(expected)} in the model"
+            for name, found, expected in self.misshapen
+        ]
+        lines = [f"the weights in {source} do not fit the model, and none were loaded:"]
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "misshapen": shapes}
+        for kind, names in kinds.items():
+            lines += [f"  {kind:<11} {name}" for name in names[:MAX_LISTED]]
+            if len(names) > MAX_LISTED:
+                lines.append(f"  {kind:<11} … and {len(names) - MAX_LISTED} more")
+        super().__init__("\n".join(lines))
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " × ".join(map(str, shape)) or "scalar"
+
+
+def check_weights(source: object, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise WeightMismatch unless all names and shapes are equal."""
+    misshapen = [
+        (name, tuple(found[name].shape), tuple(expected[name].shape))
+        for name in expected.keys() & found.keys()
+        if found[name].shape != expected[name].shape
+    ]
+    missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
+    if missing or unexpected or misshapen:
+        raise WeightMismatch(source, missing, unexpected, misshapen)
+
+
+def load_checked(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a safetensors file with exactly these names and shapes."""
+    tensors = _load_safetensors(path)
+    check_weights(path, tensors, expected)
+    return tensors
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     try:
-        save_file(tensors, path, notes)
-    except SafetensorError as error:  # its name for a full disk, among others
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:  # also raised when the disk is full
         raise OSError(f"cannot write {path}: {error}") from None
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a file by its name, in float32 where it is a weight; prefixes of wrappers are gone."""
+    """All tensors of a file in float32 (integers as they are), without the name prefixes of wrappers."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    found = _safetensors(path) if path.suffix == ".safetensors" else _archive(path)
-    for prefix in ("module.", "_orig_mod."):
-        if found and all(name.startswith(prefix) for name in found):
-            found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
+    tensors = _load_safetensors(path) if path.suffix == ".safetensors" else _load_archive(path)
+    for prefix in ("module.", "_orig_mod."):  # DistributedDataParallel, torch.compile
+        if tensors and all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
 
 
-def download_from_hub(name: str, bare: bool = False) -> Path:
-    """A model of the Hugging Face hub, fetched once; weights as safetensors where there are any.
-
-    With `bare`, its name may be without an owner, as bert-base-uncased.
-    """
-    known_as = name.removeprefix("hf-hub:").removeprefix("hf:")
-    slashes = known_as.count("/")
-    if slashes > 1 or (slashes < 1 and not bare) or known_as[:1] in "./~" or known_as.endswith(ENDINGS):
-        raise FileNotFoundError(
-            f"there is no model {name!r}: a checkpoint ({', '.join(ENDINGS)}), a folder, or a hub name such "
-            "as openai/clip-vit-base-patch32 was expected"
-        )
-    from huggingface_hub import HfApi, snapshot_download
-
-    known = ["*.json", "merges.txt", "vocab.txt"]
-    try:
-        files = HfApi().list_repo_files(known_as)
-        safe = any(file.endswith(".safetensors") for file in files)
-        weights = ["*.safetensors"] if safe else ["pytorch_model*.bin", "open_clip_pytorch_model.bin"]
-    except Exception:  # the network's many ways to fail, through three libraries
-        weights = ["*.safetensors"]  # what is in the cache will do
-    try:
-        return Path(snapshot_download(known_as, allow_patterns=[*known, *weights]))
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise FileNotFoundError(
-            f"there is no file or folder {name!r}, and the hub cannot be asked for it ({first})"
-        ) from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        held = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(held, dict):
-        raise ValueError(f"{path} should hold an object")
-    return held
-
-
-def gathered(folder: Path, names: list[str]) -> dict[str, Tensor]:
-    """The weights of a folder, from one file or from the several that an index lists."""
+def load_folder_tensors(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """The weights of a folder: the first of these files that exists, whole or sharded with an index."""
     for name in names:
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
             return load_tensors(folder / name)
         if index.is_file():
-            parts = set(read_json(index).get("weight_map", {}).values())
-            made: dict[str, Tensor] = {}
-            for part in sorted(map(str, parts)):
-                made |= load_tensors(folder / Path(part).name)
-            return made
-    raise FileNotFoundError(
-        f"{folder} has no weights: {', '.join(names[:2])} or an index of parts was expected"
-    )
+            files = read_json(index).get("weight_map", {}).values()
+            shards = [load_tensors(folder / name) for name in sorted({Path(str(file)).name for file in files})]
+            return {name: tensor for shard in shards for name, tensor in shard.items()}
+    raise FileNotFoundError(f"{folder} has no weights; expected {' or '.join(names[:2])}, or its index.json")
 
 
-def _safetensors(path: Path) -> dict[str, Tensor]:
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must contain a JSON object")
+    return value
+
+
+def download_from_hub(name: str, owner_optional: bool = False) -> Path:
+    """A snapshot of a Hugging Face model: configuration, tokenizer, and safetensors if there are any."""
+    repo = name.removeprefix("hf-hub:").removeprefix("hf:")
+    slashes = (0, 1) if owner_optional else (1,)
+    if repo.count("/") not in slashes or repo[:1] in "./~" or repo.endswith(WEIGHT_SUFFIXES):
+        expected = f"a {', '.join(WEIGHT_SUFFIXES)} file, a folder or a hub name (openai/clip-vit-base-patch32)"
+        raise FileNotFoundError(f"there is no model {name!r}; expected {expected}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        for weights in ("*.safetensors", "*pytorch_model*.bin"):
+            patterns = ["*.json", "merges.txt", "vocab.txt", weights]
+            folder = Path(snapshot_download(repo, allow_patterns=patterns))
+            if any(folder.glob(weights)):
+                break
+        return folder
+    except Exception as error:  # offline, through several libraries
+        reason = f"and it cannot be downloaded ({short_error(error)})"
+        raise FileNotFoundError(f"there is no file or folder {name!r}, {reason}") from None
+
+
+def _load_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+        raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from None
 
 
-def _archive(path: Path) -> dict[str, Tensor]:
+def _load_archive(path: Path) -> dict[str, Tensor]:
     try:
-        if _is_script(path):
-            return _Script(path).tensors()
-        held = torch.load(path, map_location="cpu", weights_only=True)
-    except TROUBLE as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(
-            f"{path} cannot be read as tensors alone ({first}); it is damaged, or holds more than weights"
-        ) from None
-    for key in WRAPPED:
-        if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
-            held = held[key]
-    tensors = (
-        {str(k): v for k, v in held.items() if isinstance(v, Tensor)} if isinstance(held, Mapping) else {}
-    )
+        if _is_torchscript(path):
+            return _TorchScriptUnpickler(path).tensors()
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except ARCHIVE_ERRORS as error:
+        reason = f"({short_error(error)}); it is damaged or contains more than weights"
+        raise ValueError(f"{path} cannot be read as tensors only {reason}") from None
+    for key in STATE_DICT_KEYS:
+        if isinstance(value, Mapping) and isinstance(value.get(key), Mapping):
+            value = value[key]
+    entries = value.items() if isinstance(value, Mapping) else ()
+    tensors = {str(name): tensor for name, tensor in entries if isinstance(tensor, Tensor)}
     if not tensors:
-        raise ValueError(f"{path} holds no weights by name")
+        raise ValueError(f"{path} contains no named weights")
     return tensors
 
 
-def _is_script(path: Path) -> bool:
-    """Whether it is a TorchScript archive, as OpenAI's own checkpoints are."""
+def _is_torchscript(path: Path) -> bool:
+    """OpenAI's own checkpoints are TorchScript archives."""
     if not zipfile.is_zipfile(path):
         return False
-    with zipfile.ZipFile(path) as file:
-        return any(name.endswith("/constants.pkl") for name in file.namelist())
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
 
 
-class _Part:
-    """A module of an archive, as the bag of things it holds; its code is not looked at."""
+class _ModuleState:
+    """Stands for any TorchScript module; keeps its attributes and never loads its code."""
 
-    def __init__(self, *held: Any):
-        self.held: dict[str, Any] = {}
+    def __init__(self, *_: Any):
+        self.attributes: dict[str, Any] = {}
 
     def __setstate__(self, state: Any) -> None:
-        self.held = state if isinstance(state, dict) else {}
+        self.attributes = state if isinstance(state, dict) else {}
 
 
-class _Script(pickle.Unpickler):
-    """Reads the tensors of a TorchScript archive. Of all that a pickle may name, only these are known here:
-    tensors, ordered dictionaries, and modules as bags. Anything else is refused."""
+class _TorchScriptUnpickler(pickle.Unpickler):
+    """Reads the tensors of a TorchScript archive; refuses every class but tensors, dicts and modules."""
 
     def __init__(self, path: Path):
-        self.zip = zipfile.ZipFile(path)
-        listing = next(name for name in self.zip.namelist() if name.endswith("/data.pkl"))
-        self.root = listing.removesuffix("data.pkl")
+        self.archive = zipfile.ZipFile(path)
+        data = next(name for name in self.archive.namelist() if name.endswith("/data.pkl"))
+        self.root = data.removesuffix("data.pkl")
         self.storages: dict[Any, Tensor] = {}
-        super().__init__(self.zip.open(listing))
+        super().__init__(self.archive.open(data))
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("__torch__"):
-            return _Part
-        if module == "torch" and name in DTYPES:
-            return DTYPES[name]
+            return _ModuleState
+        if module == "torch" and name in STORAGE_DTYPES:
+            return STORAGE_DTYPES[name]
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _rebuilt
+            return _rebuild_tensor
         if (module, name) == ("torch._utils", "_rebuild_parameter"):
             return lambda data, *_: data
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if module == "torch.jit._pickle" and name.startswith(("build_", "restore_type_tag")):
-            return lambda held, *_: held
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no weight")
+            return lambda value, *_: value
+        raise pickle.UnpicklingError(f"{module}.{name} is not a weight")
 
     def persistent_load(self, pid: Any) -> Tensor:
-        _, dtype, key, _, number = pid
+        _, dtype, key, _, count = pid
         if not str(key).isalnum():
-            raise pickle.UnpicklingError(f"a storage called {key!r}")
+            raise pickle.UnpicklingError(f"bad storage key {key!r}")
         if key not in self.storages:
-            data = bytearray(self.zip.read(f"{self.root}data/{key}"))
-            full = (
-                torch.frombuffer(data, dtype=dtype, count=number) if number else torch.empty(0, dtype=dtype)
-            )
-            self.storages[key] = full
+            data = bytearray(self.archive.read(f"{self.root}data/{key}"))
+            empty = torch.empty(0, dtype=dtype)
+            self.storages[key] = torch.frombuffer(data, dtype=dtype, count=count) if count else empty
         return self.storages[key]
 
     def tensors(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        with self.zip:
-            parts = [("", self.load())]
-        seen = set[int]()
-        while parts:
-            prefix, part = parts.pop()
-            if id(part) in seen:  # a part that holds itself would never end
+        tensors: dict[str, Tensor] = {}
+        with self.archive:
+            queue = [("", self.load())]
+        visited = set[int]()
+        while queue:
+            prefix, module = queue.pop()
+            if id(module) in visited:  # a module that contains itself would never end
                 continue
-            seen.add(id(part))
-            for name, value in getattr(part, "held", {}).items():
+            visited.add(id(module))
+            for name, value in getattr(module, "attributes", {}).items():
                 if isinstance(value, Tensor):
-                    found[prefix + name] = value
-                elif isinstance(value, _Part):
-                    parts.append((f"{prefix}{name}.", value))
-        return found
+                    tensors[prefix + name] = value
+                elif isinstance(value, _ModuleState):
+                    queue.append((f"{prefix}{name}.", value))
+        return tensors
 
 
-def _rebuilt(flat: Tensor, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
-    if math.prod(size) > flat.numel():  # a few bytes that pretend to be many
-        raise pickle.UnpicklingError(f"a tensor of {tuple(size)} in {flat.numel()} numbers")
-    return flat.as_strided(tuple(size), tuple(stride), offset)
+def _rebuild_tensor(storage: Tensor, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
+    if math.prod(size) > storage.numel():  # strides of 0 would turn a few bytes into a huge tensor
+        raise pickle.UnpicklingError(f"a tensor of shape {tuple(size)} in {storage.numel()} numbers")
+    return storage.as_strided(tuple(size), tuple(stride), offset)

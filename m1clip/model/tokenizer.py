@@ -1,6 +1,6 @@
-"""Captions to token ids: letters, BPE learned from the captions, or OpenAI's CLIP vocabulary.
+"""Captions to token ids: single characters, BPE learned from the captions, or OpenAI's CLIP vocabulary.
 
-All three are one `tokenizer.json` of the `tokenizers` library; start and end are added here.
+All three are a `tokenizer.json` of the tokenizers library; the start and end tokens are added here.
 """
 
 import gzip
@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-PAD, START, END, UNKNOWN = "<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|unknown|>"
-LETTERS = [*ascii_lowercase, " ", ".", ","]
-# Few lengths, because on MPS each new shape compiles a graph of its own; the last is the model's own.
+PAD, START, END, UNK = "<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|unknown|>"
+# Padded lengths. Only a few, because MPS compiles a graph for each new shape; beyond is the context length.
 BUCKETS = (8, 16, 24, 32, 48, 64)
 CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
+CLIP_MERGES = 49152 - 256 - 2  # OpenAI's file has more; CLIP uses these
+BPE_CAPTIONS = 50_000  # captions that BPE is learned from
 
 
 class Tokenizer:
@@ -38,49 +39,42 @@ class Tokenizer:
 
     @classmethod
     def characters(cls) -> "Tokenizer":
-        """The seeds' 33 symbols: three marks, unknown, 26 letters, space, full stop, comma."""
-        symbols = [PAD, START, END, UNKNOWN, *LETTERS]
-        core = tokenizers.Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, UNKNOWN))
-        core.normalizer = normalizers.Sequence(
-            [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
-        )
+        """33 tokens: pad, start, end, unknown, 26 letters, space, full stop, comma."""
+        symbols = [PAD, START, END, UNK, *ascii_lowercase, " ", ".", ","]
+        core = tokenizers.Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, UNK))
+        steps = [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
+        core.normalizer = normalizers.Sequence(steps)
         core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         return cls(core)
 
     @classmethod
-    def learned(cls, captions: Iterable[str], vocab: int, most: int = 50_000) -> "Tokenizer":
-        """BPE over bytes, so nothing is unknown; learned from the first `most` captions."""
+    def train_bpe(cls, captions: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """Byte-level BPE, so that no text has unknown tokens."""
         core = tokenizers.Tokenizer(models.BPE())
         core.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        if vocab < len(alphabet) + 3:
-            raise ValueError(f"a BPE vocabulary needs {len(alphabet) + 3} tokens or more, not {vocab}")
+        if vocab_size < len(alphabet) + 3:
+            raise ValueError(f"BPE needs a vocab_size of at least {len(alphabet) + 3}, not {vocab_size}")
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab,
-            special_tokens=[PAD, START, END],
-            initial_alphabet=alphabet,
-            show_progress=False,
+            vocab_size=vocab_size, special_tokens=[PAD, START, END], initial_alphabet=alphabet, show_progress=False
         )
-        core.train_from_iterator(map(clean, islice(captions, most)), trainer)
+        core.train_from_iterator(map(clean, islice(captions, BPE_CAPTIONS)), trainer)
         return cls.from_state(json.loads(core.to_str()))
 
     @classmethod
-    def clip(cls, path: Path) -> "Tokenizer":
+    def from_clip_vocabulary(cls, path: Path) -> "Tokenizer":
         """OpenAI's tokenizer from its `bpe_simple_vocab_16e6.txt.gz`."""
         merges = _read_merges(path)
-        letters = _byte_letters()
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # one for each byte
         symbols = letters + [s + "</w>" for s in letters] + ["".join(m) for m in merges] + [START, END]
         core = tokenizers.Tokenizer(
             models.BPE({s: i for i, s in enumerate(symbols)}, merges, end_of_word_suffix="</w>")
         )
         core.normalizer = normalizers.Lowercase()
-        core.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(CLIP_WORDS), "removed", invert=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+        words = pre_tokenizers.Split(Regex(CLIP_WORDS), "removed", invert=True)
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        core.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
         return cls(core)
 
     @classmethod
@@ -88,33 +82,32 @@ class Tokenizer:
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{path} is not a tokenizer of ours: {error}") from None
+            raise ValueError(f"{path} is not a tokenizer of m1clip: {error}") from None
 
     @classmethod
-    def borrowed(cls, path: Path) -> "Tokenizer":
-        """A CLIP's tokenizer.json from elsewhere, without the marks that it would add by itself."""
+    def from_clip_json(cls, path: Path) -> "Tokenizer":
+        """The tokenizer.json of a CLIP of another library, which adds start and end tokens by itself."""
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
             vocab, added = state["model"]["vocab"], state.get("added_tokens") or []
-            vocab |= {one["content"]: one["id"] for one in added if one["content"] in (START, END)}
+            vocab |= {token["content"]: token["id"] for token in added if token["content"] in (START, END)}
             return cls.from_state({**state, "post_processor": None, "padding": None, "truncation": None})
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no tokenizer of a CLIP: {error}") from None
+            raise ValueError(f"{path} is not the tokenizer of a CLIP: {error}") from None
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Tokenizer":
-        """Where a caption that spells out "<|endoftext|>" cannot end itself."""
+        """Without added tokens, so that "<|endoftext|>" in a caption is ordinary text."""
         return cls(tokenizers.Tokenizer.from_str(json.dumps({**state, "added_tokens": []})))
 
-    def with_marks(self) -> dict[str, Any]:
-        """Its tokenizer.json for other libraries, which expect it to add start and end by itself."""
+    def to_clip_json(self) -> dict[str, Any]:
+        """A tokenizer.json for other libraries: it adds start and end tokens, and cleans white space."""
         core = tokenizers.Tokenizer.from_str(self.core.to_str())
         ids = [(START, self.start_id), (END, self.end_id)]
-        tidy = [normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]  # as `clean` does
-        core.normalizer = normalizers.Sequence([*tidy, core.normalizer])
+        white_space = [normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
+        core.normalizer = normalizers.Sequence([*white_space, core.normalizer])
         core.post_processor = processors.TemplateProcessing(single=f"{START} $A {END}", special_tokens=ids)
-        state: dict[str, Any] = json.loads(core.to_str())
-        return state
+        return json.loads(core.to_str())
 
     def save(self, path: Path) -> None:
         self.core.save(str(path))
@@ -122,44 +115,38 @@ class Tokenizer:
     def __len__(self) -> int:
         return self.core.get_vocab_size()
 
-    def lengths(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of each text, start and end included, before any cut."""
-        return [len(one) for one in self.ids(texts)]
-
-    def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Of each text, start and end included."""
-        found = self.core.encode_batch_fast([clean(text) for text in texts])
-        return [[self.start_id, *one.ids, self.end_id] for one in found]
-
-    def shortened(self, ids: list[int], length: int) -> list[int]:
-        """Cut to what the model reads, the end kept."""
-        return ids if len(ids) <= length else [*ids[: length - 1], self.end_id]
-
     def __call__(self, texts: Sequence[str], length: int, rows: Sequence[str] | None = None) -> Tensor:
-        """Ids (B, L): L is the smallest bucket that holds the longest text; too long is cut, end kept.
-
-        `rows` names where each text came from, for the message when one is empty.
-        """
+        """Padded ids (B, L) of at most `length` tokens; `rows` names the source of each text in errors."""
         for i, text in enumerate(texts):
             if not text.strip():
                 raise ValueError(f"empty caption in {rows[i] if rows else f'text {i}'}: {text!r}")
-        return self.padded(self.cut(texts, length), length)
+        return self.pad(self.encode(texts, length), length)
 
-    def cut(self, texts: Sequence[str], length: int) -> list[list[int]]:
-        """Ids of each text, as many as the model reads."""
-        return [self.shortened(one, length) for one in self.ids(texts)]
+    def encode(self, texts: Sequence[str], length: int) -> list[list[int]]:
+        """Ids of each text, start and end included; too long ones are truncated and keep their end."""
+        full = self.encode_full(texts)
+        return [ids if len(ids) <= length else [*ids[: length - 1], ids[-1]] for ids in full]
 
-    def padded(self, ids: Sequence[Sequence[int] | NDArray[np.int32]], length: int) -> Tensor:
+    def encode_full(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self.core.encode_batch_fast([clean(text) for text in texts])
+        return [[self.start_id, *encoding.ids, self.end_id] for encoding in encodings]
+
+    def lengths(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text before truncation, start and end included."""
+        return [len(ids) for ids in self.encode_full(texts)]
+
+    def pad(self, ids: Sequence[Sequence[int] | NDArray[np.int32]], length: int) -> Tensor:
+        """(B, L), where L is the smallest bucket that holds the longest text."""
         longest = max(map(len, ids))
         width = next((bucket for bucket in BUCKETS if longest <= bucket < length), length)
-        padded = np.full((len(ids), width), self.pad_id, np.int64)
-        for row_L, one in zip(padded, ids, strict=True):
-            row_L[: len(one)] = one
-        return torch.from_numpy(padded)
+        padded_BL = np.full((len(ids), width), self.pad_id, np.int64)
+        for row_L, text_ids in zip(padded_BL, ids, strict=True):
+            row_L[: len(text_ids)] = text_ids
+        return torch.from_numpy(padded_BL)
 
 
 class HFTokenizer(Tokenizer):
-    """One that adds its own marks and cleans by its own rules, as those of BERT and its kin do."""
+    """The tokenizer of a BERT-like encoder, which cleans text and adds special tokens by itself."""
 
     def __init__(self, core: tokenizers.Tokenizer, pad_id: int):
         core.no_padding()
@@ -167,43 +154,38 @@ class HFTokenizer(Tokenizer):
         self.core, self.pad_id = core, pad_id
 
     @classmethod
-    def load_for(cls, path: Path, pad_id: int) -> "HFTokenizer":
+    def from_file(cls, path: Path, pad_id: int) -> "HFTokenizer":
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)), pad_id)
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"{path} is not a tokenizer: {error}") from None
 
-    def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        return [one.ids for one in self.core.encode_batch_fast(list(texts))]
-
-    def shortened(self, ids: list[int], length: int) -> list[int]:
-        return ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]
+    def encode_full(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self.core.encode_batch_fast(list(texts))]
 
 
-def make(kind: str, captions: Iterable[str], vocab: int) -> Tokenizer:
-    """What `--tokenizer` means."""
-    require(kind)
+def make_tokenizer(kind: str, captions: Iterable[str], vocab_size: int) -> Tokenizer:
+    """The tokenizer that `--tokenizer` names."""
+    check_tokenizer(kind)
     if kind == "char":
         return Tokenizer.characters()
     if kind == "bpe":
-        return Tokenizer.learned(captions, vocab)
-    return Tokenizer.clip(Path(kind))
+        return Tokenizer.train_bpe(captions, vocab_size)
+    return Tokenizer.from_clip_vocabulary(Path(kind))
 
 
-def require(kind: str) -> None:
+def check_tokenizer(kind: str) -> None:
     if kind not in ("char", "bpe") and not Path(kind).is_file():
-        raise ValueError(
-            f"tokenizer must be bpe, char or the path of a CLIP vocabulary; there is no file {kind!r}"
-        )
+        raise ValueError(f"tokenizer must be bpe, char or a CLIP vocabulary; there is no file {kind!r}")
 
 
 def clean(text: str) -> str:
-    """Mend what the web does to captions (encodings, HTML entities, odd spaces), as OpenAI's CLIP does."""
+    """Fix encodings, HTML entities and white space, and lower the case, as OpenAI's CLIP does."""
     if not (text.isascii() and text.isprintable() and "&" not in text):
         import ftfy  # slow to import, and most captions do not need it
 
         text = html.unescape(html.unescape(ftfy.fix_text(text)))
-    return " ".join(text.split()).lower()  # Python's rules: Rust's differ on a final sigma
+    return " ".join(text.split()).lower()  # in Python, because Rust lowers a final sigma differently
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
@@ -213,17 +195,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
             lines = file.read().split("\n")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path} as a CLIP vocabulary: {error}") from None
-    # The file has a version line first, and more merges than the 49,152 - 256 - 2 that CLIP uses.
-    merges = [tuple(line.split()) for line in lines[1 : 49152 - 256 - 2 + 1]]
+    merges = [tuple(line.split()) for line in lines[1 : CLIP_MERGES + 1]]  # after a version line
     if not merges or any(len(merge) != 2 for merge in merges):
-        raise ValueError(
-            f"{path} is not a CLIP vocabulary: a version line, then two symbols a line, was expected"
-        )
+        raise ValueError(f"{path} is not a CLIP vocabulary: a version line, then two symbols per line")
     return merges  # type: ignore[return-value]
-
-
-def _byte_letters() -> list[str]:
-    """A visible letter for each of the 256 bytes, in the order of OpenAI's table."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return [chr(byte) for byte in visible] + [chr(256 + i) for i in range(len(hidden))]

@@ -1,4 +1,3 @@
-"""Watching runs and telling of them. Reads their files and nothing else; never torch."""
+"""Monitors and reports of runs, from the files of the runs alone. Never imports torch."""
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
-"""Names by which a machine speaks to itself."""
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")

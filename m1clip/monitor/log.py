@@ -1,4 +1,4 @@
-"""A run as it is written, read by a second process: what is new since the last look, and no more."""
+"""Reads the files of a run while another process writes them; each refresh reads only what is new."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import os
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
+from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
@@ -14,175 +15,172 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from m1clip.config import PRESETS
+from m1clip.format import printable
 from m1clip.run import Run
 
 Record = dict[str, Any]
 Column = NDArray[np.float64]
-BLOCK = 1 << 16  # what is parsed at once stays in the processor's cache: twice as fast as 4 MB
-KINDS = ("logger", "eval", "epoch")
-NAN = float("nan")
-LARGEST = 1e200
-NO_NUMBERS = ("kind", "rows")
-LISTS = ("cpu_percent",)
-TREES = ("grad_norms", "weight_norms", "memory_gb", "negatives")
-STEP = itemgetter("step")
+STEP_PHASES = ("data", "copy", "forward", "backward", "optimizer")
+RECORD_KINDS = ("diagnostics", "eval", "epoch")
+BLOCK_SIZE = 1 << 16  # blocks that stay in the CPU cache are parsed twice as fast as blocks of 4 MB
+MAX_VALUE = 1e200  # a larger magnitude counts as missing: sums and squares of it would overflow
+NOT_COLUMNS = ("kind", "rows")
+DICT_FIELDS = ("grad_norms", "weight_norms", "memory_gb", "hard_negatives")
+LIST_FIELDS = ("cpu_percent",)
+EVENT_METADATA = ("kind", "step", "time", "event", "line", "rows")
+BY_STEP = itemgetter("step")
 
 
 class Log:
-    """metrics.jsonl as far as it has whole lines: steps as columns, the rest as records with their line.
+    """The complete lines of metrics.jsonl: steps as columns, other kinds as records with their line number.
 
-    Each step once: where one comes again, as after a restart, what was measured from there on is forgotten,
-    but for events. A file that was replaced is read anew; what cannot be read is counted and passed over.
+    When a step is logged again, as after a restart, the earlier records from that step on are dropped, except
+    events. A replaced file is read from its start. Lines that cannot be parsed are counted and skipped.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self._forget()
+        self._clear()
 
-    def _forget(self) -> None:
-        self.offset, self.lines, self.file = 0, 0, (0, 0)
-        self.size, self.ended = 0, -1  # as it was at the last look, and when it was last read to its end
-        self.end = b""  # what was read last, by which the file is known again
-        self.latest, self.repeated = 0, 0
+    def _clear(self) -> None:
+        self.offset, self.line_count = 0, 0
+        self.size, self.size_at_end = 0, -1  # of the file: at the last refresh, and when its end was reached
+        self.tail = b""  # the last bytes read, which tell whether the file was replaced
+        self.last_step, self.restarts = 0, 0
         self.columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
-        self.records: dict[str, list[Record]] = {kind: [] for kind in KINDS}
+        self.records: dict[str, list[Record]] = {kind: [] for kind in RECORD_KINDS}
         self.events: list[Record] = []
-        self.broken: list[int] = []
+        self.bad_lines: list[int] = []
 
-    def refresh(self, most: float = math.inf) -> bool:
-        """Read what has been added, about `most` bytes of it; whether anything was."""
+    def refresh(self, max_bytes: float = math.inf) -> bool:
+        """Read about `max_bytes` of what was appended; return whether anything changed."""
         try:
             with open(self.path, "rb") as file:
-                found = os.fstat(file.fileno())
-                if (found.st_dev, found.st_ino) != self.file or not self._goes_on(file):
-                    self._forget()
-                    self.file = (found.st_dev, found.st_ino)
-                if found.st_size == self.ended:
+                file.seek(self.offset - len(self.tail))
+                if file.read(len(self.tail)) != self.tail:  # another file, even if it has the same inode
+                    self._clear()
+                self.size = os.fstat(file.fileno()).st_size
+                if self.size == self.size_at_end:
                     return False
-                self.size = found.st_size
                 file.seek(self.offset)
-                return self._read(file, most)
-        except OSError:  # not written yet, or gone with the run's folder
-            known = self.offset > 0
-            self._forget()
-            return known
+                return self._read_blocks(file, max_bytes)
+        except OSError:  # not written yet, or deleted with the run
+            was_read = self.offset > 0
+            self._clear()
+            return was_read
 
-    def _goes_on(self, file: IO[bytes]) -> bool:
-        """Whether it is still the file that was read: a new one may have the old one's number."""
-        file.seek(self.offset - len(self.end))
-        return file.read(len(self.end)) == self.end
-
-    def _read(self, file: IO[bytes], most: float) -> bool:
-        before, rest = self.offset, list[bytes]()
-        block = b"?"
-        while self.offset - before < most and (block := file.read(BLOCK)):
-            head, newline, tail = block.rpartition(b"\n")
-            rest.append(head if newline else tail)
+    def _read_blocks(self, file: IO[bytes], max_bytes: float) -> bool:
+        start, pending, block = self.offset, list[bytes](), b"?"
+        while self.offset - start < max_bytes and (block := file.read(BLOCK_SIZE)):
+            head, newline, rest = block.rpartition(b"\n")
+            pending.append(head if newline else rest)
             if newline:
-                whole = b"".join(rest)
-                self.offset += len(whole) + 1
-                self.end = (whole + newline)[-256:]
-                self._take(whole.split(b"\n"))
-                rest = [tail]
+                text = b"".join(pending)
+                self.offset += len(text) + 1
+                self.tail = (text + newline)[-256:]
+                self._add_lines(text.split(b"\n"))
+                pending = [rest]
         if not block:
-            self.ended = file.tell()
-        return self.offset > before
+            self.size_at_end = file.tell()
+        return self.offset > start
 
-    def _take(self, lines: list[bytes]) -> None:
+    def _add_lines(self, lines: list[bytes]) -> None:
         steps: list[Record] = []
         for line in lines:
-            self.lines += 1
-            record = parsed(line)
+            self.line_count += 1
+            record = parse_record(line)
             if record is None:
-                self.broken.append(self.lines) if line.strip() else None
+                if line.strip():
+                    self.bad_lines.append(self.line_count)
                 continue
-            record["line"], kind, step = self.lines, record["kind"], record["step"]
+            record["line"], kind, step = self.line_count, record["kind"], record["step"]
             if kind == "step":
-                if step <= self.latest:
+                if step <= self.last_step:
                     self._add_steps(steps)
-                    self._forget_from(step)
+                    self._drop_from(step)
                     steps = []
                 steps.append(record)
-                self.latest = step
+                self.last_step = step
             elif kind == "event":
                 self.events.append(record)
-            elif kind in KINDS:
-                record = cleaned(record)
-                mine = self.records[kind]
-                del mine[bisect_left(mine, step, key=STEP) :]
-                mine.append(record)
+            elif kind in RECORD_KINDS:
+                records = self.records[kind]
+                del records[bisect_left(records, step, key=BY_STEP) :]
+                records.append(clean_record(record))
         self._add_steps(steps)
 
-    def _forget_from(self, step: int) -> None:
-        """A step comes again: what was measured from there on is being measured anew."""
-        self.repeated += 1
+    def _drop_from(self, step: int) -> None:
+        self.restarts += 1
         start = bisect_left(self.columns["step"], step)
         for column in self.columns.values():
             del column[start:]
-        for mine in self.records.values():
-            del mine[bisect_left(mine, step, key=STEP) :]
+        for records in self.records.values():
+            del records[bisect_left(records, step, key=BY_STEP) :]
 
-    def _add_steps(self, rows: list[Record]) -> None:
-        if not rows:
+    def _add_steps(self, steps: list[Record]) -> None:
+        if not steps:
             return
-        length, names = len(self), dict.fromkeys([*self.columns, *rows[0]])
-        for row in rows:
-            if len(row) != len(rows[0]):  # as one that was skipped, which says so
-                names |= dict.fromkeys(row)
-        for name in (name for name in names if name.isidentifier() and name not in NO_NUMBERS):
+        length, names = len(self), dict.fromkeys([*self.columns, *steps[0]])
+        for step in steps:
+            if len(step) != len(steps[0]):  # a skipped step has one field more
+                names |= dict.fromkeys(step)
+        for name in (name for name in names if name.isidentifier() and name not in NOT_COLUMNS):
             column = self.columns[name]
-            column.extend([NAN] * (length - len(column)))
+            column.extend([math.nan] * (length - len(column)))
             try:
-                column.extend(array("d", [row[name] for row in rows]))
-            except (KeyError, TypeError, OverflowError):  # missing, null, or something that is no number
-                column.extend([number(row.get(name)) for row in rows])
+                column.extend(array("d", [step[name] for step in steps]))
+            except (KeyError, TypeError, OverflowError):  # missing, null or not a number
+                column.extend([float_or_nan(step.get(name)) for step in steps])
 
     def column(self, name: str) -> Column:
-        """Of every step; NaN where it is not known."""
+        """A field of every step; NaN where it is unknown."""
         if name not in self.columns:
             return np.full(len(self), np.nan)
         values = np.array(self.columns[name])
-        return np.where(np.abs(values) < LARGEST, values, np.nan)
+        return np.where(np.abs(values) < MAX_VALUE, values, np.nan)
 
-    def recorded(self, kind: str, name: str) -> Column:
-        return np.array([number(row.get(name)) for row in self.records[kind]], np.float64)
+    def known_column(self, name: str) -> Column:
+        values = self.column(name)
+        known: Column = values[np.isfinite(values)]
+        return known
+
+    def record_column(self, kind: str, name: str) -> Column:
+        return np.array([float_or_nan(record.get(name)) for record in self.records[kind]], np.float64)
+
+    def known_records(self, kind: str, name: str) -> list[Record]:
+        """The records in which a field is known and not empty; 0 is known."""
+        return [record for record in self.records[kind] if record.get(name) not in (None, {}, [])]
 
     def __len__(self) -> int:
         return len(self.columns["step"])
 
-    def last(self, kind: str) -> Record | None:
-        rows = self.records[kind]
-        return rows[-1] if rows else None
+    def last(self, kind: str) -> Record:
+        """The latest record of a kind; empty if there is none."""
+        return self.records[kind][-1] if self.records[kind] else {}
 
-    def recent(self, name: str, count: int = 50) -> float | None:
-        """The mean of the last steps, as far as it is known."""
-        some = self._last(name, count)
-        return float(some.mean()) if len(some) else None
+    def recent_mean(self, name: str, count: int) -> float | None:
+        values = self._recent(name, count)
+        return float(values.mean()) if len(values) else None
 
-    def rate(self, count: int) -> float | None:
-        """PairDataset a second over the last steps: all their pairs by all their time, not the mean of rates."""
-        some = self._last("pairs_per_s", count)
-        some = some[some > 0]
-        return float(len(some) / (1 / some).sum()) if len(some) else None
+    def recent_rate(self, count: int) -> float | None:
+        """Pairs per second over the last steps: all pairs by all time, not the mean of the rates."""
+        rates = self._recent("pairs_per_s", count)
+        rates = rates[rates > 0]
+        return float(len(rates) / (1 / rates).sum()) if len(rates) else None
 
-    def _last(self, name: str, count: int) -> Column:
-        some = np.array(self.columns[name][-count:] if name in self.columns else [])
-        sound: Column = some[np.abs(some) < LARGEST]  # which NaN is not
-        return sound
-
-    @property
-    def unread(self) -> float:
-        """The part of the file that has not been read yet."""
-        return max(0.0, 1 - self.offset / self.size) if self.size else 0.0
+    def _recent(self, name: str, count: int) -> Column:
+        values = np.array(self.columns[name][-count:] if name in self.columns else [])
+        known: Column = values[np.abs(values) < MAX_VALUE]  # False for NaN
+        return known
 
 
-def parsed(line: bytes) -> Record | None:
-    """A record of the log; None for what is none."""
+def parse_record(line: bytes) -> Record | None:
     try:
         record = orjson.loads(line)
     except ValueError:
         try:
-            record = json.loads(line)  # a NaN, which strict JSON does not know
+            record = json.loads(line)  # accepts NaN, which strict JSON does not
         except (ValueError, RecursionError):
             return None
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
@@ -191,96 +189,121 @@ def parsed(line: bytes) -> Record | None:
     return record if type(step) is int and 0 <= step < 2**53 else None
 
 
-def number(value: Any) -> float:
-    """NaN for what is not one."""
-    if isinstance(value, int | float) and abs(value) < LARGEST:
+def float_or_nan(value: Any) -> float:
+    if isinstance(value, int | float) and abs(value) < MAX_VALUE:
         return float(value)
-    return NAN
+    return math.nan
 
 
-def cleaned(record: Record) -> Record:
-    """As training writes it, whatever was written: numbers or None, trees of numbers, lists of numbers."""
-    made: Record = {"kind": record["kind"], "step": record["step"], "line": record["line"]}
+def number_or_none(value: Any) -> float | int | None:
+    return value if math.isfinite(float_or_nan(value)) else None
+
+
+def clean_record(record: Record) -> Record:
+    """The record with the types that training writes: numbers or None, dicts of numbers, lists of numbers."""
+    clean: Record = {}
     for key, value in record.items():
-        if key in made:
-            continue
-        if key in TREES:
-            made[key] = tree(value)
-        elif key in LISTS:
-            made[key] = [each for each in value if known(each) is not None] if isinstance(value, list) else []
+        if key in DICT_FIELDS:
+            clean[key] = clean_dict(value)
+        elif key in LIST_FIELDS:
+            items = value if isinstance(value, list) else []
+            clean[key] = [item for item in items if number_or_none(item) is not None]
         else:
-            made[key] = known(value)
-    return made
+            clean[key] = value if key == "kind" else number_or_none(value)
+    return clean
 
 
-def tree(value: Any) -> Record:
-    if not isinstance(value, dict):
-        return {}
-    return {key: tree(one) if isinstance(one, dict) else known(one) for key, one in value.items()}
+def clean_dict(value: Any) -> Record:
+    items = value.items() if isinstance(value, dict) else ()
+    return {key: clean_dict(item) if isinstance(item, dict) else number_or_none(item) for key, item in items}
 
 
-def known(value: Any) -> float | int | None:
-    """A number as it is, or None."""
-    return value if math.isfinite(number(value)) else None
+def event_text(event: Record) -> str:
+    """An event as one line: its name and its fields."""
+    name = event.get("event")
+    if name == "diagnosis":
+        return printable(f"{event.get('about')}: {event.get('text')}")
+    if name == "chunk":
+        return printable(f"{event.get('chunk')} pairs in memory at once: {event.get('reason')}")
+    if name in ("start", "resume"):
+        skipped = event.get("skipped_rows")
+        return printable(f"{name}: {skipped} of {event.get('rows')} rows skipped" if skipped else f"{name}")
+    fields = ", ".join(
+        f"{key.replace('_', ' ')} {', '.join(map(str, value[:3])) if isinstance(value, list) else value}"
+        for key, value in event.items()
+        if key not in EVENT_METADATA
+    )
+    return printable(f"{name}: {fields}" if fields else f"{name}")
 
 
-class Followed:
-    """A run and what is known of it now."""
+class RunView:
+    """A run's files as they were at the last refresh."""
 
     def __init__(self, run: Run, name: str | None = None):
-        self.run, self.name = run, name or run.name
+        self.run, self.path, self.name = run, run.path, name or run.name
         self.log = Log(run.path / "metrics.jsonl")
         self.summary: Record = {}
         self.config: Record = {}
         self.machine: Record = {}
         self.data: Record = {}
-        self._seen: dict[str, float] = {}
 
-    def refresh(self, most: float = math.inf) -> bool:
-        """Whether there is anything new."""
-        changed = self.log.refresh(most)
+    def refresh(self, max_bytes: float = math.inf) -> bool:
+        """Read what is new; return whether the log or the status changed."""
+        changed = self.log.refresh(max_bytes)
         try:
             summary = self.run.summary()
-        except OSError:  # the folder is gone, as under --overwrite
-            summary = {**self.summary, "state": "gone", "reason": f"{self.run.path} is not there any more"}
+        except OSError:  # the folder was deleted, as by --overwrite
+            summary = {**self.summary, "state": "gone", "reason": f"{self.path} was deleted"}
         changed |= summary != self.summary
         self.summary = summary
-        for name in ("config", "machine", "data"):
-            setattr(self, name, self._file(f"{name}.json", getattr(self, name)))
+        self.config = self._read_json("config.json", self.config)
+        self.machine = self._read_json("machine.json", self.machine)
+        self.data = self._read_json("data.json", self.data)
         return changed
 
-    def _file(self, name: str, before: Record) -> Record:
-        """A JSON file of the run, read again only if it has changed."""
+    def _read_json(self, name: str, default: Record) -> Record:
         try:
-            changed = (self.run.path / name).stat().st_mtime
-            if self._seen.get(name) == changed:
-                return before
-            value = self.run.read(name)
-            self._seen[name] = changed
-            return value if isinstance(value, dict) else {}
-        except (OSError, ValueError):
-            return before
+            return self.run.read(name)
+        except (OSError, ValueError):  # not written yet, deleted, or not an object
+            return default
+
+    @property
+    def parameter_count(self) -> int | None:
+        counts = [number_or_none(event.get("parameters")) for event in self.log.events]
+        return next((int(count) for count in reversed(counts) if count), None)
+
+    def changed_settings(self) -> Record:
+        """Settings that differ from the preset, with the preset's value; empty for an unknown preset."""
+        preset = PRESETS.get(str(self.config.get("preset")))
+        if preset is None:
+            return {}
+        defaults = flatten(json.loads(json.dumps(asdict(preset))))  # tuples become lists, as in the file
+        settings = flatten(self.config)
+        return {key: value for key, value in defaults.items() if key in settings and settings[key] != value}
 
     def retrievals(self) -> Record:
-        """What the latest evaluation found; {} where there was none yet. What is malformed is left out."""
-        self._seen.pop("retrievals.json", None)
-        found = self._file("retrievals.json", {})
-        queries, shown = found.get("queries"), found.get("shown")
-        if not isinstance(queries, list) or not isinstance(shown, dict):
+        """Example queries of the latest evaluation, without malformed ones; empty before the first."""
+        content = self._read_json("retrievals.json", {})
+        queries, images = content.get("queries"), content.get("shown")
+        if not isinstance(queries, list) or not isinstance(images, dict):
             return {}
-        images = {row: about for row, about in shown.items() if isinstance(about, dict)}
-        return {"step": found.get("step"), "queries": list(filter(is_query, queries)), "shown": images}
+        images = {row: image for row, image in images.items() if isinstance(image, dict)}
+        return {"step": content.get("step"), "queries": list(filter(is_query, queries)), "shown": images}
+
+
+def flatten(nested: Record, prefix: str = "") -> Record:
+    flat: Record = {}
+    for key, value in nested.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def is_query(value: Any) -> bool:
-    """Whether it is a caption with what was found for it, as training writes them."""
-    if not isinstance(value, dict) or not isinstance(value.get("top"), list):
+    """Whether a value is a caption with its retrieved images, as training writes them."""
+    try:
+        hits = [*value["top"], {"row": value["truth"], "score": value["true_score"]}]
+        known = all(type(hit["row"]) is int and number_or_none(hit["score"]) is not None for hit in hits)
+        is_text = isinstance(value["text"], str) and value["group"] in ("errors", "sample")
+        return known and is_text and type(value["rank"]) is int
+    except (KeyError, TypeError):
         return False
-    hits = [*value["top"], {"row": value.get("truth"), "score": value.get("true_score")}]
-    return (
-        isinstance(value.get("text"), str)
-        and value.get("group") in ("errors", "sample")
-        and type(value.get("rank")) is int
-        and all(isinstance(hit, dict) and type(hit.get("row")) is int for hit in hits)
-        and all(known(hit.get("score")) is not None for hit in hits)
-    )

@@ -1,290 +1,235 @@
-"""The document of one run, from the run's own files: every number has its line in metrics.jsonl."""
+"""The report of one run and the comparison of several, from the files of the runs alone.
 
-import json
+The text and the tables are in templates/; the functions here compute what they show. None: not measured.
+"""
+
 import math
 import shlex
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from m1clip.format import duration, percent
-from m1clip.monitor import curves, figures, terminal_views
-from m1clip.monitor.finds import examples, negatives
-from m1clip.monitor.log import Followed, Record, number
-from m1clip.monitor.values import (
-    figure,
-    guessed,
-    guessed_rank,
-    interval,
-    part,
-    picked,
-    shown,
-    when,
-    with_interval,
-)
-from m1clip.monitor.workings import energy, gradients, memory, step_time, temperature
-from m1clip.pages import Page
+from m1clip.document import Document
+from m1clip.format import UNKNOWN, duration, number, percent
+from m1clip.monitor import figures
+from m1clip.monitor.curves import chance_level, minutes_at, wilson_interval
+from m1clip.monitor.log import STEP_PHASES, Column, Record, RunView, event_text, flatten, number_or_none
+from m1clip.monitor.terminal_views import gigabytes, local_time, watt_hours
 
-FIRST = (1, 5, 10)
+MAX_ROWS = 24
 
 
-def write(one: Followed, folder: Path) -> Path:
-    """report.md and report.html with their figures; the path of the latter."""
+def write_report(run: RunView, folder: Path) -> Path:
+    """Write report.md, report.html and figures; return the path of the HTML file."""
     folder.mkdir(parents=True, exist_ok=True)
-    page = Page(f"{one.name}: training report")
-    page.text(standing(one))
-    facts(page, one)
-    for section in SECTIONS:
-        section(page, one, folder)
-    return page.write(folder, "report")
-
-
-def standing(one: Followed) -> str:
-    """The one paragraph that somebody in a hurry reads."""
-    state, step = one.summary["state"], one.summary.get("step") or 0
-    words = f"The run is {'unfinished and dead' if state == 'dead' else state} at step {step:,}. "
-    count = max(1, min(50, len(one.log) // 10))
-    loss, guess = one.log.recent("loss", count), curves.chance(one.log, "loss")
-    known = int(np.isfinite(one.log.column("loss")[-count:]).sum())
-    if loss is not None:
-        steps = "step" if known == 1 else f"{known} steps"
-        words += f"The loss of its last {steps} is {figure(loss, '.4g')}"
-        words += f", where guessing gives {guess:.3f}. " if guess else ". "
-    last = one.log.last("eval")
-    if last is None:
-        return f"{words}It was not evaluated on validation images: how well it generalises is unknown."
-    return words + verdict(last)
-
-
-def verdict(row: Record) -> str:
-    """What an evaluation shows, and whether that is more than guessing."""
-    score, guess, of = (number(row.get(key)) for key in ("mean_r1", "chance_r1", "images"))
-    if not (math.isfinite(score) and math.isfinite(of)):
-        return "Its last evaluation has no score."
-    low, high = interval(score, int(of))
-    if not math.isfinite(guess):
-        return (
-            f"Its last evaluation (line {row['line']}) gives {percent(score)}, but not what guessing gives."
-        )
-    words = (
-        f"At its last evaluation (step {row['step']:,}, line {row['line']}) the right one of {of:,.0f} "
-        f"validation images or captions came first in {percent(score)} of cases (95 % interval "
-        f"{100 * low:.1f} to {100 * high:.1f} %); guessing gives {percent(guess)}. "
+    document = Document(f"{run.name}: training report")
+    document.template(
+        "monitor/templates/report.md.j2",
+        **TEMPLATE_FUNCTIONS,
+        run=run,
+        log=run.log,
+        training_figure=figures.draw_training(run, folder / "training.png") if len(run.log) > 1 else None,
+        phases=phase_times(run),
+        step_time_figure=figures.draw_step_time(run, folder / "step_time.png") if len(run.log) else None,
+        temperatures=temperature_extremes(run),
+        temperature_figure=figures.draw_temperature(run, folder / "temperature.png") if len(run.log) else None,
+        gradients=gradient_flow(run),
+        gradients_figure=figures.draw_gradient_flow(run, folder / "gradients.png"),
+        examples=draw_examples(run, folder),
     )
-    return words + (
-        "That cannot be told from guessing." if low <= guess else "The interval lies above chance."
+    return document.write(folder, "report")
+
+
+def write_comparison(runs: Sequence[RunView], folder: Path) -> Path:
+    """Write comparison.md, comparison.html and a figure; return the path of the HTML file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    document = Document(" and ".join(run.name for run in runs) + ": comparison")
+    has_steps = any(len(run.log) > 1 for run in runs)
+    document.template(
+        "monitor/templates/comparison.md.j2",
+        **TEMPLATE_FUNCTIONS,
+        runs=runs,
+        comparable=is_comparable(runs),
+        differences=setting_differences(runs),
+        ranking=ranking(runs),
+        goal=common_score(runs) if is_comparable(runs) else None,
+        figure=figures.draw_comparison(runs, folder / "comparison.png") if has_steps else None,
     )
+    return document.write(folder, "comparison")
 
 
-def facts(page: Page, one: Followed) -> None:
-    now, config, machine, data = one.summary, one.config, one.machine, one.data
-    count = parameters(one)
-    size = f"{count / 1e6:.2f} M parameters" if count else "size unknown: no weights are saved"
-    chunk = one.log.recent("chunk", 1)
-    whole = chunk is None or chunk >= number(config.get("batch"))
-    plan = machine["plan"] if isinstance(machine.get("plan"), dict) else {}
-    alone = "nothing to check: other devices are compared with the CPU" if machine else "–"
+def step_seconds(run: RunView) -> float | None:
+    step_ms = run.log.column("step_ms") + np.nan_to_num(run.log.column("between_ms"))
+    return float(np.nansum(step_ms)) / 1e3 or None
+
+
+def elapsed_seconds(run: RunView) -> float | None:
+    """From the start of the first step to the end of the last, pauses included."""
+    times = run.log.known_column("time")
+    if not len(times):
+        return None
+    first_step_s = np.nan_to_num(run.log.column("step_ms")[:1]).sum() / 1e3  # a step is logged at its end
+    return float(times.max() - times.min() + first_step_s)
+
+
+def with_interval(fraction: Any, count: Any) -> str:
+    """A fraction in percent with its 95 % interval."""
+    known, trials = number_or_none(fraction), int(number_or_none(count) or 0)
+    if known is None or not trials:
+        return percent(known)
+    low, high = wilson_interval(known, trials)
+    return f"{percent(known)} ({100 * low:.1f}–{100 * high:.1f})"
+
+
+def median_range(values: Column) -> tuple[float, float, float] | None:
+    """Median, 5th and 95th percentile of the known values."""
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return None
+    low, median, high = (float(value) for value in np.quantile(known, [0.05, 0.5, 0.95]))
+    return median, low, high
+
+
+def phase_times(run: RunView) -> Record | None:
+    """Median, 5th and 95th percentile and share of each phase, and whether steps became slower."""
+    ms = run.log.known_column("step_ms")
+    if not len(ms):
+        return None
+    columns = {phase: run.log.known_column(f"{phase}_ms") for phase in STEP_PHASES}
+    total = sum(float(values.sum()) for values in columns.values())
+    fifth = len(ms) // 5
     rows = {
-        "state": now["state"] + (f": {now['reason']}" if now.get("reason") else ""),
-        "model": f"{config.get('preset', '–')}, {size}",
-        "data": config.get("data"),
-        "images": f"{shown(data.get('train'))} to learn from, {shown(data.get('val'))} validation",
-        "division": data.get("split"),
-        "batch": f"{shown(config.get('batch'))} pairs, " + ("whole" if whole else f"{chunk:.0f} at once"),
-        "steps": f"{shown(now.get('step'))} of {shown(now.get('total'))}",
-        "learning": ", ".join(f"{key} {config.get(key, '–')}" for key in ("optimizer", "lr", "seed")),
-        "machine": ", ".join(str(machine.get(key) or "–") for key in ("chip", "os")),
-        "size": f"{machine.get('cores', '–')} cores, {machine.get('ram_gb', '–')} GB of memory",
-        "device": f"{machine.get('device', '–')}, because {machine.get('why', '–')}",
-        "precision": f"{plan.get('precision', '–')}, {machine.get('cpu_threads', '–')} CPU threads",
-        "checked": machine.get("parity") or alone,
-        "began": when(next((event.get("time") for event in one.log.events), None)),
-        "trained": trained(one),
+        phase: (*(median_range(values) or (None, None, None)), values.sum() / total if len(values) else None)
+        for phase, values in columns.items()
     }
-    page.table(["", ""], [[name, str(value or "–")] for name, value in rows.items()])
-    lines = one.log.column("line")
-    where = f" (lines {lines[0]:.0f} to {lines[-1]:.0f})" if len(lines) else ""
-    page.text(
-        "From `config.json`, `data.json`, `machine.json`, `status.json` and the "
-        f"{len(one.log):,} step lines of `metrics.jsonl`{where}.",
-        note=True,
-    )
+    return {
+        "rows": rows,
+        "step": median_range(ms),
+        "records": max(map(len, columns.values())),
+        "first": float(np.median(ms[len(ms) // 20 : fifth])) if len(ms) >= 100 else None,
+        "last": float(np.median(ms[-fifth:])) if len(ms) >= 100 else None,
+    }
 
 
-def trained(one: Followed) -> str:
-    """Time of the steps themselves, and of everything from the first to the last."""
-    spent = np.nansum(one.log.column("step_ms") + np.nan_to_num(one.log.column("between_ms"))) / 1e3
-    times = one.log.column("time")
-    times = times[np.isfinite(times)]
-    if not len(times) or not spent:
-        return "–"
-    first = np.nan_to_num(one.log.column("step_ms")[:1]).sum() / 1e3  # times are those of their ends
-    passed = duration(float(times.max() - times.min() + first))
-    return f"{duration(float(spent))} of steps; {passed} from the first to the last, pauses included"
+def temperature_extremes(run: RunView) -> list[tuple[float, float, float]] | None:
+    """Value, step and line of the first, the last and the lowest temperature."""
+    columns = [run.log.column(name) for name in ("temperature", "step", "line")]
+    known = np.flatnonzero(np.isfinite(columns[0]))
+    if len(known) < 2:
+        return None
+    rows = np.stack(columns)[:, [known[0], known[-1], int(np.nanargmin(columns[0]))]].T
+    return [(float(value), float(step), float(line)) for value, step, line in rows]
 
 
-def result(page: Page, one: Followed, folder: Path) -> None:
-    page.heading("validation retrieval")
-    rows = [row for row in one.log.records["eval"] if math.isfinite(number(row.get("mean_r1")))]
-    if not rows:
-        page.text("Not measured: there was no evaluation.")
-        return
-    last = rows[-1]
-    images, captions = (int(number(last.get(key)) if last.get(key) else 0) for key in ("images", "captions"))
-    table = []
-    for way, words in (("i2t", "image→text"), ("t2i", "text→image")):
-        cells = [with_interval(last.get(f"{way}_{key}"), images) for key in ("r1", "r5", "r10")]
-        table.append([words, *cells, shown(last.get(f"{way}_median_rank"))])
-    chances = {"chance": (images, 1.0)} if captions == images else {}
-    if captions > images > 0:  # an image may find any of its captions
-        chances = {"chance i→t": (captions, captions / images), "chance t→i": (images, 1.0)}
-    for name, (of, right) in chances.items():
-        cells = [part(guessed(k, of, right)) for k in FIRST]
-        table.append([name, *cells, figure(guessed_rank(of, right), ".1f")])
-    page.table(["", "R@1", "R@5", "R@10", "median rank"], table)
-    note = (
-        f"Line {last['line']}: {images:,} images, {shown(last.get('captions'))} captions. In brackets "
-        "the 95 % interval (Wilson's) for that many images."
-    )
-    if captions > images:
-        note += " Captions of one image are not independent, so images are counted."
-    page.text(note, note=True)
-    best = max(rows, key=lambda row: float(row["mean_r1"]))
-    if best["mean_r1"] > last["mean_r1"]:
-        page.text(
-            f"The best mean R@1 of {len(rows)} evaluations was {percent(best['mean_r1'])}, at step "
-            f"{best['step']:,} (line {best['line']}). The best of several on the same images flatters."
-        )
+def gradient_flow(run: RunView) -> Record | None:
+    """By block: the first, the median and the last gradient norm, and the last relative to the weights."""
+    records = run.log.known_records("diagnostics", "grad_norms")
+    if not records:
+        return None
+    first, last, weights = records[0], records[-1], records[-1].get("weight_norms") or {}
+    rows = {}
+    for name, norm in last["grad_norms"].items():
+        norms = [record["grad_norms"].get(name) for record in records]
+        known = [norm for norm in norms if norm is not None]
+        ratio = f"{norm / weights[name]:.1e}" if norm is not None and weights.get(name) else UNKNOWN
+        rows[name] = (norms[0], float(np.median(known)) if known else None, norm, ratio)
+    by_norm = sorted((norm, name) for name, norm in last["grad_norms"].items() if norm)
+    extremes = (by_norm[0], by_norm[-1]) if by_norm else None
+    return {"rows": rows, "first": first, "last": last, "count": len(records), "extremes": extremes}
 
 
-def learning(page: Page, one: Followed, folder: Path) -> None:
-    page.heading("Curves")
-    if len(one.log) < 2:
-        page.text("Not measured: fewer than two steps are logged.")
-        return
-    words = "loss, accuracy, validation recall, learning rate, gradient norm, speed"
-    page.image(figures.learning(one, folder / "learning.png"), words)
-    page.text(
-        "Lines are means of a hundredth of all steps, the steps themselves faint behind them; the band "
-        "around recall is its 95 % interval. Dashed is what guessing gives.",
-        note=True,
-    )
+def draw_examples(run: RunView, folder: Path) -> Record:
+    """Queries by group (errors, sample), each group with its figure."""
+    retrievals = run.retrievals()
+    groups = {}
+    for group, limit in (("errors", 6), ("sample", 4)):
+        queries = [query for query in retrievals.get("queries", ()) if query["group"] == group][:limit]
+        if queries:
+            figure = figures.draw_retrievals(queries, retrievals["shown"], folder / f"{group}.png")
+            groups[group] = {"queries": queries, "figure": figure}
+    return {"groups": groups, "step": retrievals.get("step")}
 
 
-def epochs(page: Page, one: Followed, folder: Path) -> None:
-    page.heading("Epochs")
-    rows = one.log.records["epoch"]
-    if not rows:
-        page.text("No epoch has ended.")
-        return
-    scores = {row["step"]: row for row in one.log.records["eval"]}
-    kept = picked(rows)
-    table = [
-        [
-            shown(row.get("epoch")),
-            figure(row.get("loss"), ".3f"),
-            part(row.get("accuracy")),
-            part(scores.get(row["step"], {}).get("i2t_r1")),
-            part(scores.get(row["step"], {}).get("t2i_r1")),
-            figure(row.get("temperature"), ".4f"),
-            figure(row.get("pairs_per_s"), ",.0f"),
-            figure(row.get("seconds"), ",.1f"),
-            str(row["line"]),
-        ]
-        for row in kept
+def largest(records: Iterable[Record], key: str) -> float | None:
+    known = [value for record in records if (value := number_or_none(record.get(key))) is not None]
+    return max(known, default=None)
+
+
+def thin_out(records: list[Record]) -> list[Record]:
+    """At most MAX_ROWS records at equal distances, with the first and the last."""
+    if len(records) <= MAX_ROWS:
+        return records
+    return [records[index] for index in np.linspace(0, len(records) - 1, MAX_ROWS).astype(int)]
+
+
+def step_gaps(run: RunView) -> list[str]:
+    """Ranges of steps that are not logged."""
+    steps = run.log.column("step")
+    ends = np.flatnonzero(np.diff(steps) > 1)
+    return [f"{steps[end] + 1:,.0f} to {steps[end + 1] - 1:,.0f}" for end in ends]
+
+
+def is_comparable(runs: Sequence[RunView]) -> bool:
+    """Whether all were evaluated on the same split of the same data."""
+    images = {run.log.last("eval").get("images") for run in runs}
+    data = {(str(run.config.get("data")), str(run.data.get("identity"))) for run in runs}
+    return len(images) == len(data) == 1 and None not in images
+
+
+def setting_differences(runs: Sequence[RunView]) -> list[list[str]]:
+    settings = [
+        flatten(run.config)
+        | {f"data.{key}": run.data.get(key) for key in ("identity", "train", "val")}
+        | flatten(run.machine, "machine.")
+        for run in runs
     ]
-    right, recall = (percent(curves.chance(one.log, key)) for key in ("accuracy", "mean_r1"))
-    loss = figure(curves.chance(one.log, "loss"), ".3f")
-    table.append(["chance", loss, right, recall, recall, "", "", "", ""])
-    columns = ("epoch", "loss", "accuracy", "i→t R@1", "t→i R@1", "temperature", "pairs/s", "seconds", "line")
-    page.table(columns, table)
-    note = "Means of each epoch's steps; accuracy is among the pairs of a batch; R@1 is validation."
-    page.text(note + left_out(len(rows), len(kept), "epochs"), note=True)
+    names = dict.fromkeys(name for each in settings for name in each)
+    rows = ([name, *(str(each.get(name, UNKNOWN)) for each in settings)] for name in names)
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def left_out(rows: int, kept: int, what: str) -> str:
-    return f" {rows - kept} of {rows} {what} are left out at equal distances." if kept < rows else ""
+def ranking(runs: Sequence[RunView]) -> Record | None:
+    """The best two runs by mean R@1, and whether their difference is significant (95 %)."""
+    scored = [(run.log.last("eval").get("mean_r1"), run.name) for run in runs]
+    ordered = sorted(((score, name) for score, name in scored if score is not None), reverse=True)
+    if len(ordered) < 2 or not is_comparable(runs):
+        return None
+    (first, best), (second, runner_up) = ordered[:2]
+    images = max(1, int(runs[0].log.last("eval")["images"]))
+    pooled = (first + second) / 2
+    error = math.sqrt(max(1e-12, 2 * pooled * (1 - pooled) / images))
+    names_and_scores = {"best": best, "best_score": first, "runner_up": runner_up, "runner_up_score": second}
+    return {**names_and_scores, "images": images, "significant": first - second > 1.959964 * error}
 
 
-def happened(page: Page, one: Followed, folder: Path) -> None:
-    page.heading("Diagnoses and events")
-    found = [event for event in one.log.events if event.get("event") == "diagnosis"]
-    rest = [event for event in one.log.events if event.get("event") != "diagnosis"]
-    if found:
-        page.points(
-            [f"Step {event['step']:,}, line {event['line']}: {terminal_views.told(event)}" for event in found]
-        )
-    else:
-        page.text("The run's own diagnoses found nothing to say.")
-    if kept := picked(rest):
-        rows = [
-            [when(one.get("time")), f"{one['step']:,}", terminal_views.told(one), str(one["line"])]
-            for one in kept
-        ]
-        page.table(["when", "step", "what", "line"], rows)
-    notes = [note for note in (left_out(len(rest), len(kept), "events").strip(), *oddities(one)) if note]
-    if notes:
-        page.points(notes)
+def common_score(runs: Sequence[RunView]) -> float | None:
+    """The highest mean R@1 that every run reached."""
+    scores = [largest(run.log.records["eval"], "mean_r1") for run in runs]
+    known = [score for score in scores if score is not None]
+    return min(known) if len(known) == len(scores) else None
 
 
-def oddities(one: Followed) -> list[str]:
-    """What is missing from the log or unusual in it."""
-    log, notes = one.log, []
-    steps = log.column("step")
-    after = np.flatnonzero(np.diff(steps) > 1)
-    gaps = [f"{steps[place] + 1:,.0f} to {steps[place + 1] - 1:,.0f}" for place in after]
-    if gaps:
-        notes.append(f"Steps without a line: {', '.join(gaps[:5])}{' and more' if len(gaps) > 5 else ''}.")
-    if skipped := int(np.isfinite(log.column("skipped")).sum()):
-        notes.append(f"{skipped} steps made no update: their loss or gradient was not finite.")
-    if log.repeated:
-        notes.append(f"Steps come again in {log.repeated} places, as after a restart; the later lines count.")
-    if log.broken:
-        named = ", ".join(map(str, log.broken[:5]))
-        notes.append(
-            f"Lines that cannot be read: {len(log.broken)} ({named}{', …' * (len(log.broken) > 5)})."
-        )
-    return notes
+def seconds_to_score(run: RunView, goal: float | None) -> float | None:
+    """Seconds of training steps until the first evaluation with that score."""
+    reached = run.log.record_column("eval", "mean_r1") >= (math.nan if goal is None else goal)
+    steps = run.log.record_column("eval", "step")[reached]
+    return float(minutes_at(run.log, steps[:1])[0] * 60) if len(steps) else None
 
 
-def repeat(page: Page, one: Followed, folder: Path) -> None:
-    page.heading("How to repeat it")
-    page.text(again(one))
-    bits = "On a CPU of the same kind, with the same versions and as many threads, the same bits come out; "
-    page.points([*made_with(one), bits + "other devices differ in rounding."])
+def thousands(value: Any) -> Any:
+    """A number with all its digits; other values as they are."""
+    return value if number_or_none(value) is None else f"{value:,.10g}"
 
 
-def again(one: Followed) -> str:
-    return f"`m1clip train --config {shlex.quote(str(one.run.path / 'config.json'))} --name again`"
+def repeat_command(run: RunView) -> str:
+    return f"`m1clip train --config {shlex.quote(str(run.path / 'config.json'))} --name again`"
 
 
-def made_with(one: Followed) -> list[str]:
-    machine, config = one.machine, one.config
-    names = {"m1clip": "m1clip", "torch": "torch", "python": "Python"}
-    versions = ", ".join(f"{words} {machine.get(key, '–')}" for key, words in names.items())
-    return [
-        f"{versions}; {machine.get('os', '–')}.",
-        f"Seed {config.get('seed', '–')}; data {config.get('data', '–')}, whose rows and captions in "
-        f"their order have the identity `{one.data.get('identity', '–')}`.",
-    ]
-
-
-def parameters(one: Followed) -> int | None:
-    """Counted in the header of the saved weights, which is JSON."""
-    for folder in (one.run.model, one.run.path / "last"):
-        try:
-            with open(folder / "model.safetensors", "rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                header: dict[str, Any] = json.loads(file.read(min(size, 10**8)))
-            shapes = [about["shape"] for name, about in header.items() if name != "__metadata__"]
-            return sum(int(math.prod(shape)) for shape in shapes)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return None
-
-
-SECTIONS = (
-    *(result, learning, epochs, step_time, memory, temperature, gradients),
-    *(negatives, examples, energy, happened, repeat),
+FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    *(number, percent, duration, gigabytes, watt_hours, local_time, thousands, event_text, with_interval),
+    *(chance_level, wilson_interval, median_range, largest, thin_out, flatten, step_gaps),
+    *(step_seconds, elapsed_seconds, seconds_to_score, repeat_command),
 )
+TEMPLATE_FUNCTIONS = {function.__name__: function for function in FUNCTIONS}

@@ -1,10 +1,11 @@
-"""The terminal's face of the monitor: which run, which view, which keys. What is drawn is in terminal_views.py."""
+"""The terminal monitor: which run, which view, which keys. terminal_views.py renders the views."""
 
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rich.console import RenderableType
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -15,28 +16,25 @@ from textual.widgets import ContentSwitcher, DataTable, Footer, Static
 
 from m1clip.format import ago, duration, percent, printable
 from m1clip.monitor import terminal_views
-from m1clip.monitor.log import Followed
-from m1clip.run import Run, summaries
+from m1clip.monitor.log import RunView
+from m1clip.run import Run, run_summaries
 
-EVERY_S = 1.0
-AT_ONCE = 8e6
-"""Bytes of log read at a time, so that keys are answered meanwhile."""
-SMOOTH = (0, 1, 10, 100, 1000)
+POLL_S = 1.0
+MAX_BYTES = 8e6  # of the logs read at a time, so that keys are answered in between
+SMOOTHING = (0, 1, 10, 100, 1000)
 THEMES = ("ansi-dark", "ansi-light", "textual-dark", "textual-light")
+COLUMNS = (" ", "run", "state", "done", "left", "best", "device", "updated")
+VIEWS = ("curves", "speed", "gradients", "events", "runs")
 
 
-COLUMNS = (" ", "run", "state", "step", "done", "to go", "best", "device", "last sign")
-VIEWS = ("learning", "speed", "gradients", "events", "runs")
+class SizedView(Widget):
+    """A view that is rendered again for every size."""
 
-
-class Drawn(Widget):
-    """Text made anew for whatever room there is."""
-
-    def __init__(self, draw: Callable[[int, int], Text], **named: Any):
-        super().__init__(**named)
+    def __init__(self, draw: Callable[[int, int], RenderableType], **options: Any):
+        super().__init__(**options)
         self.draw = draw
 
-    def render(self) -> Text:
+    def render(self) -> RenderableType:
         return self.draw(max(20, self.size.width), max(3, self.size.height))
 
 
@@ -47,40 +45,41 @@ class Monitor(App[None]):
     #header { height: auto; padding: 0 1; }
     #tabs { height: 1; padding: 0 1; }
     ContentSwitcher { height: 1fr; padding: 0 1; }
-    #learning, #speed { height: 100%; }
+    #curves { height: 100%; }
     DataTable { height: 100%; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        *(Binding(str(place), f"view('{name}')", name, show=False) for place, name in enumerate(VIEWS, 1)),
-        ("space", "mark", "compare"),
+        *(Binding(str(key), f"view('{name}')", name, show=False) for key, name in enumerate(VIEWS, 1)),
+        ("space", "compare", "compare"),
         ("s", "smooth", "smooth"),
         ("p", "pause", "pause"),
-        ("t", "look", "colors"),
+        ("t", "theme", "colors"),
         ("q", "quit", "quit"),
         Binding("ctrl+c", "quit", show=False, priority=True),
     ]
 
-    def __init__(self, runs: Path, start: Run):
+    def __init__(self, folder: Path, run: Run):
         super().__init__()
         self.theme = THEMES[0]
-        self.runs, self.shown = runs, Followed(start)
-        self.marked: dict[str, Followed] = {}
+        self.folder, self.shown = folder, RunView(run)
+        self.compared: dict[str, RunView] = {}
         self.paused, self.smooth = False, 0
-        self.known: list[dict[str, Any]] = []
-        self.failed: Exception | None = None
+        self.rows: list[dict[str, Any]] = []
+        self.error: Exception | None = None
 
     def _handle_exception(self, error: Exception) -> None:
-        """What goes wrong ends as everywhere here: a sentence, and the traceback with --debug."""
-        self.failed = error
+        """Leave it to the command line, which prints one sentence, or the traceback with --debug."""
+        self.error = error
         self.exit(return_code=1)
 
     def compose(self) -> ComposeResult:
-        yield Drawn(lambda width, _: terminal_views.header(self.shown, width), id="header")
-        yield Drawn(lambda width, _: self._tabs(width), id="tabs")
-        with ContentSwitcher(initial="learning"):
-            yield Drawn(self._learning, id="learning")
-            yield Drawn(lambda width, height: terminal_views.speed(self.shown, width, height), id="speed")
-            for name in ("gradients", "events"):
+        yield SizedView(lambda width, _: terminal_views.header_view(self.shown, width), id="header")
+        yield SizedView(lambda width, _: self._tabs(width), id="tabs")
+        with ContentSwitcher(initial="curves"):
+            yield SizedView(
+                lambda width, height: terminal_views.curves_view(self.views, width, height, self.smooth), id="curves"
+            )
+            for name in ("speed", "gradients", "events"):
                 with VerticalScroll(id=name):
                     yield Static(id=f"{name}-text")
             yield DataTable(id="runs", cursor_type="row", zebra_stripes=False)
@@ -89,136 +88,135 @@ class Monitor(App[None]):
     def on_mount(self) -> None:
         for name in COLUMNS:
             self.query_one(DataTable).add_column(name.strip(), key=name)
-        self.look()
-        self.set_interval(EVERY_S, self.look)
+        self.poll()
+        self.set_interval(POLL_S, self.poll)
 
-    def look(self) -> None:
-        """Read what is new; a long log comes in parts, drawn as far as it is read."""
+    def poll(self) -> None:
+        """Read what is new; a long log is read in parts, and drawn after each."""
         if self.paused:
             return
-        more = changed = False
-        share = AT_ONCE / len(self.followed)
-        for one in self.followed:
-            before = one.log.offset
-            changed |= one.refresh(share)
-            more |= one.log.offset - before >= share
-        with suppress(NoMatches):  # it is being closed
-            self.list_runs()
-            self.query_one("#header").refresh(layout=changed)  # says how long ago, and may have a line more
+        changed = unfinished = False
+        max_bytes = MAX_BYTES / len(self.views)
+        for run in self.views:
+            offset = run.log.offset
+            changed |= run.refresh(max_bytes)
+            unfinished |= run.log.offset - offset >= max_bytes
+        with suppress(NoMatches):  # the application is closing
+            self.update_runs()
+            self.query_one("#header").refresh(layout=changed)  # it may have more lines
             if changed:
                 self.redraw()
-        if more:
-            self.set_timer(0.01, self.look)
+        if unfinished:
+            self.set_timer(0.01, self.poll)
 
     def on_resize(self) -> None:
         self.redraw()
 
     @property
-    def followed(self) -> list[Followed]:
-        """What is shown first, then what it is compared with."""
-        return [self.shown, *(one for name, one in self.marked.items() if name != self.shown.name)]
+    def views(self) -> list[RunView]:
+        """The run shown, then those compared with it."""
+        return [self.shown, *(run for name, run in self.compared.items() if name != self.shown.name)]
 
     def redraw(self) -> None:
-        for drawn in self.query(Drawn):
-            drawn.refresh()
+        for view in self.query(SizedView):
+            view.refresh()
         width = max(20, self.size.width - 4)
-        self.query_one("#gradients-text", Static).update(terminal_views.gradients(self.shown, width))
-        self.query_one("#events-text", Static).update(terminal_views.events(self.shown, width))
+        self.query_one("#speed-text", Static).update(terminal_views.speed_view(self.shown, width))
+        self.query_one("#gradients-text", Static).update(terminal_views.gradients_view(self.shown, width))
+        self.query_one("#events-text", Static).update(terminal_views.events_view(self.shown))
 
-    def list_runs(self) -> None:
-        """The table of runs; what has begun meanwhile is told of, and the cursor stays on its run."""
-        rows, table = summaries(self.runs)[::-1], self.query_one(DataTable)
-        names, before = [row["run"] for row in rows], [row["run"] for row in self.known]
-        if before and (new := set(names) - set(before)):
-            self.notify(f"{', '.join(sorted(new))} has begun: 5 shows all runs", markup=False)
-        at = self._under_cursor()
-        if rows == self.known and self.query_one(ContentSwitcher).current != "runs":
+    def update_runs(self) -> None:
+        """Update the table of runs; announce new runs; keep the cursor on its run."""
+        rows, table = run_summaries(self.folder)[::-1], self.query_one(DataTable)
+        names, old_names = [row["run"] for row in rows], [row["run"] for row in self.rows]
+        if old_names and (new := set(names) - set(old_names)):
+            self.notify(f"new run: {', '.join(sorted(new))}; press 5 for all runs", markup=False)
+        selected = self._selected()
+        if rows == self.rows and self.query_one(ContentSwitcher).current != "runs":
             return
-        self.known = rows
-        if names != before:
+        self.rows = rows
+        if names != old_names:
             table.clear()
             for row in rows:
                 table.add_row(*self._cells(row), key=row["run"])
-            table.move_cursor(row=names.index(at) if at in names else 0)
+            table.move_cursor(row=names.index(selected) if selected in names else 0)
             return
         for row in rows:
             for column, cell in zip(COLUMNS, self._cells(row), strict=True):
                 table.update_cell(row["run"], column, cell, update_width=True)
 
     def _cells(self, row: dict[str, Any]) -> list[Text]:
-        """As text: a name may hold what a table would take for markup."""
-        part = row["step"] / row["total"] if row["total"] else None
-        mark = "●" if row["run"] == self.shown.name else "+" if row["run"] in self.marked else ""
-        words = [mark, row["run"], row["state"], f"{row['step']:,}", percent(part), duration(row["eta_s"])]
-        words += [percent(row["best_score"]), row["device"] or "–", ago(row["time"])]
-        cells = [Text(printable(word)) for word in words]
-        cells[2].stylize(terminal_views.STATES.get(row["state"], "yellow"))
+        """As Text, because a name may contain Textual's markup."""
+        done = row["step"] / row["total"] if row["total"] else None
+        mark = "●" if row["run"] == self.shown.name else "+" if row["run"] in self.compared else ""
+        values = [mark, row["run"], row["state"], percent(done), duration(row["eta_s"])]
+        values += [percent(row["best_score"]), row["device"] or "–", ago(row["time"])]
+        cells = [Text(printable(value)) for value in values]
+        cells[1].truncate(max(12, self.size.width - 64), overflow="ellipsis")  # so that the device fits
+        cells[2].stylize(terminal_views.STATE_STYLES.get(row["state"], "yellow"))
         return cells
-
-    def _learning(self, width: int, height: int) -> Text:
-        return terminal_views.learning(self.followed, width, height, self.smooth)
 
     def _tabs(self, width: int) -> Text:
         current = self.query_one(ContentSwitcher).current
-        made = Text()
-        for place, name in enumerate(VIEWS, 1):
-            made.append(f" {place} {name} ", "reverse" if name == current else "").append(" ")
+        tabs = Text()
+        for key, name in enumerate(VIEWS, 1):
+            tabs.append(f" {key} {name} ", "reverse" if name == current else "").append(" ")
         if self.paused:
-            made.append(" paused ", "reverse yellow")
+            tabs.append(" paused ", "reverse yellow")
         if self.smooth:
-            made.append(f" mean of {self.smooth:,} steps" if self.smooth > 1 else " every step", "dim")
-        made.truncate(width)
-        return made
+            tabs.append(f" mean of {self.smooth:,} steps" if self.smooth > 1 else " every step", "dim")
+        tabs.truncate(width)
+        return tabs
 
     def action_view(self, name: str) -> None:
         self.query_one(ContentSwitcher).current = name
         if name == "runs":
             self.query_one(DataTable).focus()
-        elif name in ("gradients", "events"):
+        elif name != "curves":
             self.query_one(f"#{name}").focus()
         self.redraw()
 
-    def _under_cursor(self) -> str | None:
-        table = self.query_one(DataTable)
-        return self.known[table.cursor_row]["run"] if 0 <= table.cursor_row < len(self.known) else None
+    def _selected(self) -> str | None:
+        row = self.query_one(DataTable).cursor_row
+        return self.rows[row]["run"] if 0 <= row < len(self.rows) else None
 
-    def action_mark(self) -> None:
-        """Compare the run under the cursor with the one shown, or no longer."""
-        name = self._under_cursor()
+    def action_compare(self) -> None:
+        """Add the selected run to the curves, or remove it."""
+        name = self._selected()
         if self.query_one(ContentSwitcher).current != "runs":
             self.action_view("runs")
-            self.notify("space adds the run under the cursor to the curves, Enter shows it")
+            self.notify("space adds the selected run to the curves, Enter shows it alone")
             return
         if name is None or name == self.shown.name:
-            self.notify("this run is shown already; space on another lays it over")
+            self.notify("this run is shown already; select another to compare")
             return
-        if name in self.marked:
-            del self.marked[name]
+        if name in self.compared:
+            del self.compared[name]
         else:
-            self.marked[name] = Followed(Run(self.runs / name))
-            self.marked[name].refresh(AT_ONCE)  # also while paused
-        self.list_runs()
+            self.compared[name] = RunView(Run(self.folder / name))
+            self.compared[name].refresh(MAX_BYTES)  # also while paused
+        self.update_runs()
         self.redraw()
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         name = str(event.row_key.value)
-        self.shown = self.marked.get(name) or Followed(Run(self.runs / name))
-        self.marked.pop(name, None)
-        self.action_view("learning")
+        self.shown = self.compared.get(name) or RunView(Run(self.folder / name))
+        self.compared.pop(name, None)
+        self.action_view("curves")
         self.paused = False
-        self.look()
+        self.poll()
         self.redraw()
 
     def action_smooth(self) -> None:
-        self.smooth = SMOOTH[(SMOOTH.index(self.smooth) + 1) % len(SMOOTH)]
+        self.smooth = SMOOTHING[(SMOOTHING.index(self.smooth) + 1) % len(SMOOTHING)]
         self.redraw()
 
     def action_pause(self) -> None:
         self.paused = not self.paused
-        self.look()
+        self.poll()
         self.redraw()
 
-    def action_look(self) -> None:
+    def action_theme(self) -> None:
         self.theme = THEMES[(THEMES.index(self.theme) + 1) % len(THEMES)]
         self.notify(f"colors: {self.theme}", timeout=2)
         self.redraw()

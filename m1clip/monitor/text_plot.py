@@ -1,16 +1,17 @@
-"""Curves as text: two by four dots a letter, so that a terminal over ssh is enough."""
+"""Line plots as text for a terminal; a character has 2 x 4 Braille dots."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from rich.text import Text
 
 from m1clip.monitor.log import Column
 
-# The bit of the dot in each of a letter's two columns and four rows, from the top.
-BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+Range = tuple[float, float]
+# Bits of the 4 x 2 dots of a Braille character.
+BRAILLE_BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 
 
 @dataclass(frozen=True)
@@ -22,141 +23,108 @@ class Line:
 
 class Canvas:
     def __init__(self, width: int, height: int):
-        self.width, self.height = width, height
-        self.bits = [[0] * width for _ in range(height)]
-        self.styles = [[""] * width for _ in range(height)]
+        self.dots = np.zeros((4 * height, 2 * width), bool)
+        self.styles = np.full((height, width), "", object)
 
     def dot(self, x: int, y: int, style: str) -> None:
         """y counts dots from the bottom."""
-        row, column = self.height - 1 - y // 4, x // 2
-        if 0 <= row < self.height and 0 <= column < self.width:
-            self.bits[row][column] |= BITS[x % 2][3 - y % 4]
-            self.styles[row][column] = style
+        self.dots[-1 - y, x] = True
+        self.styles[-1 - y // 4, x // 2] = style
 
-    def row(self, number: int) -> Text:
-        made = Text()
-        for bits, style in zip(self.bits[number], self.styles[number], strict=True):
-            made.append(chr(0x2800 + bits) if bits else " ", style)
-        return made
+    def rows(self) -> list[Text]:
+        height, width = self.styles.shape
+        bits = np.einsum("hrwc,rc->hw", self.dots.reshape(height, 4, width, 2), BRAILLE_BITS)
+        return [
+            Text.assemble(*((chr(0x2800 + bit) if bit else " ", style) for bit, style in zip(*row, strict=True)))
+            for row in zip(bits.tolist(), self.styles.tolist(), strict=True)
+        ]
 
 
-def plot(
+def line_plot(
     title: str,
     lines: Sequence[Line],
     width: int,
     height: int,
-    say: Callable[..., str],
+    tick: Callable[[float, int], str],
     levels: Sequence[float] = (),
 ) -> Text:
-    """A title, the curves with their scale on the left, and the range of steps below; levels are dotted."""
-    title_text = Text(title[:width], "bold")
-    rows, across = height - 2, span([line.x for line in lines])
-    up = span([*(robust(line.y) for line in lines), np.array(levels, np.float64)])
-    if across is None or up is None or rows < 1:
-        empty = [Text("  nothing yet", "dim")] if height > 1 else []
-        return block([title_text, *empty], height)
-    names = scale(up, say, rows >= 5)
-    label = max(map(len, names)) + 1
-    canvas = Canvas(max(4, width - label - 1), rows)
-    for level in levels:
-        high = place(level, up, 4 * rows)
-        for x in range(0, 2 * canvas.width, 4):
-            canvas.dot(x, high, "dim")
+    """A title, the lines with ticks on the left, and the range of x below; `levels` are dotted.
+
+    `tick` formats a y value with a number of significant digits.
+    """
+    rows, x_range = height - 2, value_range([line.x for line in lines])
+    y_range = value_range([*(without_outliers(line.y) for line in lines), np.array(levels, np.float64)])
+    if x_range is None or y_range is None or rows < 1:
+        return Text.assemble((title[:width], "bold"), ("\n  no data yet", "dim"), "\n" * (height - 2))
+    top, middle, bottom = tick_labels(y_range, tick)
+    label_width = max(map(len, (top, middle, bottom))) + 1
+    plot_width = max(4, width - label_width - 1)
+    canvas = Canvas(plot_width, rows)
+    for row in dot_rows(np.array(levels), y_range, 4 * rows):
+        for x in range(0, 2 * plot_width, 4):
+            canvas.dot(x, round(row), "dim")
     for line in reversed(lines):  # the first is drawn last, over the others
-        draw(canvas, line, across, up)
-    places = {0: names[0], (rows - 1) // 2: names[1], rows - 1: names[2]} if rows > 2 else {0: names[0]}
+        draw_line(canvas, line, x_range, y_range)
+    labels = {0: top}
+    labels |= {rows - 1: bottom} if rows > 2 else {}
+    labels |= {(rows - 1) // 2: middle} if rows >= 5 else {}
     body = [
-        Text.assemble((f"{places.get(number, ''):>{label - 1}} ", "dim"), canvas.row(number))
-        for number in range(rows)
+        Text.assemble((f"{labels.get(index, ''):>{label_width - 1}} ", "dim"), row)
+        for index, row in enumerate(canvas.rows())
     ]
-    first, last = f"{across[0]:,.0f}", f"{across[1]:,.0f}"
-    below = " " * label + first + last.rjust(max(1, canvas.width - len(first)))
-    return block([title_text, *body, Text(below, "dim")], height)
+    first, last = f"{x_range[0]:,.0f}", f"{x_range[1]:,.0f}"
+    x_labels = " " * label_width + first + last.rjust(max(1, plot_width - len(first)))
+    return Text("\n").join([Text(title[:width], "bold"), *body, Text(x_labels, "dim")])
 
 
-def scale(up: tuple[float, float], say: Callable[..., str], middle: bool) -> list[str]:
-    """The ends and the middle in words, with as many digits as tell them apart."""
+def tick_labels(y_range: Range, tick: Callable[[float, int], str]) -> list[str]:
+    """The top, the middle and the bottom of the axis, with enough digits to differ."""
+    low, high = y_range
     for digits in (3, 4, 5, 6):
-        names = [say(value, digits) for value in (up[1], (up[0] + up[1]) / 2, up[0])]
-        if len(set(names)) == len(names):
+        labels = [tick(value, digits) for value in (high, (low + high) / 2, low)]
+        if len(set(labels)) == len(labels):
             break
-    return names if middle else [names[0], "", names[2]]
+    return labels
 
 
-def draw(canvas: Canvas, line: Line, across: tuple[float, float], up: tuple[float, float]) -> None:
-    """The span of the values in each column of dots, joined to the one before unless there is a break."""
-    dots = 2 * canvas.width
-    column_N = np.clip(((line.x - across[0]) / (across[1] - across[0]) * (dots - 1)), 0, dots - 1)
-    column_N = np.nan_to_num(column_N).astype(int)
-    last: tuple[int, int] | None = None  # the dot that the next is joined to
-    edges = [*np.flatnonzero(np.diff(column_N, prepend=-1)).tolist(), len(column_N)]
-    for start, end in pairwise(edges):
-        values = line.y[start:end]
-        known = values[np.isfinite(values)]
-        if not len(known):
-            last = None
-            continue
-        x, tall = int(column_N[start]), 4 * canvas.height
-        if last is not None and np.isfinite(values[0]):
-            join(canvas, last, (x, place(known[0], up, tall)), line.style)
-        for y in range(place(known.min(), up, tall), place(known.max(), up, tall) + 1):
+def draw_line(canvas: Canvas, line: Line, x_range: Range, y_range: Range) -> None:
+    """Draw the values of each column of dots, connected to the column before unless there is a gap."""
+    if not len(line.x):
+        return
+    height, width = canvas.dots.shape
+    position = (line.x - x_range[0]) / (x_range[1] - x_range[0]) * (width - 1)
+    rows = dot_rows(line.y, y_range, height)
+    between = np.interp(np.arange(width), position, rows, math.nan, math.nan)  # NaN next to a NaN
+    low, high = between.copy(), between.copy()
+    columns = np.clip(position + 0.5, 0, width - 1).astype(int)
+    np.fmin.at(low, columns, rows)
+    np.fmax.at(high, columns, rows)
+    before = np.concatenate([[math.nan], between[:-1]])
+    joined = np.isfinite(between)
+    low, high = np.where(joined, np.fmin(low, before), low), np.where(joined, np.fmax(high, before), high)
+    for x in np.flatnonzero(np.isfinite(low)).tolist():
+        for y in range(round(low[x]), round(high[x]) + 1):
             canvas.dot(x, y, line.style)
-        last = (x, place(known[-1], up, tall)) if np.isfinite(values[-1]) else None
 
 
-def join(canvas: Canvas, a: tuple[int, int], b: tuple[int, int], style: str) -> None:
-    dots = max(abs(b[0] - a[0]), abs(b[1] - a[1]), 1)
-    for k in range(dots):
-        x, y = (round(p + (q - p) * k / dots) for p, q in zip(a, b, strict=True))
-        canvas.dot(x, y, style)
+def dot_rows(y: Column, y_range: Range, dots: int) -> Column:
+    """Rows of dots from the bottom; NaN where y is."""
+    return np.clip((y - y_range[0]) / (y_range[1] - y_range[0]), 0, 1) * (dots - 1)
 
 
-def place(value: float, up: tuple[float, float], dots: int) -> int:
-    part = (value - up[0]) / (up[1] - up[0])
-    return int(min(max(part, 0.0), 1.0) * (dots - 1) + 0.5)
-
-
-def robust(y: Column) -> Column:
-    """Without the few values that would flatten all others."""
-    known = y[np.isfinite(y)]
+def without_outliers(y: Column) -> Column:
+    """The range of the values without the 1 % that would flatten the curve."""
+    known: Column = y[np.isfinite(y)]
     if len(known) < 50:
         return known
-    low, high = np.quantile(known, [0.005, 0.995])
-    return np.array([low, high, known[-1]])
+    return np.array([*np.quantile(known, [0.005, 0.995]), known[-1]])
 
 
-def span(parts: Sequence[Column]) -> tuple[float, float] | None:
-    """From the least to the greatest of what is known, never empty."""
-    known = np.concatenate([part[np.isfinite(part)] for part in parts]) if parts else np.empty(0)
+def value_range(arrays: Sequence[Column]) -> Range | None:
+    """Minimum and maximum of the known values, never equal; None if there are none."""
+    known = np.concatenate([array[np.isfinite(array)] for array in arrays]) if arrays else np.empty(0)
     if not len(known):
         return None
     low, high = float(known.min()), float(known.max())
-    room = (high - low) or abs(high) or 1.0
-    return (low, high) if high > low else (low - 0.5 * room, high + 0.5 * room)
-
-
-def bar(part: float, width: int) -> str:
-    """A bar of eighths of a letter; `part` of 1."""
-    eighths = round(min(max(part, 0.0), 1.0) * width * 8)
-    full, rest = divmod(eighths, 8)
-    return ("█" * full + ("" if not rest else chr(0x2590 - rest))).ljust(width)
-
-
-def block(lines: Sequence[Text], height: int) -> Text:
-    """Exactly that many lines."""
-    lines = [*lines[:height], *[Text()] * (height - len(lines))]
-    return Text("\n").join(lines)
-
-
-def beside(blocks: Sequence[Text], width: int) -> Text:
-    """Blocks of equal height in columns of that width."""
-    columns = [list(one.split("\n", allow_blank=True)) for one in blocks]
-    rows = []
-    for cells in zip(*columns, strict=True):
-        row = Text()
-        for number, cell in enumerate(cells):
-            cell = cell.copy()
-            cell.truncate(width - 1, overflow="ellipsis", pad=number < len(cells) - 1)
-            row.append(cell).append(" " if number < len(cells) - 1 else "")
-        rows.append(row)
-    return Text("\n").join(rows)
+    margin = 0.0 if high > low else 0.5 * (abs(high) or 1.0)
+    return low - margin, high + margin

@@ -1,9 +1,7 @@
-"""The browser's face of the monitor: files of the page, and what they ask for, as JSON. Writes nothing."""
+"""The web monitor: serves the page and the JSON that it fetches. Writes nothing."""
 
 import asyncio
-import csv
 import hmac
-import io
 import json
 import math
 import re
@@ -11,10 +9,10 @@ import secrets
 import shlex
 import socket
 import threading
-import time
 import webbrowser
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,37 +22,38 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse, StreamingResponse
+from fastapi.staticfiles import StaticFiles
 
 from m1clip.files import json_safe
-from m1clip.monitor import LOCAL, curves, terminal_views
-from m1clip.monitor.log import Column, Followed, known, number
-from m1clip.run import Run, is_run, summaries
+from m1clip.monitor import LOOPBACK_HOSTS
+from m1clip.monitor.curves import CURVES, chance_level, current_value, curve_points, downsample, gradient_norms
+from m1clip.monitor.log import STEP_PHASES, Column, RunView, event_text, number_or_none
+from m1clip.monitor.terminal_views import RECENT_STEPS
+from m1clip.run import Run, is_run, run_summaries
 
 PAGE = Path(__file__).parent / "page"
-EVERY_S = 1.0
-# Nothing is fetched from elsewhere and nothing is sent there; plotly writes styles of its own.
-POLICY = (
+POLL_S = 1.0
+# Nothing is loaded from or sent to other hosts; plotly sets inline styles.
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
     "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-Names = Annotated[list[str], Query(alias="run")]
 
 
-class Runs:
-    """The runs of a folder, each read on from where it was left; asked by several threads."""
+class RunCache:
+    """The runs of a folder, read incrementally; used by several threads."""
 
     def __init__(self, folder: Path, start: Run | None = None):
         self.folder, self.start = folder, start
-        self.known: dict[str, Followed] = {}
+        self.views: dict[str, RunView] = {}
         self.lock = threading.Lock()
-        self.closing: Callable[[], bool] = lambda: False
+        self.is_closing: Callable[[], bool] = lambda: False
 
-    def all(self) -> list[dict[str, Any]]:
-        """A line for each, the newest first."""
-        rows = summaries(self.folder)[::-1]
-        return [{**row, **self._made_with(row["run"])} for row in rows]
+    def rows(self) -> list[dict[str, Any]]:
+        """A summary of each run, the newest first."""
+        return [{**row, **self._data_and_preset(row["run"])} for row in run_summaries(self.folder)[::-1]]
 
-    def _made_with(self, name: str) -> dict[str, Any]:
+    def _data_and_preset(self, name: str) -> dict[str, str]:
         try:
             config = Run(self.folder / name).read("config.json")
         except (OSError, ValueError):
@@ -62,281 +61,231 @@ class Runs:
         return {key: str(config.get(key, "")) for key in ("data", "preset")}
 
     @contextmanager
-    def reading(self, name: str) -> Iterator[Followed]:
-        """One of them as it is now, for this thread alone. A name that would lead elsewhere is not found."""
+    def open(self, name: str) -> Iterator[RunView]:
+        """A run as it is now, locked for this thread; 404 for names outside of the folder."""
         if not self.has(name):
             with self.lock:
-                self.known.pop(name, None)
-            raise HTTPException(404, f"there is no run {name!r} in {self.folder}/")
+                self.views.pop(name, None)
+            raise HTTPException(404, f"no run {name!r} in {self.folder}/")
         with self.lock:
-            one = self.known.setdefault(name, Followed(Run(self.folder / name)))
-            one.refresh()
-            yield one
+            run = self.views.setdefault(name, RunView(Run(self.folder / name)))
+            run.refresh()
+            yield run
 
     def has(self, name: str) -> bool:
-        plain = name not in ("", ".", "..") and not set(name) & set("/\\\0")
-        return plain and is_run(self.folder / name)
+        is_plain = name not in ("", ".", "..") and not set(name) & set("/\\\0")
+        return is_plain and is_run(self.folder / name)
 
-    def versions(self, names: list[str]) -> dict[str, Any]:
-        """A value for each that changes when the run does; nothing is parsed for it."""
-        found = {}
+    def versions(self, names: list[str]) -> dict[str, list[tuple[int, int]]]:
+        """Modification times and sizes of each run's files, without parsing them."""
+        versions: dict[str, list[tuple[int, int]]] = {}
         for name in filter(self.has, names):
-            files = [
-                self.folder / name / file for file in ("metrics.jsonl", "status.json", "retrievals.json")
-            ]
-            found[name] = [(stat.st_mtime_ns, stat.st_size) for file in files if (stat := status_of(file))]
-        return found
+            versions[name] = []
+            for file in ("metrics.jsonl", "status.json", "retrievals.json"):
+                with suppress(OSError):
+                    stat = (self.folder / name / file).stat()
+                    versions[name].append((stat.st_mtime_ns, stat.st_size))
+        return versions
 
 
-def status_of(path: Path) -> Any:
-    try:
-        return path.stat()
-    except OSError:
-        return None
+def create_app(runs: RunCache, token: str | None = None) -> FastAPI:
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
-
-def app(runs: Runs, token: str | None = None) -> FastAPI:
-    made = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-
-    @made.middleware("http")
-    async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
-        if refused := entrance(request, token):
-            return refused
-        response = await go_on(request)
-        response.headers["Content-Security-Policy"] = POLICY
+    @app.middleware("http")
+    async def check_access(request: Request, respond: Callable[[Request], Awaitable[Response]]) -> Response:
+        if refusal := refuse_access(request, token):
+            return refusal
+        response = await respond(request)
+        response.headers["Content-Security-Policy"] = CONTENT_SECURITY_POLICY
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Referrer-Policy"] = "no-referrer"
-        if request.url.path.startswith("/api/"):
-            response.headers["Cache-Control"] = "no-store"
+        is_api = request.url.path.startswith("/api/")
+        response.headers.setdefault("Cache-Control", "no-store" if is_api else "no-cache")
         return response
 
-    serve_page(made)
-    serve_runs(made, runs)
-    return made
+    add_pages(app)
+    add_api(app, runs)
+    return app
 
 
-def serve_page(made: FastAPI) -> None:
-    @made.get("/")
-    def page() -> FileResponse:
-        return FileResponse(PAGE / "index.html", headers={"Cache-Control": "no-cache"})
+def add_pages(app: FastAPI) -> None:
+    app.mount("/page", StaticFiles(directory=PAGE))
 
-    @made.get("/page/{name}")
-    def part(name: str) -> FileResponse:
-        if name not in {file.name for file in PAGE.iterdir()}:
-            raise HTTPException(404)
-        return FileResponse(PAGE / name, headers={"Cache-Control": "no-cache"})
+    @app.get("/")
+    def index() -> FileResponse:
+        return FileResponse(PAGE / "index.html")
 
-    @made.get("/plotly.js")
+    @app.get("/plotly.js")
     def plotly() -> FileResponse:
-        return FileResponse(plotly_file(), headers={"Cache-Control": "max-age=86400"})
+        spec = find_spec("plotly")  # located without the import, which takes a second
+        assert spec is not None
+        assert spec.origin is not None
+        path = Path(spec.origin).parent / "package_data" / "plotly.min.js"
+        return FileResponse(path, headers={"Cache-Control": "max-age=86400"})
 
 
-def serve_runs(made: FastAPI, runs: Runs) -> None:
-    @made.get("/api/runs")
-    def table() -> dict[str, Any]:
+def add_api(app: FastAPI, runs: RunCache) -> None:
+    @app.get("/api/runs")
+    def list_runs() -> dict[str, Any]:
         start = runs.start.name if runs.start else None
-        return {"runs": runs.all(), "start": start, "curves": titles()}
+        return {"runs": runs.rows(), "start": start, "curves": [asdict(curve) for curve in CURVES.values()]}
 
-    @made.get("/api/run/{name}")
-    def run(name: str) -> Response:
-        with runs.reading(name) as one:
-            return as_json(described(one))
+    @app.get("/api/run/{name}")
+    def describe(name: str) -> Response:
+        with runs.open(name) as run:
+            return json_response(describe_run(run))
 
-    @made.get("/api/run/{name}/retrievals")
+    @app.get("/api/run/{name}/retrievals")
     def retrievals(name: str) -> Response:
-        with runs.reading(name) as one:
-            return as_json(one.retrievals())
+        with runs.open(name) as run:
+            return json_response(run.retrievals())
 
-    @made.get("/api/run/{name}/metrics.csv")
-    def metrics(name: str) -> StreamingResponse:
-        with runs.reading(name) as one:
-            columns = {name: one.log.column(name) for name in one.log.columns if name != "line"}
-        plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
-        headers = {"Content-Disposition": f'attachment; filename="{plain}.csv"'}
-        return StreamingResponse(as_csv(columns), media_type="text/csv", headers=headers)
+    @app.get("/api/run/{name}/metrics.csv")
+    def metrics_csv(name: str) -> Response:
+        import pyarrow.csv  # slow to import
 
-    @made.get("/api/curves")
-    def lines(
-        run: Names,
+        with runs.open(name) as run:
+            columns = {name: run.log.column(name) for name in run.log.columns if name != "line"}
+        table = pyarrow.table({name: pyarrow.array(column, from_pandas=True) for name, column in columns.items()})
+        text = pyarrow.BufferOutputStream()  # unknown values are empty
+        pyarrow.csv.write_csv(table, text, pyarrow.csv.WriteOptions(quoting_style="none"))
+        file_name = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
+        headers = {"Content-Disposition": f'attachment; filename="{file_name}.csv"'}
+        return Response(text.getvalue().to_pybytes(), media_type="text/csv", headers=headers)
+
+    @app.get("/api/curves")
+    def curves(
+        run: Annotated[list[str], Query()],
         key: Annotated[list[str], Query()],
-        over: str = "step",
+        x_axis: str = "step",
         smooth: Annotated[int, Query(ge=0, le=100_000)] = 1,
-        most: Annotated[int, Query(ge=10, le=5000)] = 600,
+        max_points: Annotated[int, Query(ge=10, le=5000)] = 600,
         start: float = -math.inf,
         end: float = math.inf,
     ) -> Response:
-        keys, found = [each for each in key if each in curves.CURVES], {}
+        keys, curves = [each for each in key if each in CURVES], {}
         for name in run:
-            with runs.reading(name) as one:
-                found[name] = {each: series(one, each, over, smooth, most, (start, end)) for each in keys}
-        return as_json(found)
+            with runs.open(name) as view:
+                curves[name] = {key: curve_json(view, key, x_axis, smooth, max_points, start, end) for key in keys}
+        return json_response(curves)
 
-    @made.get("/api/live")
+    @app.get("/api/live")
     async def live(request: Request, run: Annotated[list[str] | None, Query()] = None) -> StreamingResponse:
-        return StreamingResponse(news(request, runs, run or []), media_type="text/event-stream")
+        return StreamingResponse(live_events(request, runs, run or []), media_type="text/event-stream")
 
 
-def as_json(value: Any) -> Response:
-    """What is not finite is null."""
+def json_response(value: Any) -> Response:
+    """Strict JSON: NaN and infinity become null."""
     return Response(json.dumps(json_safe(value)), media_type="application/json")
 
 
-def entrance(request: Request, token: str | None) -> Response | None:
-    """What keeps a visitor out: a name that is not ours (a page elsewhere that asks in its own name), or no
-    token where one is due. A right token in the address becomes a cookie, so that it does not stay there."""
+def refuse_access(request: Request, token: str | None) -> Response | None:
+    """The error response for a request that is not allowed, or None.
+
+    Without a token only local host names are served, which stops DNS rebinding by other web pages. A correct
+    token in the address is moved to a cookie.
+    """
     if token is None:
-        asked = re.fullmatch(r"\[?(.*?)\]?(:\d+)?", request.headers.get("host", ""))
-        return None if asked and asked[1] in LOCAL else PlainTextResponse("not served by that name", 421)
-    cookie = f"m1clip-{request.url.port or 80}"  # cookies know no ports, and there may be several monitors
+        host = re.fullmatch(r"\[?(.*?)\]?(:\d+)?", request.headers.get("host", ""))
+        is_local = host is not None and host[1] in LOOPBACK_HOSTS
+        return None if is_local else PlainTextResponse("not served under this host name", 421)
+    cookie = f"m1clip-{request.url.port or 80}"  # cookies are shared between the ports of a host
     given = request.query_params.get("token")
     if given is not None and hmac.compare_digest(given.encode(), token.encode()):
-        answer = RedirectResponse("/", 303)
-        answer.set_cookie(cookie, token, httponly=True, samesite="strict", max_age=30 * 86400)
-        return answer
+        redirect = RedirectResponse("/", 303)
+        redirect.set_cookie(cookie, token, httponly=True, samesite="strict", max_age=30 * 86400)
+        return redirect
     if hmac.compare_digest(request.cookies.get(cookie, "").encode(), token.encode()):
         return None
-    return PlainTextResponse("this page needs its token: open the address that m1clip monitor printed", 401)
+    return PlainTextResponse("a token is needed: open the address that `m1clip monitor` printed", 401)
 
 
-def titles() -> list[dict[str, Any]]:
-    return [
-        {"key": one.key, "title": one.title, "unit": one.unit, "kind": one.kind, "log": one.log}
-        for one in curves.CURVES.values()
-    ]
-
-
-def described(one: Followed) -> dict[str, Any]:
-    """Everything of a run but its curves and images."""
-    phases = {name: one.log.recent(f"{name}_ms", terminal_views.RECENT) for name in terminal_views.PHASES}
+def describe_run(run: RunView) -> dict[str, Any]:
+    """Everything about a run except its curves and images."""
+    log = run.log
+    steps, blocks, norms = gradient_norms(log, 120)
     events = [
-        {"time": known(event.get("time")), "step": event["step"], "words": terminal_views.told(event)}
-        | {"event": str(event.get("event"))}
-        for event in one.log.events[-200:]
+        {"time": number_or_none(event.get("time")), "step": event["step"]}
+        | {"event": str(event.get("event")), "text": event_text(event)}
+        for event in log.events[-200:]
     ]
     return {
-        "summary": one.summary,
-        "path": shlex.quote(str(one.run.path)),
-        "latest": one.log.latest,
-        "config": one.config,
-        "machine": one.machine,
-        "data": {key: value for key, value in one.data.items() if not isinstance(value, list)},
-        "phases_ms": phases,
-        "now": {key: one.log.recent(key, count) for key, count in terminal_views.AS_OF.items()},
-        "pairs_per_s": one.log.rate(terminal_views.RECENT),
-        "recent": min(terminal_views.RECENT, len(one.log)),
-        "chance": {key: curves.chance(one.log, key) for key in ("loss", "accuracy", "mean_r1")},
-        "logger": one.log.last("logger"),
-        "eval": one.log.last("eval"),
-        "flow": flow(one),
+        "summary": run.summary,
+        "path": shlex.quote(str(run.path)),
+        "last_step": log.last_step,
+        "config": run.config,
+        "preset_values": run.changed_settings(),
+        "machine": run.machine,
+        "data": {key: value for key, value in run.data.items() if not isinstance(value, list)},
+        "phases_ms": {phase: log.recent_mean(f"{phase}_ms", RECENT_STEPS) for phase in STEP_PHASES},
+        "recent_steps": min(RECENT_STEPS, len(log)),
+        "current": {key: current_value(log, key) for key in ("loss", "accuracy", "mean_r1", "temperature")},
+        "chance": {key: chance_level(log, key) for key in ("loss", "accuracy", "mean_r1")},
+        "pairs_per_s": log.recent_rate(RECENT_STEPS),
+        "diagnostics": log.last("diagnostics"),
+        "epoch": log.last("epoch"),
+        "gradient_flow": {"step": steps, "block": blocks, "norm": norms.tolist()},
         "events": events[::-1],
-        "broken": one.log.broken[:5],
+        "bad_lines": log.bad_lines[:5],
     }
 
 
-def flow(one: Followed, most: int = 120) -> dict[str, Any]:
-    """Gradient norms of every block over the steps that were looked at: at most `most` of these."""
-    rows = one.log.records["logger"]
-    if not rows:
-        return {"step": [], "block": [], "norm": []}
-    rows = [rows[place] for place in np.unique(np.linspace(0, len(rows) - 1, most).astype(int))]
-    norms = [row.get("grad_norms") or {} for row in rows]
-    found = [[listed(number(row.get(block))) for row in norms] for block in norms[-1]]
-    return {"step": [row["step"] for row in rows], "block": list(norms[-1]), "norm": found}
-
-
-def series(
-    one: Followed, key: str, over: str, smooth: int, most: int, window: tuple[float, float]
+def curve_json(
+    run: RunView, key: str, x_axis: str, smooth: int, max_points: int, start: float, end: float
 ) -> dict[str, Any]:
-    """A curve as the console can show it: smoothed over all steps, cut to the window, thinned."""
-    x, y = curves.points(one.log, key, "minutes" if over == "minutes" else "step", smooth)
-    inside = np.flatnonzero((x >= window[0]) & (x <= window[1]))
-    if 0 < len(inside) < len(x):  # and one beyond each edge, so that lines leave the image
+    """A curve, smoothed over all steps, cut to the range and downsampled."""
+    x, y = curve_points(run.log, key, x_axis, smooth)
+    inside = np.flatnonzero((x >= start) & (x <= end))
+    if 0 < len(inside) < len(x):  # with one point beyond each end, so that lines reach the edges
         cut = slice(max(0, inside[0] - 1), inside[-1] + 2)
         x, y = x[cut], y[cut]
-    x, y = curves.thinned(x, y, most)
-    return {"x": numbers(x), "y": numbers(y), "chance": curves.chance(one.log, key)}
+    x, y = downsample(x, y, max_points)
+    return {"x": short_numbers(x), "y": short_numbers(y), "chance": chance_level(run.log, key)}
 
 
-def numbers(values: Column) -> list[float | None]:
-    return [listed(value) for value in values.tolist()]
+def short_numbers(values: Column) -> list[float]:
+    return [float(f"{value:.7g}") for value in values.tolist()]
 
 
-def listed(value: float) -> float | None:
-    """As JSON can say it, short."""
-    return float(f"{value:.6g}") if np.isfinite(value) else None
-
-
-def as_csv(columns: dict[str, Column]) -> Iterator[str]:
-    """A line for every step."""
-    yield ",".join(columns) + "\r\n"  # names are plain words, or the log would not have kept them
-    length = len(next(iter(columns.values()), ()))
-    for start in range(0, length, 5000):
-        page = io.StringIO()
-        rows = zip(*(column[start : start + 5000].tolist() for column in columns.values()), strict=True)
-        csv.writer(page).writerows(
-            ["" if value != value else repr(value).removesuffix(".0") for value in row] for row in rows
-        )
-        yield page.getvalue()
-
-
-async def news(request: Request, runs: Runs, names: list[str]) -> AsyncIterator[str]:
-    """Server-sent events: the table when it changes, and which of the runs asked for have changed."""
-    told: dict[str, Any] = {}
-    quiet_since = time.monotonic()
-    while not (runs.closing() or await request.is_disconnected()):
-        table, versions = await asyncio.gather(
-            asyncio.to_thread(runs.all), asyncio.to_thread(runs.versions, names)
-        )
-        for kind, value in (("runs", table), ("changed", versions)):
-            if told.get(kind) != value:
-                told[kind] = value
-                quiet_since = time.monotonic()
+async def live_events(request: Request, runs: RunCache, names: list[str]) -> AsyncIterator[str]:
+    """Server-sent events: the list of runs, and the versions of the given runs, whenever they change."""
+    sent: dict[str, Any] = {}
+    while not (runs.is_closing() or await request.is_disconnected()):
+        rows, versions = await asyncio.gather(asyncio.to_thread(runs.rows), asyncio.to_thread(runs.versions, names))
+        for kind, value in (("runs", rows), ("changed", versions)):
+            if sent.get(kind) != value:
+                sent[kind] = value
                 yield f"event: {kind}\ndata: {json.dumps(json_safe(value))}\n\n"
-        if time.monotonic() - quiet_since > 15:
-            quiet_since = time.monotonic()
-            yield ": still here\n\n"
-        await asyncio.sleep(EVERY_S)
+        await asyncio.sleep(POLL_S)
 
 
-def plotly_file() -> Path:
-    spec = find_spec("plotly")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent / "package_data" / "plotly.min.js"
-
-
-def listening(host: str, port: int) -> socket.socket:
-    """A socket at the port, or at one of the next twenty."""
+def listen(host: str, port: int) -> socket.socket:
+    """A socket on the port, or on one of the next twenty if it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for trial in range(port, min(port + 20, 65536)):
-        made = socket.socket(family)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    for candidate in range(port, min(port + 20, 65536)):
         try:
-            made.bind((host, trial))
-            made.listen(128)
-            return made
+            return socket.create_server((host, candidate), family=family)
         except OSError as error:
-            made.close()
-            last = error
-    raise OSError(f"cannot listen at {host}, port {port} and the next: {last.strerror}")
+            reason = error.strerror
+    raise OSError(f"cannot listen on {host}, ports {port} to {candidate}: {reason}")
 
 
 def serve(folder: Path, start: Run | None, host: str, port: int, token: str | None, browse: bool) -> int:
     token = secrets.token_urlsafe(12) if token == "auto" else token
-    runs = Runs(start.path.parent if start else folder, start)
-    with listening(host, port) as made:
-        port = made.getsockname()[1]
-        shown = f"[{host}]" if ":" in host else host
-        shown = socket.gethostname() if host in ("0.0.0.0", "::") else shown
-        address = f"http://{shown}:{port}/" + (f"?token={quote(token, safe='')}" if token else "")
-        print(f"watching {runs.folder}/ at {address}  (Ctrl-C ends)", flush=True)
-        if host in LOCAL:
+    runs = RunCache(start.path.parent if start else folder, start)
+    with listen(host, port) as server_socket:
+        port = server_socket.getsockname()[1]
+        name = f"[{host}]" if ":" in host else host
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else name
+        address = f"http://{name}:{port}/" + (f"?token={quote(token, safe='')}" if token else "")
+        print(f"monitoring {runs.folder}/ at {address}  (Ctrl-C stops)", flush=True)
+        if host in LOOPBACK_HOSTS:
             print(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}", flush=True)
         if browse:
             webbrowser.open(address)
-        config = uvicorn.Config(app(runs, token), log_level="warning", timeout_graceful_shutdown=3)
+        config = uvicorn.Config(create_app(runs, token), log_level="warning", timeout_graceful_shutdown=3)
         server = uvicorn.Server(config)
-        runs.closing = lambda: server.should_exit
-        with suppress(KeyboardInterrupt):  # how it is meant to end
-            server.run(sockets=[made])
+        runs.is_closing = lambda: server.should_exit
+        with suppress(KeyboardInterrupt):
+            server.run(sockets=[server_socket])
     return 0

@@ -11,7 +11,7 @@ import numpy as np
 from m1clip.devices import Plan
 from m1clip.format import duration, milliseconds
 from m1clip.training.measurements import StepCost, StepRow
-from m1clip.training.memory import PEAK, SHARE, power_of_two
+from m1clip.training.memory import PEAK, USABLE, power_of_two
 
 DAILY_VARIATION = 1.15  # ratio of the same step's times on different days; 2 shared cores, November 2026
 MIN_SAMPLES, MIN_SPEEDUP = 5, 1.05
@@ -202,7 +202,7 @@ def advise(
 
 def predict_run(cost: StepCost, advice: Advice, rows: StepRows, free_gb: float, pairs: int) -> list[Setting]:
     """Chunk, memory, step and epoch of a run by the advised plan."""
-    usable_gb, pair_gb, chunk = SHARE * free_gb - cost.state_gb, PEAK * cost.activation_gb, cost.batch_size
+    usable_gb, pair_gb, chunk = USABLE * free_gb - cost.state_gb, PEAK * cost.activation_gb, cost.batch_size
     if pair_gb * chunk > usable_gb:
         chunk = power_of_two(usable_gb / pair_gb) if usable_gb >= pair_gb else 0
     need_gb, basis = cost.state_gb + pair_gb * max(1, chunk), ("medium", "computed from the model")

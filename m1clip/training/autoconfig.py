@@ -1,263 +1,249 @@
-"""What to train from nothing in the time there is: by the number of images and by how fast this machine is.
+"""--budget: choose what to train from scratch by the number of images and by steps timed on this machine.
 
-The candidates were found by experiment (docs/race.md). How large a model pays is a matter of the pairs that it
-gets to see; how much it must be kept from learning by heart, of the looks at each image. How many there
-will be is measured here, by real steps.
+The candidates were found by experiment (docs/benchmarks.md). The model size that pays depends on the number of
+pairs seen in training, the regularization it needs on the number of epochs; both are predicted from timed steps.
 """
 
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_high
 from typing import Any
 
 from m1clip import devices
-from m1clip.config import PRESETS, ModelConfig, TextConfig, TrainConfig, VisionConfig
+from m1clip.config import PRESETS, ModelConfig, TextConfig, TrainConfig, VisionConfig, check_config, with_defaults
 from m1clip.console import Console
-from m1clip.data.augment import margin
-from m1clip.data.pixel_cache import Store
-from m1clip.data.sources import Source, open_sources
+from m1clip.data.augment import stored_size
+from m1clip.data.pixel_cache import PixelCache
+from m1clip.data.sources import Source
 from m1clip.data.workers import decode_rows
 from m1clip.devices import Plan
 from m1clip.format import duration
-from m1clip.training.setup import spread
+from m1clip.training.setup import evenly_spaced
 from m1clip.training.timing import random_batch, time_plans
 
-MANY = 50_000
-"""Images from which, if they are seen often, captions are worth reading in the order of their words."""
+TRANSFORMER_FROM = 50_000
+"""Images from which a text transformer is worth its time, if they are seen often."""
 TRIAL_S = 0.3
 EVALUATIONS = 6
-PREPARING = 0.1  # of the time, for reading, evaluating and saving
-MOST_DECODING = 0.2  # of the time; where it would take more, images are decoded as they are seen
-SAMPLE = 100  # images, whose captions are looked at
-SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
-SAYS_SIDES = 0.02  # of the captions: images are not mirrored then
-HOPE = 2.0  # a larger model may be so much faster than its products say
+OVERHEAD = 0.1  # of the budget: listing data, evaluating, saving
+MAX_DECODING = 0.2  # of the budget; if decoding up front takes more, images are decoded on the fly
+SAMPLE = 100
+LEFT_RIGHT = re.compile(r"\b(left|right)\b", re.IGNORECASE)
+MAX_LEFT_RIGHT = 0.02  # of the captions; with more, images are not flipped
+OPTIMISM = 2.0  # a larger model may be this much faster than its FLOPs suggest
+Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Candidate:
     name: str
-    pairs: float
-    """To be seen in the time: with fewer, the candidate below learns more."""
-    changes: dict[str, Any]
-    """Of the configuration."""
-    regularization: tuple[tuple[float, dict[str, Any]], ...] = ()
-    """Further changes, from so many looks at each image on: against learning by heart."""
+    min_pairs: float
+    """Pairs to be seen in training for this model to beat the next smaller one."""
+    settings: Settings
+    regularization: tuple[tuple[float, Settings], ...] = ()
+    """Additional settings from so many epochs on."""
 
 
-def _bag(size: int, patch: int, width: int, depth: int, words: int, embed: int) -> ModelConfig:
-    """Few patches, few and wide blocks behind convolutions, and a caption as the mean of its words."""
-    vision = VisionConfig(size, patch, width, depth, width // 64, pool="mean", stem="conv")
-    return ModelConfig(
-        vision,
-        TextConfig(4096, 48, words, 1, 4, 2 * words, encoder="bag_of_words"),
-        embed,
-        head="standardized",
-    )
+def _bag_of_words(size: int, patch: int, width: int, layers: int) -> ModelConfig:
+    """A conv stem with few wide blocks, and the mean of token embeddings as text tower."""
+    vision = VisionConfig(size, patch, width, layers, width // 64, pool="mean", stem="conv")
+    text = TextConfig(4096, 48, 256, 1, 4, 512, encoder="bag_of_words")
+    return ModelConfig(vision, text, 256, head="standardized")
 
 
-def changes_of(preset: TrainConfig) -> dict[str, Any]:
-    """What it has otherwise than the defaults."""
-    plain = vars(TrainConfig())
-    return {key: value for key, value in vars(preset).items() if value != plain[key]}
+def preset_settings(name: str) -> Settings:
+    """The settings in which a preset differs from the defaults."""
+    defaults = vars(TrainConfig())
+    return {key: value for key, value in vars(PRESETS[name]).items() if value != defaults[key]}
 
 
-_SOON: dict[str, Any] = {
-    "optimizer": "muon",
-    "lr": 8e-3,
-    "batch_size": 128,
-    "captions_per_image": 5,
-    "label_smoothing": 0.1,
+_FEW_PAIRS: Settings = {
+    **{"optimizer": "muon", "lr": 8e-3, "batch_size": 128, "captions_per_image": 5, "label_smoothing": 0.1},
+    **{"weight_decay": 0.1, "grad_clip": 5.0, "hflip": True, "preset": "budget"},
 }
-_SOON |= {"weight_decay": 0.1, "grad_clip": 5.0, "hflip": True, "preset": "budget"}
-# Patience without end, which keeps the best state for the case that all is learned by heart after all.
-_ENOUGH = {"patience": 10**6, "best_metric": "t2i_r10"}
-_CARE: tuple[tuple[float, dict[str, Any]], ...] = (
+# Unlimited patience: the best state is kept in case the model overfits after all.
+_KEEP_BEST = {"patience": 10**6, "best_metric": "t2i_r10"}
+_REGULARIZATION: tuple[tuple[float, Settings], ...] = (
     (0, {"crop_scale": 0.8, "word_dropout": 0.1}),
     (10, {"crop_scale": 0.6, "word_dropout": 0.3}),
     (
         15,
         {
-            "crop_scale": 0.4,
-            "color_jitter": 0.2,
-            "word_dropout": 0.5,
-            "weight_decay": 0.3,
-            "head_dropout": 0.2,
-            **_ENOUGH,
+            **{"crop_scale": 0.4, "color_jitter": 0.2, "word_dropout": 0.5, "weight_decay": 0.3},
+            **{"head_dropout": 0.2, **_KEEP_BEST},
         },
     ),
 )
-BAGS: list[Candidate] = [
-    Candidate("a glance", 0, {**_SOON, "model": _bag(32, 8, 192, 2, 256, 256)}, _CARE),
-    Candidate("a look", 45_000, {**_SOON, "model": _bag(48, 8, 192, 2, 256, 256)}, _CARE),
-    Candidate("a long look", 110_000, {**_SOON, "model": _bag(48, 8, 192, 3, 256, 256), "lr": 6e-3}, _CARE),
+
+
+def _small(name: str, min_pairs: float, model: ModelConfig, **settings: Any) -> Candidate:
+    return Candidate(name, min_pairs, {**_FEW_PAIRS, "model": model, **settings}, _REGULARIZATION)
+
+
+BAG_OF_WORDS: list[Candidate] = [
+    _small("32 px, 2 layers", 0, _bag_of_words(32, 8, 192, 2)),
+    _small("48 px, 2 layers", 45_000, _bag_of_words(48, 8, 192, 2)),
+    _small("48 px, 3 layers", 110_000, _bag_of_words(48, 8, 192, 3), lr=6e-3),
 ]
-_WHOLE = {"crop_scale": 0.6, "hflip": True}
-READERS = [
-    Candidate(name, pairs, {**changes_of(PRESETS[name]), **_WHOLE})
+TRANSFORMERS = [
+    Candidate(name, pairs, {**preset_settings(name), "crop_scale": 0.6, "hflip": True})
     for name, pairs in (("tiny", 3e6), ("small", 2e7))
 ]
-SCENES = [Candidate("nano", 0.0, changes_of(PRESETS["nano"]))]  # their captions say left and right: no flip
+SYNTHETIC = [Candidate("nano", 0.0, preset_settings("nano"))]  # its captions say left and right: no flip
 
 
 @dataclass(frozen=True)
-class TokenizedCaptions:
-    """What is to be learned from, by a sample."""
+class DataSummary:
+    """What the training data looks like, from a sample."""
 
     images: int
-    captions: int
-    """Of an image."""
-    words: float
-    """Of a caption."""
-    sides: float
-    """Captions that say left or right, as a part of all."""
-    drawn: bool
+    captions_per_image: int
+    words_per_caption: float
+    left_right: float
+    """Fraction of captions that say left or right."""
+    is_synthetic: bool
 
     @classmethod
-    def of(cls, sources: Sequence[Source]) -> "TokenizedCaptions":
-        largest = max((one.train for one in sources), key=len)
-        told = [largest.captions(row) for row in spread(len(largest), SAMPLE)]
-        every = [caption for some in told for caption in some]
+    def from_sources(cls, sources: Sequence[Source]) -> "DataSummary":
+        largest = max((source.train for source in sources), key=len)
+        sampled = [largest.captions(row) for row in evenly_spaced(len(largest), SAMPLE)]
+        captions = [caption for of_image in sampled for caption in of_image]
         return cls(
-            images=round(sum(one.weight * len(one.train) for one in sources)),
-            captions=median_high(len(some) for some in told),
-            words=median(len(caption.split()) for caption in every),
-            sides=sum(bool(SIDES.search(caption)) for caption in every) / len(every),
-            drawn=all(one.spec.startswith("synthetic:") for one in sources),
+            images=round(sum(source.weight * len(source.train) for source in sources)),
+            captions_per_image=median_high(len(of_image) for of_image in sampled),
+            words_per_caption=median(len(caption.split()) for caption in captions),
+            left_right=sum(bool(LEFT_RIGHT.search(caption)) for caption in captions) / len(captions),
+            is_synthetic=all(source.spec.startswith("synthetic:") for source in sources),
         )
 
 
 @dataclass(frozen=True)
-class Time:
-    """A budget, and how much of it is for steps."""
-
+class TimeBudget:
     budget_s: float
     images: int
     decode_s: float
-    """For all images that are not in the cache."""
+    """Decoding all images that are not cached."""
 
     @property
-    def is_live(self) -> bool:
-        """Whether images are better decoded as they are seen."""
-        return self.decode_s > MOST_DECODING * self.budget_s
+    def decodes_on_the_fly(self) -> bool:
+        return self.decode_s > MAX_DECODING * self.budget_s
 
-    def pairs(self, speed: float) -> float:
-        """That are seen, at so many a second."""
-        seconds = (1 - PREPARING) * self.budget_s
-        if self.is_live:
-            return seconds / (1 / speed + self.decode_s / self.images)
-        return (seconds - self.decode_s) * speed
-
-
-@dataclass(frozen=True)
-class Picked:
-    changes: dict[str, Any]
-    why: str
+    def pairs(self, pairs_per_s: float) -> float:
+        """Pairs seen in training at this speed."""
+        seconds = (1 - OVERHEAD) * self.budget_s
+        if self.decodes_on_the_fly:
+            return seconds / (1 / pairs_per_s + self.decode_s / self.images)
+        return (seconds - self.decode_s) * pairs_per_s
 
 
-def pick(
-    config: TrainConfig, with_flags: Callable[[dict[str, Any]], TrainConfig], console: Console
-) -> Picked:
-    """The defaults for this budget, and why these. `with_flags` has what was asked for besides."""
+def fit_budget(
+    config: TrainConfig, given: Mapping[str, Any], sources: Sequence[Source], console: Console
+) -> tuple[TrainConfig, str]:
+    """The config that suits the budget, with the user's own settings; and the reason."""
     assert config.budget_s is not None
-    sources = open_sources(config, console.working)
-    told = TokenizedCaptions.of(sources)
-    candidates = SCENES if told.drawn else [*BAGS, *READERS] if told.images >= MANY else BAGS
-    candidates = [fitted(candidate, told) for candidate in candidates]
-    least = with_flags({**candidates[0].changes, **dict(candidates[0].regularization).get(0, {})})
-    there = Time(config.budget_s, told.images, decode_s(sources, least))
+    data = DataSummary.from_sources(sources)
+    candidates = SYNTHETIC if data.is_synthetic else BAG_OF_WORDS
+    if not data.is_synthetic and data.images >= TRANSFORMER_FROM:
+        candidates = [*BAG_OF_WORDS, *TRANSFORMERS]
+    candidates = [adapt_to_data(candidate, data) for candidate in candidates]
+
+    def configured(settings: Settings) -> TrainConfig:
+        if given.get("model.text.encoder") == "transformer":  # has no word dropout
+            settings = {key: value for key, value in settings.items() if key != "word_dropout"}
+        made = with_defaults(TrainConfig(), settings, given)
+        check_config(made)
+        return made
+
+    smallest = configured({**candidates[0].settings, **dict(candidates[0].regularization).get(0, {})})
+    budget = TimeBudget(config.budget_s, data.images, decoding_time(sources, smallest))
     speeds: list[float] = []
-    sizes: list[int] = []
-    with console.working("timing models of several sizes", len(candidates)) as advance:
+    flops: list[int] = []
+    with console.progress("timing models of several sizes", len(candidates)) as advance:
         for candidate in candidates:
-            wished = with_flags(candidate.changes)
-            sizes.append(size_of(wished))
-            hope = HOPE * speeds[-1] * sizes[-2] / sizes[-1] if speeds else float("inf")
-            if there.pairs(hope) < candidate.pairs:
-                break  # it and all larger ones are too slow
+            trial = configured(candidate.settings)
+            flops.append(relative_flops(trial))
+            fastest = OPTIMISM * speeds[-1] * flops[-2] / flops[-1] if speeds else float("inf")
+            if budget.pairs(fastest) < candidate.min_pairs:
+                break  # this and all larger models are too slow
             try:
-                speeds.append(pairs_per_second(wished, round(1.3 * told.words) + 2))
+                speeds.append(training_speed(trial, round(1.3 * data.words_per_caption) + 2))
             except ValueError:
                 if not speeds:
                     raise
-                break  # the smaller ones can
+                break  # smaller models can be trained
             advance(1)
-    picked = decide(there, candidates, speeds)
-    mirror = "" if told.sides <= SAYS_SIDES else "; captions say left and right, so nothing is mirrored"
-    return replace(picked, why=picked.why + mirror)
+    settings, reason = choose_candidate(budget, candidates, speeds)
+    if data.left_right > MAX_LEFT_RIGHT:
+        reason += "; captions say left and right, so images are not flipped"
+    return configured(settings), reason
 
 
-def fitted(candidate: Candidate, told: TokenizedCaptions) -> Candidate:
-    """The same for so many images with such captions."""
-    plain = TrainConfig()
-    changes = dict(candidate.changes)
-    changes["batch_size"] = max(2, min(changes.get("batch_size", plain.batch_size), told.images // 4))
-    changes["captions_per_image"] = min(
-        told.captions, changes.get("captions_per_image", plain.captions_per_image)
-    )
-    if told.sides > SAYS_SIDES:
-        changes["hflip"] = False
-    return replace(candidate, changes=changes)
+def adapt_to_data(candidate: Candidate, data: DataSummary) -> Candidate:
+    """Limit batch size and captions to the data; no flips where captions say left or right."""
+    defaults, settings = TrainConfig(), dict(candidate.settings)
+    settings["batch_size"] = max(2, min(settings.get("batch_size", defaults.batch_size), data.images // 4))
+    limit = settings.get("captions_per_image", defaults.captions_per_image)
+    settings["captions_per_image"] = min(data.captions_per_image, limit)
+    if data.left_right > MAX_LEFT_RIGHT:
+        settings["hflip"] = False
+    return replace(candidate, settings=settings)
 
 
-def decode_s(sources: Sequence[Source], config: TrainConfig) -> float:
-    """Seconds to decode what the cache does not have, by a few of the images."""
-    side = margin(config.model.vision.image_size, config.crop_scale)
-    missing = [one for one in sources if Store(one.train, side).need]
+def decoding_time(sources: Sequence[Source], config: TrainConfig) -> float:
+    """Seconds to decode all images that are not cached, from a sample."""
+    size = stored_size(config.model.vision.image_size, config.crop_scale)
+    missing = [source for source in sources if PixelCache(source.train, size).missing_bytes]
     if not missing:
         return 0.0
-    largest = max((one.train for one in missing), key=len)
-    rows = list(spread(len(largest), SAMPLE // 2))
-    decode_rows(largest, side, rows[:2])  # what is imported when first needed
-    began = time.perf_counter()
-    decode_rows(largest, side, rows)
-    each = (time.perf_counter() - began) / len(rows) / (config.workers or os.cpu_count() or 1)
-    return each * sum(len(one.train) for one in missing)
+    largest = max((source.train for source in missing), key=len)
+    rows = list(evenly_spaced(len(largest), SAMPLE // 2))
+    decode_rows(largest, size, rows[:2])  # warm-up: lazy imports
+    started = time.perf_counter()
+    decode_rows(largest, size, rows)
+    per_image = (time.perf_counter() - started) / len(rows) / (config.workers or os.cpu_count() or 1)
+    return per_image * sum(len(source.train) for source in missing)
 
 
-def size_of(config: TrainConfig) -> int:
-    """Products of an image, in proportion: for candidates that are not timed."""
+def relative_flops(config: TrainConfig) -> int:
+    """Forward cost of an image up to a constant, for candidates that are not timed."""
     vision = config.model.vision
     assert isinstance(vision, VisionConfig)
     return vision.tokens * vision.layers * vision.width**2
 
 
-def pairs_per_second(config: TrainConfig, tokens: int) -> float:
-    """Of real steps of this model, on random images and captions."""
+def training_speed(config: TrainConfig, tokens: int) -> float:
+    """Pairs per second of real training steps on random images and captions."""
     plan = Plan(str(devices.default_device("auto")[0]) if config.device == "auto" else config.device)
     plan = replace(plan, threads=config.threads)
     batch = random_batch(config, config.batch_size, max(3, min(tokens, config.model.text.context_length)))
     timing = time_plans(config, [plan], batch, TRIAL_S)[0]
     if timing.error:
-        raise ValueError(
-            f"no step of {config.batch_size} pairs could be taken on {plan.device}: {timing.error}"
-        )
+        raise ValueError(f"a batch of {config.batch_size} pairs does not run on {plan.device}: {timing.error}")
     return 1e3 * config.batch_size / min(timing.samples_ms)
 
 
-def decide(there: Time, candidates: Sequence[Candidate], speeds: Sequence[float]) -> Picked:
-    """Pure: the highest candidate that gets to see the pairs it needs, or else the lowest."""
-    seen = [there.pairs(speed) for speed in speeds]
-    best = max((number for number, pairs in enumerate(seen) if pairs >= candidates[number].pairs), default=0)
-    candidate, looks = candidates[best], seen[best] / there.images
-    regularization = [changes for least, changes in candidate.regularization if looks >= least]
-    often = f"{looks:.1f}" if looks < 10 else f"{looks:,.0f}"
-    why = f"{candidate.name}; {duration(there.budget_s)} are about {often} looks at each of {there.images:,} images"
-    why += f" at {speeds[best]:,.0f} a second"
-    if best + 1 < len(seen):
-        above = candidates[best + 1].pairs
-        why += f"; the next larger model would see {rounded(seen[best + 1])} pairs and wants {rounded(above)}"
-    epochs = max(1, round(looks))
-    changes = {**candidate.changes, **(regularization or [{}])[-1], "epochs": epochs}
-    if there.is_live:
-        changes["cache_gb"] = 0.0
-        why += f"; to decode all would take {duration(there.decode_s)}, so they are when they are seen"
-    return Picked({**changes, "eval_every": max(1, epochs // EVALUATIONS)}, why)
-
-
-def rounded(number: float) -> str:
-    """To two figures."""
-    return f"{float(f'{number:.2g}'):,.0f}"
+def choose_candidate(
+    budget: TimeBudget, candidates: Sequence[Candidate], speeds: Sequence[float]
+) -> tuple[Settings, str]:
+    """The largest candidate that sees the pairs it needs, or else the smallest; and the reason."""
+    pairs = [budget.pairs(speed) for speed in speeds]
+    best = max((i for i, seen in enumerate(pairs) if seen >= candidates[i].min_pairs), default=0)
+    candidate, epochs = candidates[best], pairs[best] / budget.images
+    reason = (
+        f"{candidate.name}; {duration(budget.budget_s)} are about {epochs:,.{1 if epochs < 10 else 0}f} epochs of "
+        f"{budget.images:,} images at {speeds[best]:,.0f} pairs/s"
+    )
+    if best + 1 < len(pairs):
+        seen, needed = (f"{float(f'{n:.2g}'):,.0f}" for n in (pairs[best + 1], candidates[best + 1].min_pairs))
+        reason += f"; the next larger model would see {seen} pairs and needs {needed}"
+    regularization = [settings for from_epochs, settings in candidate.regularization if epochs >= from_epochs]
+    settings = {**candidate.settings, **(regularization or [{}])[-1], "epochs": max(1, round(epochs))}
+    if budget.decodes_on_the_fly:
+        settings["cache_gb"] = 0.0
+        reason += (
+            f"; decoding everything up front would take {duration(budget.decode_s)}, so images are decoded on the fly"
+        )
+    return {**settings, "eval_every": max(1, round(epochs) // EVALUATIONS)}, reason

@@ -1,7 +1,7 @@
-"""A checkpoint: a model folder, and beside it what training needs to go on. Whole or absent; no pickle.
+"""Checkpoints: a model folder with the training state beside it. Complete or absent; no pickle.
 
 config.json, model.safetensors, tokenizer.json   the model to use: with --ema, the averaged one
-training.safetensors                             moments, random state and, with --ema, the moving weights
+training.safetensors                             optimizer state, RNG state and, with --ema, the trained weights
 state.json                                       the position, and a checksum of every other file
 """
 
@@ -9,7 +9,9 @@ import errno
 import json
 import os
 import shutil
+import time
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,71 +21,72 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from m1clip import config as configs
-from m1clip.config import TrainConfig
+from m1clip.config import TrainConfig, from_dict
+from m1clip.evals.retrieval import Retrieval
 from m1clip.files import atomic_folder
-from m1clip.model.clip import read_weights
-from m1clip.model.lora import merged_state_dict
-from m1clip.model.safe_load import save_tensors
+from m1clip.model.clip import CLIP, load
+from m1clip.model.lora import merged_state_dict, save_adapter
+from m1clip.model.safe_load import load_checked, save_tensors
 from m1clip.run import Run
 from m1clip.training.state import TrainState
 
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what reading a damaged one may raise
-KEEP = 2
+KEEP = 2  # newest checkpoints kept, beside the best
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what reading a damaged one may raise
 FILES = {"config.json", "model.safetensors", "tokenizer.json", "training.safetensors"}
+RETRY_S = 15.0
+WAIT_FOR_DISK_S = {"stopping": 10.0, "finishing": 1800.0}
 
 
 @dataclass
 class Progress:
-    """Where a run stands: all that a checkpoint must remember beside tensors."""
+    """The position of a run: all that a checkpoint holds beside tensors."""
 
     step: int = 0
     seconds: float = 0.0
-    """Of training, in all sessions together, pauses left out."""
+    """Training time of all sessions, pauses excluded."""
     joules: float | None = None
     skipped: int = 0
-    """Steps passed over because something was not finite."""
+    """Steps without an update because of a non-finite loss or gradient."""
     chunk: int = 0
-    """PairDataset in memory at once; 0 before it has been chosen. Kept, because rounding depends on it."""
+    """Pairs in memory at once, 0 before it is chosen. Kept, because rounding depends on it."""
     best_score: float | None = None
     best_step: int | None = None
-    stale: int = 0
-    """Evaluations since the best."""
-    ended_by: float | None = None
-    """The budget that was over when the run ended, in seconds; more may be given later."""
+    evals_since_best: int = 0
+    ended_budget_s: float | None = None
+    """The budget that ended the run; a larger one can continue it."""
 
     def has_ended(self, budget_s: float | None) -> bool:
-        return self.ended_by is not None and budget_s is not None and budget_s <= self.ended_by
+        return self.ended_budget_s is not None and budget_s is not None and budget_s <= self.ended_budget_s
 
 
-def save(run: Run, state: TrainState, progress: Progress, keep: int) -> Path:
-    """Write a checkpoint, and only then remove older ones, all but the newest `keep` and the best."""
+def save_checkpoint(run: Run, state: TrainState, progress: Progress) -> Path:
+    """Write a checkpoint, and only then remove all but the newest KEEP and the best."""
     if not all(weight.isfinite().all() for weight in state.weights.values()):
-        raise FloatingPointError(f"the weights are not finite at step {progress.step}; {last_good(run)}")
+        raise FloatingPointError(f"non-finite weights at step {progress.step}; {last_checkpoint(run)}")
     tensors = state.tensors()
     need = sum(t.nbytes for t in (*tensors.values(), *state.model.parameters()))
-    if shutil.disk_usage(run.path).free < need:  # sooner known than by filling the rest of the disk
+    if shutil.disk_usage(run.path).free < need:  # fail before the disk is full
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run.path))
-    path = path_of(run, progress.step)
-    with atomic_folder(path) as aside:
-        with state.averaged() as model:
-            model.write(aside)
-        save_tensors(aside / "training.safetensors", tensors)
-        record = {"position": asdict(progress), "files": {name: checksum(aside / name) for name in FILES}}
-        (aside / "state.json").write_text(json.dumps({**record, "sum": sum_of(record)}) + "\n")
-    best = path_of(run, progress.best_step) if progress.best_step is not None else None
-    kept = {best, *all_of(run)[-keep:]}
-    for other in (*all_of(run), *run.checkpoints.glob("damaged_step_*")):
-        if other not in kept:
+    path = checkpoint_path(run, progress.step)
+    with atomic_folder(path) as folder:
+        with state.averaged_model() as model:
+            model.write(folder)
+        save_tensors(folder / "training.safetensors", tensors)
+        record = {"position": asdict(progress), "files": {name: file_checksum(folder / name) for name in FILES}}
+        (folder / "state.json").write_text(json.dumps({**record, "sum": record_checksum(record)}) + "\n")
+    best = checkpoint_path(run, progress.best_step) if progress.best_step is not None else None
+    keep = {best, *list_checkpoints(run)[-KEEP:]}
+    for other in (*list_checkpoints(run), *run.checkpoints.glob("damaged_step_*")):
+        if other not in keep:
             shutil.rmtree(other, ignore_errors=True)
     with suppress(OSError):  # a file system without links; nothing of ours needs them
-        point(run.path / "last", path)
+        replace_link(run.path / "last", path)
         if best is not None and best.exists():
-            point(run.path / "best", best)
+            replace_link(run.path / "best", best)
     return path
 
 
-def path_of(run: Run, step: int) -> Path:
+def checkpoint_path(run: Run, step: int) -> Path:
     return run.checkpoints / f"step_{step:06d}"
 
 
@@ -91,99 +94,235 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def all_of(run: Run) -> list[Path]:
+def list_checkpoints(run: Run) -> list[Path]:
     """The run's checkpoints, oldest first."""
-    found = [path for path in run.checkpoints.glob("step_*") if path.name[5:].isdecimal()]
-    return sorted(found, key=step_of)
+    paths = [path for path in run.checkpoints.glob("step_*") if path.name[5:].isdecimal()]
+    return sorted(paths, key=step_of)
 
 
-def newest_whole(run: Run) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint whose every byte is as written, and what is wrong with the newer ones."""
+def newest_intact(run: Run) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint with matching checksums, and what is wrong with the newer ones."""
     damaged: dict[Path, str] = {}
-    for path in reversed(all_of(run)):
+    for path in reversed(list_checkpoints(run)):
         try:
-            position(path)
+            read_progress(path)
             return path, damaged
-        except DAMAGE as error:
+        except DAMAGED as error:
             damaged[path] = str(error) or type(error).__name__
     if damaged:
-        told = "; ".join(f"{path.name}: {what}" for path, what in damaged.items())
-        raise ValueError(
-            f"no checkpoint in {run.checkpoints} is whole ({told}); --overwrite starts the run again"
-        )
+        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in damaged.items())
+        raise ValueError(f"no intact checkpoint in {run.checkpoints} ({reasons}); --overwrite starts the run again")
     return None, damaged
 
 
-def position(path: Path) -> Progress:
-    """What state.json says, once the files beside it are known to be those it was written with."""
+def read_progress(path: Path) -> Progress:
+    """The position in state.json, after checking the files beside it against their checksums."""
     missing = [name for name in sorted({"state.json", *FILES}) if not (path / name).is_file()]
     if missing:
         raise ValueError(f"{', '.join(missing)} missing")
     try:
-        state = json.loads((path / "state.json").read_text())
-        intact = state.pop("sum") == sum_of(state)
+        record = json.loads((path / "state.json").read_text())
+        intact = record.pop("sum") == record_checksum(record)
     except (ValueError, KeyError, TypeError, AttributeError):
         intact = False
     if not intact:
-        raise ValueError("state.json is not as it was written")
+        raise ValueError("state.json is damaged")
     for name in FILES:
-        if checksum(path / name) != state["files"][name]:
-            raise ValueError(f"{name} is not as it was written")
-    progress = configs.from_dict(Progress, state["position"])
+        if file_checksum(path / name) != record["files"][name]:
+            raise ValueError(f"{name} does not match its checksum")
+    progress = from_dict(Progress, record["position"])
     if path.name != f"step_{progress.step:06d}":
-        raise ValueError(f"state.json says step {progress.step}")
+        raise ValueError(f"state.json is of step {progress.step}")
     return progress
 
 
-def load(path: Path, state: TrainState) -> Progress:
-    """Put a whole checkpoint's tensors in place; where the run stood."""
-    progress = position(path)
+def load_checkpoint(path: Path, state: TrainState) -> Progress:
+    progress = read_progress(path)
     try:
-        weights = read_weights(path / "model.safetensors", merged_state_dict(state.model))
+        weights = load_checked(path / "model.safetensors", merged_state_dict(state.model))
         state.load(weights, load_file(path / "training.safetensors"))
     except (ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"cannot go on from {path}: {error}") from error
+        raise ValueError(f"cannot resume from {path}: {error}") from error
     return progress
 
 
 def set_aside(path: Path) -> None:
-    """Out of the count, but there to be looked at until the next checkpoint is whole."""
+    """Rename a damaged checkpoint; it is deleted after the next save."""
     with suppress(OSError):
         path.rename(path.with_name(f"damaged_{path.name}"))
 
 
-def last_good(run: Run) -> str:
-    """The end of a message about a run that cannot go on."""
-    found = all_of(run)
-    return f"the last good state is {found[-1]}" if found else "there is no earlier state"
+def last_checkpoint(run: Run) -> str:
+    """The end of a message about a run that cannot continue."""
+    paths = list_checkpoints(run)
+    return f"the last checkpoint is {paths[-1]}" if paths else "there is no earlier checkpoint"
 
 
-def checksum(path: Path) -> int:
-    """CRC-32 of a file: not against malice, but against a disk or a copy that failed."""
-    found = 0
+def file_checksum(path: Path) -> int:
+    """CRC-32: against failing disks and copies, not against malice."""
+    checksum = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
-            found = zlib.crc32(block, found)
-    return found
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
-def sum_of(state: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+def record_checksum(record: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
-def point(link: Path, target: Path) -> None:
-    """Make or move a relative symbolic link in one instant."""
-    aside = link.with_name(f".{link.name}.{os.getpid()}")
-    aside.unlink(missing_ok=True)
-    aside.symlink_to(os.path.relpath(target, link.parent))
-    os.replace(aside, link)
+def replace_link(link: Path, target: Path) -> None:
+    """Create or move a relative symbolic link atomically."""
+    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(target, link.parent))
+    os.replace(temporary, link)
 
 
-def needed_bytes(model: torch.nn.Module, config: TrainConfig, there: int) -> int:
-    """Room for all checkpoints to come beside those already there, and for the final model.
+def disk_bytes(model: torch.nn.Module, config: TrainConfig, existing: int) -> int:
+    """Bytes for the checkpoints to come beside `existing` ones, and for the final model.
 
-    Each has weights and two moments, and with an average weights twice; they are those to keep, the best, and
-    a new one before an older is removed.
+    Each has weights and two moments, with EMA the weights twice; there are KEEP, the best, and a new one
+    before an older is removed.
     """
     weights = sum(w.numel() * w.element_size() for w in model.parameters())
-    return max(1, KEEP + 2 - there) * (4 if config.ema else 3) * weights + weights
+    return max(1, KEEP + 2 - existing) * (4 if config.ema else 3) * weights + weights
+
+
+def interpolate_weights(model: CLIP, start: CLIP, weight: float) -> CLIP:
+    """WiSE-FT (Wortsman et al. 2022): `start` (0) to `model` (1), in place of `start`."""
+    initial, final = start.state_dict(), merged_state_dict(model)
+    for name, tensor in initial.items():
+        if tensor.is_floating_point():
+            tensor.lerp_(final[name].cpu(), weight)
+    return start
+
+
+class CheckpointManager:
+    """When to save, which checkpoint is the best, when to stop early, and what to do when the disk is full."""
+
+    def __init__(self, run: Run, state: TrainState, progress: Progress, warn: Callable[[str], None]):
+        self.run, self.state, self.progress, self.warn = run, state, progress, warn
+        self.config = state.config
+        self.saved_at, self.saved_step = time.monotonic(), progress.step
+        self.retry_at: float | None = None  # set while saving fails
+        self.restored = False  # the best weights have replaced the last ones
+        self.previous_best: tuple[float | None, int | None, int] | None = None  # until the new best is saved
+        self._check_best()
+
+    def _check_best(self) -> None:
+        """Forget a best checkpoint that is missing or damaged."""
+        step = self.progress.best_step
+        if step is None:
+            return
+        try:
+            read_progress(checkpoint_path(self.run, step))
+        except DAMAGED as error:
+            self.warn(f"the best checkpoint, step {step:,}, cannot be used ({error}); the next best replaces it")
+            self._set_best((None, None, 0))
+
+    def _set_best(self, best: tuple[float | None, int | None, int]) -> None:
+        self.progress.best_score, self.progress.best_step, self.progress.evals_since_best = best
+
+    def is_due(self) -> bool:
+        """Whether to save now: by steps or time, or to retry a failed save."""
+        if self.retry_at is not None:
+            return time.monotonic() >= self.retry_at
+        seconds, steps = self.config.save_interval
+        if steps:
+            return self.progress.step % steps == 0
+        return time.monotonic() - self.saved_at >= seconds
+
+    def update_best(self, scores: Retrieval) -> None:
+        """Compare with the best score; a new best counts once it is saved."""
+        self._drop_unsaved_best()
+        score, now = float(scores.record()[self.config.best_metric]), self.progress
+        previous = (now.best_score, now.best_step, now.evals_since_best)
+        improved = now.best_score is None or score > now.best_score
+        now.evals_since_best = 0 if improved else now.evals_since_best + 1
+        if now.best_score is None or score >= now.best_score:  # of equals the later, though it is no progress
+            self.previous_best = previous
+            now.best_score, now.best_step = score, now.step
+
+    @property
+    def has_new_best(self) -> bool:
+        waiting = self.retry_at is not None and time.monotonic() < self.retry_at
+        return self.previous_best is not None and self.progress.best_step == self.progress.step and not waiting
+
+    def _drop_unsaved_best(self) -> None:
+        """Restore the previous best if training moved on before the new one could be saved."""
+        if self.previous_best is not None and self.progress.best_step != self.progress.step:
+            self._set_best(self.previous_best)
+            self.previous_best = None
+
+    @property
+    def out_of_patience(self) -> bool:
+        return bool(self.config.patience) and self.progress.evals_since_best >= self.config.patience
+
+    def save(self, wait_s: float = 0.0) -> bool:
+        """Write a checkpoint; a disk error is reported, and training continues."""
+        self._drop_unsaved_best()
+        self.run.sync()
+        if self._retry(lambda: save_checkpoint(self.run, self.state, self.progress), wait_s) is not None:
+            return False
+        self.saved_step, self.previous_best = self.progress.step, None
+        return True
+
+    def finish(self, completed: bool) -> None:
+        """Save the last checkpoint and, at the end of the run, the model; failing to do so is an error."""
+        wait_s = WAIT_FOR_DISK_S["finishing" if completed else "stopping"]
+        if self.saved_step != self.progress.step and not self.save(wait_s):
+            raise OSError(f"step {self.progress.step} could not be saved; {last_checkpoint(self.run)}")
+        if not completed:
+            return
+        self._restore_best()
+        with self.state.averaged_model() as model:
+            final = model
+            if self.config.wise_ft < 1:
+                final = interpolate_weights(model, load(self.run.path / "start"), self.config.wise_ft)
+            if error := self._retry(lambda: final.save(self.run.model), wait_s):
+                raise error
+            if self.state.has_lora and (
+                error := self._retry(lambda: save_adapter(model, self.run.model / "adapter"), wait_s)
+            ):
+                raise error
+
+    def _restore_best(self) -> None:
+        """With patience, the model to keep is the best and not the last."""
+        step = self.progress.best_step
+        if not self.config.patience or step in (None, self.progress.step):
+            return
+        try:
+            load_checkpoint(checkpoint_path(self.run, step or 0), self.state)
+            self.restored = True
+        except DAMAGED as error:
+            self.warn(f"the best checkpoint, step {step:,}, cannot be used ({error}); the last state is kept")
+
+    def _retry(self, write: Callable[[], object], wait_s: float) -> OSError | None:
+        """Try until it is written or the time is over; the last disk error, None on success."""
+        end = time.monotonic() + wait_s
+        while True:
+            try:
+                write()
+            except OSError as error:
+                self._report_failure(error)
+                if time.monotonic() >= end:
+                    return error
+                time.sleep(max(0.1, min(RETRY_S, end - time.monotonic())))
+                continue
+            if self.retry_at is not None:
+                self.run.log("event", self.progress.step, event="saved again")
+                self.warn(f"saved again at step {self.progress.step:,}")
+            self.retry_at, self.saved_at, self.run.problem = None, time.monotonic(), None
+            return None
+
+    def _report_failure(self, error: OSError) -> None:
+        reason = error.strerror or str(error)
+        self.retry_at, self.run.problem = time.monotonic() + RETRY_S, f"cannot save: {reason}"
+        self.run.log("event", self.progress.step, event="save failed", reason=reason)
+        self.run.write_status("running", self.progress.step, **self.run.status_fields)
+        hint = " Free some disk space." if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        self.warn(
+            f"CANNOT SAVE step {self.progress.step:,} in {self.run.path}: {reason}. Nothing older was deleted "
+            f"({last_checkpoint(self.run)}); retrying in {RETRY_S:.0f} s.{hint}"
+        )

@@ -13,7 +13,7 @@ from torch import Tensor
 from m1clip import devices, losses, parity, sensors
 from m1clip.config import TrainConfig
 from m1clip.console import Console
-from m1clip.data.batches import Batch
+from m1clip.data.batches import Batch, ImageFeatures, TextFeatures
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.parity import Parity, Recording
@@ -21,7 +21,7 @@ from m1clip.training import memory, timing
 from m1clip.training.advice import advise
 from m1clip.training.measurements import MeasurementStore, StepCost, StepRow, open_store
 from m1clip.training.state import TrainState
-from m1clip.training.step import embed_captions, embed_images, of_captions, of_images, train_step
+from m1clip.training.step import embed_images, embed_texts, image_embeddings, text_embeddings, train_step
 
 SKIP_PARITY = "M1CLIP_SKIP_PARITY"
 PLAN_TRIAL_S = 1.0  # per plan, if nothing was measured before
@@ -44,9 +44,9 @@ class PlanChoice:
 def choose_plan(
     config: TrainConfig, model: CLIP, batch: Batch, steps: int, resumed_plan: Plan | None, console: Console
 ) -> PlanChoice:
-    is_features = batch.images_BHWC.ndim == 2 and batch.tokens_BL.is_floating_point()
+    is_features = isinstance(batch.image, ImageFeatures) and isinstance(batch.text, TextFeatures)
     if is_features and not resumed_plan:
-        plan = Plan(str(model.places[0]), threads=config.threads)
+        plan = Plan(str(model.devices[0]), threads=config.threads)
         return PlanChoice(plan, "the device that encoded the features")
     choice = resume_plan(resumed_plan, config) if resumed_plan else auto_plan(config, batch, steps, console)
     return check_parity(choice, model, batch, console, config)
@@ -60,7 +60,7 @@ def encoding_plan(config: TrainConfig, model: CLIP, batch: Batch, console: Conso
         device, reason = devices.default_device("auto")
         choice = PlanChoice(Plan(device.type), reason)
     choice = check_parity(choice, model, batch.split(2 * PARITY_PAIRS)[0], console, config)
-    model.place(*choice.plan.places)
+    model.to_devices(*choice.plan.devices)
     return choice
 
 
@@ -93,7 +93,7 @@ def resume_plan(plan: Plan, config: TrainConfig) -> PlanChoice:
 def auto_plan(config: TrainConfig, batch: Batch, steps: int, console: Console) -> PlanChoice:
     """The fastest plan by the measurements of this machine; without any, every device is timed first."""
     available, requested, store = devices.available(), requested_plan(config), open_store()
-    rows, tokens = store.steps(), batch.tokens_BL.shape[-1]
+    rows, tokens = store.steps(), batch.text[0].shape[-1]
     is_undecided = "device" not in requested and len(available) > 1
     cost = StepCost("", config.preset, tokens, 1, 1.0, 1.0, len(batch))
     if rows or is_undecided:  # counting the cost takes a second
@@ -116,7 +116,7 @@ def measure_missing(
     plans = [Plan(name) for name in available] + split_plans(available)
     plans += [Plan(name, precision) for name in available for precision in faster_precisions(name)]
     for size in trial_batch_sizes(cost, len(available) + len(split_plans(available))):
-        with console.working(f"timing {size} pairs on {', '.join(available)}", None):
+        with console.progress(f"timing {size} pairs on {', '.join(available)}", None):
             timings = timing.time_plans(config, plans, batch.split(size)[0], PLAN_TRIAL_S)
         for failed in (one for one in timings if one.error):
             console.warn(f"{failed.plan}: {failed.error}; not used")
@@ -127,7 +127,7 @@ def measure_missing(
 def trial_batch_sizes(cost: StepCost, states: int) -> list[int]:
     """The batch size, if the CPU can do it in the time of a trial, or two smaller ones to extrapolate."""
     gflops = 0.4 * devices.matmul_gflops(devices.torch_device("cpu"), "fp32")  # a typical utilization
-    free_gb = sensors.available_gb() * memory.SHARE - states * cost.state_gb
+    free_gb = sensors.available_gb() * memory.USABLE - states * cost.state_gb
     most = int(min(PLAN_TRIAL_S * gflops / cost.gflop, free_gb / (memory.PEAK * cost.activation_gb)))
     if most >= cost.batch_size:
         return [cost.batch_size]
@@ -157,7 +157,7 @@ def check_parity(
     plan = choice.plan
     if os.environ.get(SKIP_PARITY) == "1" or set(devices.tower_devices(plan.device)) == {"cpu"}:
         return choice
-    with console.working(f"comparing {plan.device} with the CPU", None):
+    with console.progress(f"comparing {plan.device} with the CPU", None):
         result = compare_with_cpu(model, batch, plan, config)
     if not result.mismatch:
         return replace(choice, parity=str(result))
@@ -172,7 +172,7 @@ def compare_with_cpu(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig 
     few, many = batch.split(PARITY_PAIRS // divisor)[0], batch.split(PARITY_EMBEDDED // divisor**3)[0]
 
     def run(plan: Plan) -> Recording:
-        model.place(*plan.places)
+        model.to_devices(*plan.devices)
         recording = parity.record(model, lambda: contrastive_loss(model, few, plan))
         if config:
             recording |= record_step(model, few, plan, config)
@@ -186,12 +186,12 @@ def compare_with_cpu(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig 
 
 
 def embed_batch(model: CLIP, batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
-    vision, text = plan.places
+    vision, text = plan.devices
     on_device = batch.to(vision, text)
     with devices.autocast(vision, plan.precision):
-        image_BE = of_images(model, on_device.images_BHWC).float()
+        image_BE = image_embeddings(model, on_device.image).float()
     with devices.autocast(text, plan.precision):
-        return image_BE, of_captions(model, on_device.tokens_BL).float()
+        return image_BE, text_embeddings(model, on_device.text).float()
 
 
 def contrastive_loss(model: CLIP, batch: Batch, plan: Plan) -> Tensor:
@@ -204,8 +204,8 @@ def record_step(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig) -> R
     """Loss and gradients of a real training step, with its dropout, threads and loss scaling."""
     weights = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
     state = TrainState(model, replace(config, ema=0.0), plan)
-    state.set_rate(0.0)
-    recording = {"the loss of a training step": train_step(state, state.take(batch))[0][0].detach().cpu()}
+    state.set_lr(0.0)
+    recording = {"the loss of a training step": train_step(state, state.to_device(batch))[0][0].detach().cpu()}
     for name, weight in state.weights.items():
         if weight.grad is not None:
             recording[f"{parity.PARAMETER}{name} in a training step"] = weight.grad.cpu().clone()
@@ -223,10 +223,10 @@ def compile_blocks(choice: PlanChoice, state: TrainState, batch: Batch, console:
     possible, reason = devices.can_compile(state.device)
     try:
         if possible:
-            state.use(choice.plan)
-            with console.working("compiling the transformer blocks", None):
-                chunk = state.take(batch.split(state.chunk)[0])
-                for embed in (embed_images, embed_captions):
+            state.use_plan(choice.plan)
+            with console.progress("compiling the transformer blocks", None):
+                chunk = state.to_device(batch.split(state.chunk)[0])
+                for embed in (embed_images, embed_texts):
                     embed(state, chunk).sum().backward()  # type: ignore[no-untyped-call]
             return choice
     except devices.DEVICE_ERRORS as error:
@@ -235,5 +235,5 @@ def compile_blocks(choice: PlanChoice, state: TrainState, batch: Batch, console:
         state.zero_grad()
     console.warn(f"not compiled: {reason}")
     plan = replace(choice.plan, compile=False)
-    state.use(plan)
+    state.use_plan(plan)
     return replace(choice, plan=plan, reason=f"{choice.reason}; not compiled: {reason}")

@@ -1,200 +1,180 @@
-"""Features of locked towers: every image and caption once, into memory-mapped stores that runs share.
+"""Features of frozen towers: every image and caption is encoded once, into memory-mapped files that runs share.
 
-A store's name is made of the tower's weights and of the data, so it is found again only by the same. What was
-killed goes on where it was.
+The key of such a file is made of the tower's weights and of the data. An interrupted encoding continues.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from m1clip import devices
 from m1clip.config import TrainConfig
-from m1clip.data.augment import margin
-from m1clip.data.batches import Augmentation, seen
-from m1clip.data.cache_space import explained_if_full, make_room
-from m1clip.data.features import Features, numbered
-from m1clip.data.index import Rows
-from m1clip.data.pairs import ProgressFactory
-from m1clip.data.row_store import Notes, Store
+from m1clip.data.augment import Augmentation, augment_images, stored_size
+from m1clip.data.batches import CaptionFeatureTable, FeatureTables, ImageFeatureTable, group_ids
+from m1clip.data.index import RowIndices
+from m1clip.data.pixel_cache import Notes, RowStore
+from m1clip.data.rows import ProgressFactory
 from m1clip.data.splits import Split
 from m1clip.files import cache_folder
 from m1clip.format import file_size
 from m1clip.model.clip import CLIP
 from m1clip.model.pretrained import TimmVision, fold_batch_norm, image_features
 
-FORM = 1  # to be raised where the same towers are asked for other features
-SIZES = (4, 16, 64)
-MOST = 65504.0  # that half precision can say
-Encode = Callable[[Any], Tensor]
+VERSION = 1  # raise it when the same tower gives other features
+CHUNK_SIZES = (4, 16, 64)
+FP16_MAX = 65504.0
+Load = Callable[[RowIndices], tuple[Tensor, Notes]]
+Encode = Callable[[Tensor], Tensor]
 
 
-def encoded(
+def encode_split(
     model: CLIP,
-    side: Split,
+    pairs: Split,
     config: TrainConfig,
-    locked: Sequence[str],
+    towers: Sequence[str],
     views: int,
-    bars: ProgressFactory,
-    until: float | None = None,
-) -> Features:
-    """Of one side, for each of its locked towers; after the first, views only as long as there is time."""
-    made: dict[str, Any] = {}
-    if "text" in locked:
-        made |= _captions(model, side, config, bars)
-    if "vision" in locked:
-        made |= _images(model, side, config, views, bars, until)
-    return Features(**made)
+    progress: ProgressFactory,
+    deadline: float | None = None,
+) -> FeatureTables:
+    """Features of a split for each frozen tower; after the first, views only while there is time."""
+    captions = _encode_captions(model, pairs, config, progress) if "text" in towers else None
+    images = _encode_images(model, pairs, config, views, progress, deadline) if "vision" in towers else None
+    return FeatureTables(images, captions)
 
 
-def _images(
-    model: CLIP, side: Split, config: TrainConfig, views: int, bars: ProgressFactory, until: float | None
-) -> dict[str, Any]:
-    size, stores = model.config.vision.image_size, []
-    device = model.places[0]
-    tower = inference_form(model.vision).to(device)
-    weights, stored_side = digest(model.vision), margin(size, config.crop_scale)
-    views = (
-        views if Augmentation(config.crop_scale, config.hflip, config.color_jitter) != Augmentation() else 1
-    )  # or all were alike
-    took = 0.0
+def _encode_images(
+    model: CLIP, pairs: Split, config: TrainConfig, views: int, progress: ProgressFactory, deadline: float | None
+) -> ImageFeatureTable:
+    size, width, device = model.config.vision.image_size, model.config.vision.width, model.devices[0]
+    tower, weights = inference_tower(model.vision).to(device), weight_digest(model.vision)
+    augmented = Augmentation(config.crop_scale, config.hflip, config.color_jitter)
+    views = views if augmented != Augmentation() else 1  # all views would be equal
+    stores: list[RowStore] = []
+    longest_s = 0.0
     for view in range(views):
-        began = time.monotonic()
-        if view and until is not None and began + took > until:
+        started = time.monotonic()
+        if view and deadline is not None and started + longest_s > deadline:
             break
-        how = Augmentation(config.crop_scale, config.hflip, config.color_jitter) if view else Augmentation()
-        which = (config.seed, view, how) if view else ()
-        name = named("images", weights, image_rows(side), shape_of(model, "vision"), which, stored_side)
+        augmentation = augmented if view else Augmentation()
+        variant = (config.seed, view, augmentation) if view else ()
+        shape = (tower_digest(model, "vision"), variant, stored_size(size, config.crop_scale))
+        key = digest("images", weights, split_digest(pairs), *shape)
 
-        def some(rows: Rows, how: Augmentation = how, view: int = view) -> tuple[Tensor, Notes]:
-            found, pixels = side.take(rows)
-            moved = {str(row): int(other) for row, other in zip(rows, found, strict=True) if row != other}
-            return seen(pixels, how, size, config.seed, view, rows), moved
+        def load(rows: RowIndices, augmentation: Augmentation = augmentation, view: int = view) -> tuple[Tensor, Notes]:
+            decoded_rows, pixels = pairs.take(rows)
+            replaced = {str(row): int(other) for row, other in zip(rows, decoded_rows, strict=True) if row != other}
+            return augment_images(pixels, augmentation, size, config.seed, view, rows), replaced
 
         def encode(images_BHWC: Tensor) -> Tensor:
-            made: Tensor = tower(model.normalize(devices.copy_to(images_BHWC, device)))
-            return made
+            features: Tensor = tower(model.normalize(devices.copy_to(images_BHWC, device)))
+            return features
 
-        told = "encoding images" + (f", view {view + 1} of {views}" if views > 1 else "")
-        stores.append(_filled(name, len(side), model.config.vision.width, some, encode, told, config, bars))
-        took = max(took, time.monotonic() - began)  # one that was stored takes none
-    arrays = [store.mapped(np.float16, model.config.vision.width) for store in stores]
-    instead = np.arange(len(side))
+        label = "encoding images" + (f", view {view + 1} of {views}" if views > 1 else "")
+        stores.append(_build_store(key, len(pairs), width, load, encode, label, config, progress))
+        longest_s = max(longest_s, time.monotonic() - started)  # a cached view takes no time
+    arrays = [store.memmap(np.float16, width) for store in stores]
+    source_row_N = np.arange(len(pairs))
     for entry in stores[0].entries().values():
-        for row, other in entry["bad"].items():
-            instead[int(row)] = other
-    return {"views": arrays, "look_N": looks(arrays[0]), "instead_N": instead}
+        for row, other in entry["notes"].items():
+            source_row_N[int(row)] = other
+    image_id_N = group_ids([blake2b(row.tobytes(), digest_size=16).digest() for row in arrays[0]])
+    return ImageFeatureTable(arrays, image_id_N, source_row_N)
 
 
-def _captions(model: CLIP, side: Split, config: TrainConfig, bars: ProgressFactory) -> dict[str, Any]:
-    device = model.places[1]
+def _encode_captions(model: CLIP, pairs: Split, config: TrainConfig, progress: ProgressFactory) -> CaptionFeatureTable:
     assert model.tokenizer is not None
-    captions = [side.captions(row) for row in range(len(side))]
-    flat = [caption for some in captions for caption in some]
-    start_N = np.cumsum([0, *map(len, captions)])
-    order_M = np.argsort([len(caption) for caption in flat], kind="stable")  # alike together: little padding
-    words = blake2b(model.tokenizer.core.to_str().encode(), digest_size=8).hexdigest()
-    said = blake2b("\0".join(flat).encode(), digest_size=16).hexdigest()
-    name = named("captions", digest(model.text), words, said, shape_of(model, "text"))
+    device, width = model.devices[1], model.config.text.width
+    by_image = [pairs.captions(row) for row in range(len(pairs))]
+    captions = [caption for of_image in by_image for caption in of_image]
+    order_M = np.argsort([len(caption) for caption in captions], kind="stable")  # similar lengths: little padding
+    vocabulary = blake2b(model.tokenizer.core.to_str().encode(), digest_size=8).hexdigest()
+    text = blake2b("\0".join(captions).encode(), digest_size=16).hexdigest()
+    key = digest("captions", weight_digest(model.text), vocabulary, text, tower_digest(model, "text"))
 
-    def some(rows: Rows) -> tuple[Tensor, Notes]:
-        return model.tokenize([flat[order_M[row]] for row in rows]), {}
+    def load(rows: RowIndices) -> tuple[Tensor, Notes]:
+        return model.tokenize([captions[order_M[row]] for row in rows]), {}
 
     def encode(tokens_BL: Tensor) -> Tensor:
-        made: Tensor = model.text(devices.copy_to(tokens_BL, device))
-        return made
+        features: Tensor = model.text(devices.copy_to(tokens_BL, device))
+        return features
 
-    store = _filled(name, len(flat), model.config.text.width, some, encode, "encoding captions", config, bars)
-    place_M = np.empty(len(flat), np.int64)
-    place_M[order_M] = np.arange(len(flat))
-    texts = store.mapped(np.float16, model.config.text.width)
-    return {"texts": texts, "place_M": place_M, "start_N": start_N, "caption_M": numbered(flat)}
+    store = _build_store(key, len(captions), width, load, encode, "encoding captions", config, progress)
+    position_M = np.empty(len(captions), np.int64)
+    position_M[order_M] = np.arange(len(captions))
+    start_N = np.cumsum([0, *map(len, by_image)])
+    return CaptionFeatureTable(store.memmap(np.float16, width), position_M, start_N, group_ids(captions))
 
 
-def _filled(
-    name: str,
+def _build_store(
+    key: str,
     rows: int,
     width: int,
-    some: Callable[[Rows], tuple[Tensor, Notes]],
+    load: Load,
     encode: Encode,
-    told: str,
+    label: str,
     config: TrainConfig,
-    bars: ProgressFactory,
-) -> Store:
-    """The store of that name, made whole."""
-    store = Store(cache_folder() / f"features-{name}", rows, 2 * width)
-    store.claim()
-    fastest = Fastest(encode)
+    progress: ProgressFactory,
+) -> RowStore:
+    """The complete store of features with this key."""
+    store = RowStore(cache_folder() / f"features-{key}", rows, 2 * width)
+    encoder = ChunkedEncoder(encode)
 
-    def make(parts: list[range]) -> Iterator[tuple[bytes, Notes]]:
-        for part in parts:
-            batch, notes = some(np.array(part))
-            made = fastest(batch).float().cpu()
-            if not made.isfinite().all():
+    def produce(chunks: list[range]) -> Iterable[tuple[bytes, Notes]]:
+        for chunk in chunks:
+            inputs, notes = load(np.array(chunk))
+            features = encoder(inputs).float().cpu()
+            if not features.isfinite().all():
                 raise FloatingPointError("the features are not finite; this tower's weights are broken")
-            yield made.clamp(-MOST, MOST).half().numpy().tobytes(), notes
+            yield features.clamp(-FP16_MAX, FP16_MAX).half().numpy().tobytes(), notes
 
-    try:
-        if store.need and not make_room(store.need, config.cache_gb * 1e9, store.folder, "features"):
+    with progress(label, rows) as advance, torch.inference_mode():
+        if not store.build(produce, config.cache_gb * 1e9, advance, "features"):
             raise OSError(
-                f"the features need {file_size(store.need)} beside the decoded images; --cache-gb "
-                f"{config.cache_gb:g} is too little"
+                f"the features need {file_size(rows * 2 * width)} beside the decoded images; "
+                f"--cache-gb {config.cache_gb:g} is too small"
             )
-        with bars(told, rows) as advance, explained_if_full(store.folder), torch.inference_mode():
-            store.fill(make, advance)
-    except BaseException:
-        store.close()
-        raise
     return store
 
 
-class Fastest:
-    """Encodes in chunks of the size that was fastest here, found on the first batches themselves."""
+class ChunkedEncoder:
+    """Encodes in chunks of the fastest size, measured on the first inputs."""
 
     def __init__(self, encode: Encode):
-        self.encode, self.untried, self.took = encode, list(SIZES), dict[int, float]()
+        self.encode, self.chunk_size, self.is_tuned = encode, CHUNK_SIZES[1], False
 
-    def __call__(self, batch: Tensor) -> Tensor:
-        if self.untried and len(batch) >= len(SIZES) * SIZES[-1]:
-            return self._trying(batch)
-        size = min(self.took, key=lambda one: self.took[one]) if self.took else SIZES[1]
-        return torch.cat([self.encode(chunk) for chunk in torch.split(batch, size)])
+    def __call__(self, inputs: Tensor) -> Tensor:
+        if not self.is_tuned and len(inputs) >= len(CHUNK_SIZES) * CHUNK_SIZES[-1]:
+            return self._tune(inputs)
+        return torch.cat([self.encode(chunk) for chunk in torch.split(inputs, self.chunk_size)])
 
-    def _trying(self, batch: Tensor) -> Tensor:
-        """A part of the batch with each size, after a warm-up."""
-        shares = batch.chunk(len(SIZES))
-        self.encode(shares[0][: SIZES[0]])
-        made = []
-        for size, share in zip(SIZES, shares, strict=True):
-            began = time.perf_counter()
-            parts = [self.encode(chunk).cpu() for chunk in torch.split(share, size)]
-            self.took[size] = time.perf_counter() - began
-            made += parts
-        self.untried = []
-        return torch.cat(made)
+    def _tune(self, inputs: Tensor) -> Tensor:
+        """Encode a share of the inputs with each size, after a warm-up."""
+        shares, outputs, seconds = inputs.chunk(len(CHUNK_SIZES)), [], dict[int, float]()
+        self.encode(shares[0][: CHUNK_SIZES[0]])
+        for size, share in zip(CHUNK_SIZES, shares, strict=True):
+            started = time.perf_counter()
+            outputs += [self.encode(chunk).cpu() for chunk in torch.split(share, size)]
+            seconds[size] = time.perf_counter() - started
+        self.chunk_size, self.is_tuned = min(seconds, key=lambda size: seconds[size]), True
+        return torch.cat(outputs)
 
 
-def inference_form(tower: nn.Module) -> nn.Module:
-    """The tower, or a faster one that gives the same; which it does is looked at, not assumed."""
+def inference_tower(tower: nn.Module) -> nn.Module:
+    """The tower, or a copy with folded batch norms if it is verified to give the same features."""
     if not isinstance(tower, TimmVision):
         return tower
-    device = next(tower.parameters()).device
-    size = tower.config.image_size
+    device, size = next(tower.parameters()).device, tower.config.image_size
     try:
-        net = fold_batch_norm(tower.net).to(device)
+        folded = FoldedTower(fold_batch_norm(tower.net).to(device), tower.config.stages)
         pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0)).to(device)
-        faster = FoldedTower(net, tower.config.stages)
         with torch.inference_mode():
-            want, found = tower(pixels), faster(pixels)
-        return faster if (want - found).norm() <= 1e-4 * want.norm() else tower
-    except (RuntimeError, TypeError, AttributeError):  # a net that is not built as expected
+            expected, features = tower(pixels), folded(pixels)
+        return folded if (expected - features).norm() <= 1e-4 * expected.norm() else tower
+    except (RuntimeError, TypeError, AttributeError):  # a network of unexpected structure
         return tower
 
 
@@ -207,46 +187,28 @@ class FoldedTower(nn.Module):
         return image_features(self.net, self.stages, pixels_BCHW)
 
 
-def digest(tower: nn.Module) -> str:
-    """Of every weight."""
-    found = blake2b(digest_size=16)
+def weight_digest(tower: nn.Module) -> str:
+    hash_ = blake2b(digest_size=16)
     for name, tensor in sorted(tower.state_dict().items()):
-        found.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        found.update(
-            tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if tensor.ndim else b""
-        )
-    return found.hexdigest()
+        hash_.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        if tensor.ndim:
+            hash_.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return hash_.hexdigest()
 
 
-def image_rows(side: Split) -> str:
-    """Which images a side has, in which order."""
-    found = blake2b(digest_size=16)
-    for part in side.parts:
-        found.update(f"{part.pairs.fingerprint}/{len(part.pairs)}".encode())
-        found.update(np.ascontiguousarray(part.rows).tobytes())
-    return found.hexdigest()
+def split_digest(pairs: Split) -> str:
+    """Which images a split has, in which order."""
+    hash_ = blake2b(digest_size=16)
+    for part in pairs.parts:
+        hash_.update(f"{part.pairs.fingerprint}/{len(part.pairs)}".encode())
+        hash_.update(np.ascontiguousarray(part.rows).tobytes())
+    return hash_.hexdigest()
 
 
-def shape_of(model: CLIP, side: str) -> str:
+def tower_digest(model: CLIP, tower: str) -> str:
     """What a tower computes beside its weights."""
-    return f"{FORM}/{getattr(model.config, side)}/{model.config.activation}"
+    return f"{VERSION}/{getattr(model.config, tower)}/{model.config.activation}"
 
 
-def named(*parts: object) -> str:
+def digest(*parts: object) -> str:
     return blake2b("|".join(map(str, parts)).encode(), digest_size=8).hexdigest()
-
-
-def looks(view: NDArray[Any]) -> Rows:
-    """Equal for images whose features are."""
-    return numbered([blake2b(row.tobytes(), digest_size=16).digest() for row in view])
-
-
-def embed_features(model: CLIP, side: str, rows: NDArray[Any], most: int = 4096) -> Tensor:
-    """Unit vectors (N, E) on the CPU of stored features."""
-    device = model.places[0] if side == "vision" else model.places[1]
-    made = []
-    with torch.inference_mode():
-        for start, end in pairwise([*range(0, len(rows), most), len(rows)]):
-            x_BD = torch.from_numpy(np.array(rows[start:end])).float()
-            made.append(model.embed_features(side, devices.copy_to(x_BD, device)).cpu())
-    return torch.cat(made)

@@ -1,34 +1,165 @@
-"""What is told of a run as it goes: every step, looks inside, scores, epochs, and what seems wrong.
+"""Metrics of each step, and the records of a run: steps, diagnostics, evaluations, epochs."""
 
-Everything that lasts goes to the run's metrics, everything for people to the console.
-"""
-
+import itertools
 import json
+import math
 import time
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from m1clip import devices, sensors
+from m1clip import devices, losses, sensors
+from m1clip.config import TrainConfig
 from m1clip.console import Console
-from m1clip.data.batches import Batch, BatchStream
+from m1clip.data.batches import Batch, BatchStream, Images
 from m1clip.data.rows import BadRows
+from m1clip.evals.evaluate import Evaluation
 from m1clip.evals.health import health
 from m1clip.evals.retrieval import Retrieval
 from m1clip.files import atomic_write
 from m1clip.run import Run
-from m1clip.training import checkpoint, memory
-from m1clip.training.checkpoint import Progress
+from m1clip.training.checkpoint import Progress, last_checkpoint
 from m1clip.training.diagnose import History, diagnose
-from m1clip.training.metrics import Row, seconds_of
+from m1clip.training.memory import memory_by_part
 from m1clip.training.schedule import Schedule
 from m1clip.training.state import TrainState
-from m1clip.training.step import embed_captions, embed_images
+from m1clip.training.step import STATS, embed_images, embed_texts
 
+PHASES = ("data", "copy", "forward", "backward", "optimizer")
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step whose numbers are still on the device."""
+
+    step: int
+    lr: float
+    stats: Tensor
+    rows: list[int]
+    image_size: int
+    chunk: int
+    has_phases: bool
+    timestamps: dict[str, Any]
+    between_s: float
+    time: float
+
+
+class StepMetrics:
+    def __init__(self, config: TrainConfig, device: torch.device):
+        self.batch_size, self.device = config.batch_size, device
+        self.chance = {
+            "chance_loss": losses.chance(config.model.loss, config.batch_size),
+            "chance_accuracy": 1 / config.batch_size,
+        }
+        self.log_every, self.always_phases = config.log_every, devices.has_event_timer(device)
+        self.has_phases = True
+        self.pending: list[PendingStep] = []
+        self.epoch_steps: list[Record] = []
+        self.timestamps: dict[str, Any] = {}
+        self.ended_at = self.between_s = self.paused_s = 0.0
+
+    def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches; waiting for each is the `data` phase of its step."""
+        iterator, self.ended_at = iter(batches), time.perf_counter()
+        for count in itertools.count(1):
+            # Without event timers a phase is exact only after a synchronization: not at every step.
+            self.has_phases = self.always_phases or count % self.log_every == 0
+            self.between_s = max(0.0, time.perf_counter() - self.ended_at - self.paused_s)
+            self.paused_s, self.timestamps = 0.0, {}
+            self.mark("start")
+            batch = next(iterator, None)
+            if batch is None:
+                return
+            self.mark("data")
+            yield batch
+
+    def mark(self, phase: str) -> None:
+        """The end of a phase, in the device's own time."""
+        if self.has_phases:
+            self.timestamps[phase] = devices.timestamp(self.device)
+        elif phase in ("start", "optimizer"):
+            self.timestamps[phase] = time.perf_counter()
+
+    def add(self, step: int, lr: float, stats: Tensor, batch: Batch, chunk: int) -> None:
+        """Keep a step's numbers on the device: reading them would make a GPU wait."""
+        timing = (self.has_phases, self.timestamps, self.between_s, time.time())
+        # 0 where the vision tower is frozen and no image is read
+        size = batch.image.images_BHWC.shape[1] if isinstance(batch.image, Images) else 0
+        self.pending.append(PendingStep(step, lr, stats, batch.rows.tolist(), size, chunk, *timing))
+        self.ended_at = time.perf_counter()
+
+    def read(self) -> list[Record]:
+        """A record for every step since the last reading."""
+        if not self.pending:
+            return []
+        with self.paused():  # waiting for the queue is already part of the steps' time
+            values = torch.stack([step.stats for step in self.pending]).tolist()
+        records = [self._record(step, stats) for step, stats in zip(self.pending, values, strict=True)]
+        self.pending = []
+        self.epoch_steps += records
+        return records
+
+    def _record(self, step: PendingStep, values: list[float]) -> Record:
+        stats = {key: value if math.isfinite(value) else None for key, value in zip(STATS, values, strict=True)}
+        skipped = stats["loss"] is None or stats["grad_norm"] is None
+        timestamps = list(step.timestamps.values())
+        phases: dict[str, float | None] = dict.fromkeys((f"{phase}_ms" for phase in PHASES), None)
+        if step.has_phases:
+            spans = (devices.elapsed_ms(a, b) for a, b in itertools.pairwise(timestamps))
+            phases = {f"{phase}_ms": round(span, 3) for phase, span in zip(PHASES, spans, strict=True)}
+        step_ms, between_ms = devices.elapsed_ms(timestamps[0], timestamps[-1]), 1e3 * step.between_s
+        return {
+            "step": step.step,
+            "time": round(step.time, 3),
+            **stats,
+            "accuracy": (values[1] + values[2]) / 2,
+            **self.chance,
+            "lr": step.lr,
+            "image_size": step.image_size,
+            "chunk": step.chunk,
+            "step_ms": round(step_ms, 3),
+            **phases,
+            "between_ms": round(between_ms, 3),
+            "pairs_per_s": round(1e3 * self.batch_size / (step_ms + between_ms), 2),
+            **({"skipped": True, "rows": step.rows} if skipped else {}),
+        }
+
+    def restore_epoch(self, records: Iterable[Record]) -> None:
+        """Steps of an epoch that began in an earlier session."""
+        self.epoch_steps = list(records)
+
+    def epoch_means(self) -> Record:
+        """Means of the finished epoch and its seconds; evaluation and saving are not training time."""
+        records, self.epoch_steps = self.epoch_steps, []
+        seconds = total_seconds(records)
+        keys = (*STATS, "accuracy", *(f"{phase}_ms" for phase in PHASES), "step_ms")
+        speed = {"seconds": round(seconds, 2), "pairs_per_s": round(self.batch_size * len(records) / seconds, 2)}
+        return {**{key: mean_of_known(row[key] for row in records) for key in keys}, **self.chance, **speed}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.paused_s += time.perf_counter() - started
+
+
+def total_seconds(records: list[Record]) -> float:
+    return sum(float(record["step_ms"] + record["between_ms"]) for record in records) / 1e3
+
+
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+HEARTBEAT_S = 1.0
 MAX_SKIPPED = 20
-BEAT_S = 1.0
+"""Steps with a non-finite loss or gradient after which the run stops."""
 
 
 class Logger:
@@ -40,182 +171,177 @@ class Logger:
         progress: Progress,
         batches: BatchStream,
         schedule: Schedule,
+        imported: sensors.MemoryUse,
     ):
         self.run, self.console, self.state, self.progress = run, console, state, progress
-        self.batches, self.config, self.schedule = batches, state.config, schedule
-        self.pair_bytes, self.last_row, self.told_bad = 0, Row(), 0
-        self.seen, self.said = History(schedule.total), set[str]()
-        self.energy, self.beat_at = sensors.EnergyMeter(), 0.0
-        # A total is known only if every session could be measured, an epoch's if it began in this one.
+        self.batches, self.config, self.schedule, self.imported = batches, state.config, schedule, imported
+        self.pair_bytes, self.last_step, self.reported_bad_rows = 0, Record(), 0
+        self.history, self.reported = History(schedule.total), set[str]()
+        self.energy, self.heartbeat_at = sensors.EnergyMeter(), 0.0
+        # A total is known only if every session was measured, an epoch's only if it began in this session.
         self.joules_before = 0.0 if progress.step == 0 else progress.joules
-        self.epoch_from = 0.0 if batches.ended_epoch(progress.step) is not None else None
-        self.power_from: tuple[float, float | None] = (time.monotonic(), self.energy.joules())
-        sensors.readings(run.path)  # the cores' use is counted from here
+        self.epoch_start_joules = 0.0 if batches.epoch_end(progress.step) is not None else None
+        self.power_since: tuple[float, float | None] = (time.monotonic(), self.energy.joules())
+        sensors.readings(run.path)  # core utilization is measured from here
 
-    def steps(self, rows: list[Row]) -> None:
-        """Log what the metrics has read; stop where too many steps had to be passed over."""
-        for row in rows:
-            self.run.log("step", **{key: value for key, value in row.items() if key != "rows"})
-            if row.get("skipped"):
-                self._skipped(row)
-        self.last_row = rows[-1]
-        self.seen.add_steps(rows)
-        self.progress.seconds += seconds_of(rows)
-        self.progress.joules = plus(self.energy.joules(), self.joules_before)
-        eta_s = (self.schedule.total - rows[-1]["step"]) * seconds_of(rows) / len(rows)
-        self.console.step(rows[-1]["step"], rows, self.schedule.total)
-        if time.monotonic() - self.beat_at >= BEAT_S:
-            self.status("running", eta_s=round(eta_s, 1))
-            self.beat_at = time.monotonic()
+    def log_steps(self, records: list[Record]) -> None:
+        """Write step records; raise if too many steps were skipped."""
+        for record in records:
+            self.run.log("step", **{key: value for key, value in record.items() if key != "rows"})
+            if record.get("skipped"):
+                self._log_skipped(record)
+        self.last_step = records[-1]
+        self.history.add_steps(records)
+        self.progress.seconds += total_seconds(records)
+        self.progress.joules = add_known(self.energy.joules(), self.joules_before)
+        eta_s = (self.schedule.total - records[-1]["step"]) * total_seconds(records) / len(records)
+        self.console.update_training(records[-1]["step"], records, self.schedule.total)
+        if time.monotonic() - self.heartbeat_at >= HEARTBEAT_S:
+            self.write_status("running", eta_s=round(eta_s, 1))
+            self.heartbeat_at = time.monotonic()
 
-    def status(self, state: str, **values: Any) -> None:
+    def write_status(self, state: str, **values: Any) -> None:
         best = {"best_metric": self.config.best_metric, "best_score": self.progress.best_score}
-        self.run.status(state, self.progress.step, total=self.schedule.total, **best, **values)
+        self.run.write_status(state, self.progress.step, total=self.schedule.total, **best, **values)
 
-    def _skipped(self, row: Row) -> None:
-        """Say which rows were in the batch, and which of them is the cause where one is."""
-        scale = float(self.state.loss_scale)
-        if self.state.plan.precision == "fp16" and row["loss"] is not None and scale >= 1:
-            self.run.log(
-                "event", row["step"], event="loss scale halved", scale=scale
-            )  # how its height is found
+    def _log_skipped(self, record: Record) -> None:
+        """Name the rows of a batch with a non-finite loss or gradient; only the cause where it is known."""
+        step = record["step"]
+        if self.state.scaler.is_enabled() and record["loss"] is not None and self.state.scaler.get_scale() >= 1:
+            # An overflow while the gradient scaler is still finding its scale.
+            self.run.log("event", step, event="loss scale halved", scale=self.state.scaler.get_scale())
             return
         self.progress.skipped += 1
-        names = [self.batches.pairs.row(number) for number in self._broken(row["step"] - 1) or row["rows"]]
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        what = "loss" if row["loss"] is None else "gradient"
-        self.run.log("event", row["step"], event="skipped", what=what, rows=row["rows"], names=names[:20])
-        told = f"the {what} is not finite at step {row['step']:,}; the batch held {shown}"
+        rows = self._nonfinite_rows(step - 1) or record["rows"]
+        names = [self.batches.pairs.location(row) for row in rows]
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        what = "loss" if record["loss"] is None else "gradient"
+        self.run.log("event", step, event="skipped", what=what, rows=record["rows"], names=names[:20])
+        message = f"non-finite {what} at step {step:,}; rows of the batch: {listed}"
         if self.progress.skipped > MAX_SKIPPED:
             raise FloatingPointError(
-                f"{told}. That is more than {MAX_SKIPPED} such steps; "
-                f"{checkpoint.last_good(self.run)}. Try a lower --lr, and look at these rows"
+                f"{message}. More than {MAX_SKIPPED} steps were skipped; {last_checkpoint(self.run)}. "
+                "Try a lower --lr, and check these rows"
             )
-        self.console.warn(f"{told}. No step was taken; {checkpoint.last_good(self.run)}")
+        self.console.warn(f"{message}. The step was skipped; {last_checkpoint(self.run)}")
 
     @torch.no_grad()
-    def _broken(self, step: int) -> list[int]:
-        """The rows of a batch whose own embedding is not finite."""
-        batch = self.state.take(self.batches.at(step))
-        good_B = torch.ones(len(batch), dtype=torch.bool, device=self.state.device)
-        for embed in (embed_images, embed_captions):
-            made = [embed(self.state, part) for part in batch.split(self.state.chunk)]
-            good_B &= torch.cat(made).isfinite().flatten(1).all(1).to(good_B.device)
-        if not good_B.any():
-            return []  # it is the weights
-        return [int(row) for row, good in zip(batch.rows, good_B.tolist(), strict=True) if not good]
+    def _nonfinite_rows(self, step: int) -> list[int]:
+        """Rows of a batch whose own embedding is not finite; none if all are, as it is the weights then."""
+        batch = self.state.to_device(self.batches.batch(step))
+        finite_B = torch.ones(len(batch), dtype=torch.bool, device=self.state.device)
+        for embed in (embed_images, embed_texts):
+            embeddings = torch.cat([embed(self.state, chunk) for chunk in batch.split(self.state.chunk)])
+            finite_B &= embeddings.isfinite().flatten(1).all(1).to(finite_B.device)
+        if not finite_B.any():
+            return []
+        return [int(row) for row, finite in zip(batch.rows, finite_B.tolist(), strict=True) if not finite]
 
-    def divided(self, chunk: int) -> None:
-        """Memory ran out, and the same step is done again in smaller parts."""
+    def log_out_of_memory(self, chunk: int) -> None:
         self.progress.chunk = chunk
         self.run.log("event", self.progress.step, event="out of memory", chunk=chunk)
         self.console.warn(
-            f"out of memory at step {self.progress.step + 1:,}: the same step again, with the batch of "
-            f"{self.config.batch_size:,} divided into parts of {chunk:,} (--chunk)"
+            f"out of memory at step {self.progress.step + 1:,}: repeating the step with --chunk {chunk:,} "
+            f"(the contrastive batch stays {self.config.batch_size:,})"
         )
 
-    def inside(self, batch: Batch, image_BE: Tensor, text_BE: Tensor) -> None:
-        """Norms by block, the embeddings' health, memory by part, the machine; then what seems wrong."""
-        if self.last_row.get("skipped"):
-            return  # nothing finite to look at
-        # Gradients are shown as they were before clipping.
-        cut = max(1.0, (self.last_row["grad_norm"] or 0.0) / self.config.grad_clip)
-        grads, weights = norms(self.state)
+    def log_diagnostics(self, batch: Batch, image_BE: Tensor, text_BE: Tensor) -> None:
+        """Gradient and weight norms, embedding statistics, memory and sensors; then known problems."""
+        if self.last_step.get("skipped"):
+            return  # nothing is finite
+        clipping = max(1.0, (self.last_step["grad_norm"] or 0.0) / self.config.grad_clip)
+        gradients, weights = norms_by_block(self.state)
         record = {
-            "grad_norms": {name: norm * cut for name, norm in grads.items()},
+            "grad_norms": {name: norm * clipping for name, norm in gradients.items()},  # before clipping
             "weight_norms": weights,
             **health(image_BE, text_BE),
-            "memory_gb": memory.by_part(self.state, batch, self.pair_bytes),
+            "memory_gb": memory_by_part(self.state, batch, self.pair_bytes, self.imported),
             "power_w": self._power(),
             "joules": self.progress.joules,
             "device_gb": devices.peak_gb(self.state.device),
             **sensors.readings(self.run.path),
         }
-        self.run.log("logger", self.progress.step, **record)
-        self.seen.watches.append(record)
+        self.run.log("diagnostics", self.progress.step, **record)
+        self.history.diagnostics.append(record)
         self._diagnose()
 
     def _diagnose(self) -> None:
-        for name, sentence in diagnose(self.seen).items():
-            if name not in self.said:
-                self.said.add(name)
+        for name, sentence in diagnose(self.history).items():
+            if name not in self.reported:
+                self.reported.add(name)
                 self.run.log("event", self.progress.step, event="diagnosis", about=name, text=sentence)
                 self.console.warn(f"{name}: {sentence}")
 
-    def scores(self, scores: Retrieval, figures: dict[str, Any]) -> None:
-        epoch = self.batches.ended_epoch(self.progress.step)
-        record = {"epoch": epoch, **scores.record(), **figures}
+    def log_eval(self, evaluation: Evaluation) -> None:
+        epoch = self.batches.epoch_end(self.progress.step)
+        record = {"epoch": epoch, **evaluation.record()}
         self.run.log("eval", self.progress.step, **record)
-        self.seen.evals.append(record)
+        self.history.evals.append(record)
+        examples = {"step": self.progress.step, "time": round(time.time(), 3), **evaluation.examples()}
+        with suppress(OSError):  # on a full disk the previous examples stay
+            atomic_write(self.run.path / "retrievals.json", json.dumps(examples) + "\n", durable=False)
 
-    def examples(self, found: dict[str, Any]) -> None:
-        """What the latest evaluation found, for people to look at; on a full disk the one before stays."""
-        record = {"step": self.progress.step, "time": round(time.time(), 3), **found}
-        with suppress(OSError):
-            atomic_write(self.run.path / "retrievals.json", json.dumps(record) + "\n", durable=False)
-
-    def epoch(self, epoch: int, means: Row, scores: Retrieval | None) -> None:
-        now, began = self.energy.joules(), self.epoch_from
-        self.epoch_from = now
-        hours = None if self.progress.joules is None else self.progress.joules / 3600
+    def log_epoch(self, epoch: int, means: Record, scores: Retrieval | None) -> None:
+        joules, start = self.energy.joules(), self.epoch_start_joules
+        self.epoch_start_joules = joules
+        watt_hours = None if self.progress.joules is None else self.progress.joules / 3600
         energy = {
-            "joules": None if began is None else plus(now, -began),
-            "wh_so_far": hours,
-            "mean_r1_per_wh": scores.mean_r1 / hours if scores and hours else None,
+            "joules": None if start is None else add_known(joules, -start),
+            "wh_so_far": watt_hours,
+            "mean_r1_per_wh": scores.mean_r1 / watt_hours if scores and watt_hours else None,
         }
         self.run.log("epoch", self.progress.step, epoch=epoch, **means, **energy)
-        self.seen.epochs.append(means)
+        self.history.epochs.append(means)
         epochs = None if self.schedule.deadline else self.config.epochs
-        self.console.epoch(epoch, epochs, means, scores)
+        self.console.print_epoch(epoch, epochs, means, scores)
         self._diagnose()
 
-    def bad_rows(self, faults: BadRows) -> None:
-        """Tell of rows that could not be decoded while training, as far as that has not been told."""
-        if new := faults.named[self.told_bad :]:
-            self.told_bad += len(new)
-            names = [str(fault) for fault in new[:20]]
-            self.run.log("event", self.progress.step, event="bad rows", count=len(faults), names=names)
-            self.console.warn(f"{faults}; others were taken instead")
+    def log_bad_rows(self, bad_rows: BadRows) -> None:
+        """Report rows that could not be decoded during training, each once."""
+        if new := bad_rows.examples[self.reported_bad_rows :]:
+            self.reported_bad_rows += len(new)
+            names = [str(row) for row in new[:20]]
+            self.run.log("event", self.progress.step, event="bad rows", count=len(bad_rows), names=names)
+            self.console.warn(f"{bad_rows}; the next rows were used instead")
 
-    def gave_up(self) -> None:
-        """Why the run ends before its time, and what it leaves."""
+    def log_early_stop(self) -> None:
         now = self.progress
-        told = f"no better {self.config.best_metric} in {now.stale} evaluations"
         self.run.log("event", now.step, event="out of patience", best_step=now.best_step)
-        self.console.say(f"{told}: ended at step {now.step:,}; the model is that of step {now.best_step:,}")
+        self.console.print(
+            f"no better {self.config.best_metric} in {now.evals_since_best} evaluations: stopped at step "
+            f"{now.step:,}; the model is that of step {now.best_step:,}"
+        )
 
     def _power(self) -> float | None:
-        """Watts since the last look."""
-        (then, before), (now, drawn) = self.power_from, (time.monotonic(), self.energy.joules())
-        self.power_from = (now, drawn)
-        return None if before is None or drawn is None else (drawn - before) / (now - then)
+        """Mean watts since the last call."""
+        (then, before), (now, joules) = self.power_since, (time.monotonic(), self.energy.joules())
+        self.power_since = (now, joules)
+        return None if before is None or joules is None else (joules - before) / (now - then)
 
 
-def plus(a: float | None, b: float | None) -> float | None:
+def add_known(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None else a + b
 
 
-def norms(state: TrainState) -> tuple[dict[str, float], dict[str, float]]:
-    """Lengths of gradients and of weights by block of both towers, read from the device at once."""
-    parts: dict[str, list[torch.nn.Parameter]] = {}
+def norms_by_block(state: TrainState) -> tuple[dict[str, float], dict[str, float]]:
+    """Gradient and weight norms by block, read from the device at once."""
+    blocks: dict[str, list[torch.nn.Parameter]] = {}
     for name, weight in state.weights.items():
-        words = name.split(".")
-        depth = 3 if "blocks" in words else 2 if words[0] in ("vision", "text") else 1
-        parts.setdefault(".".join(words[:depth]), []).append(weight)
-    lengths = [
-        torch.stack([length(tensors) for tensors in (grads_of(weights), weights)]).to(state.device)
-        for weights in parts.values()
+        parts = name.split(".")
+        depth = 3 if "blocks" in parts else 2 if parts[0] in ("vision", "text") else 1
+        blocks.setdefault(".".join(parts[:depth]), []).append(weight)
+    norms = [
+        torch.stack([total_norm(gradients_of(weights)), total_norm(weights)]).to(state.device)
+        for weights in blocks.values()
     ]
-    both = torch.stack(lengths).tolist()
-    return {name: one[0] for name, one in zip(parts, both, strict=True)}, {
-        name: one[1] for name, one in zip(parts, both, strict=True)
-    }
+    gradients, weights = torch.stack(norms).T.tolist()
+    return dict(zip(blocks, gradients, strict=True)), dict(zip(blocks, weights, strict=True))
 
 
-def grads_of(weights: list[torch.nn.Parameter]) -> list[Tensor]:
+def gradients_of(weights: list[torch.nn.Parameter]) -> list[Tensor]:
     return [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
 
 
-def length(tensors: list[Tensor] | list[torch.nn.Parameter]) -> Tensor:
-    whole: Tensor = torch.stack(torch._foreach_norm([tensor.detach() for tensor in tensors])).norm()
-    return whole
+def total_norm(tensors: list[Tensor] | list[torch.nn.Parameter]) -> Tensor:
+    norm: Tensor = torch.stack(torch._foreach_norm([tensor.detach() for tensor in tensors])).norm()
+    return norm

@@ -1,12 +1,14 @@
-"""One training run, top to bottom: lay it on the machine, step until done, keep what was learned.
+"""One training run: place the model, run the loop, keep the result."""
 
-What a person sees goes through `Console`; what lasts goes through `Run`.
-"""
-
-from contextlib import suppress
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -14,219 +16,300 @@ import torch
 from m1clip import __version__, devices, sensors
 from m1clip.config import TrainConfig, to_json
 from m1clip.console import Console
-from m1clip.data.batches import Augmentation, Batch, BatchStream
+from m1clip.data.augment import Augmentation
+from m1clip.data.batches import Batch, BatchStream, FeatureTables, tokenize_captions
 from m1clip.data.splits import Split
-from m1clip.data.token_cache import tell
-from m1clip.evals.retrieval import Retrieval
+from m1clip.evals.evaluate import Evaluation, evaluate_model, split_relevance
+from m1clip.evals.retrieval import Retrieval, chance_scores
 from m1clip.files import atomic_write
-from m1clip.model.clip import CLIP
+from m1clip.model.clip import CLIP, load
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run
-from m1clip.training import checkpoint, device_plan, features, init, memory, recipes, trackers
-from m1clip.training.checkpoint import Progress
-from m1clip.training.checkpoint_manager import CheckpointManager
+from m1clip.training import checkpoint, device_plan, memory
+from m1clip.training.checkpoint import CheckpointManager, Progress
 from m1clip.training.device_plan import PlanChoice
-from m1clip.training.logger import Logger
-from m1clip.training.metrics import StepMetrics
-from m1clip.training.optim import rate
-from m1clip.training.schedule import Schedule
-from m1clip.training.scored import Scored
-from m1clip.training.setup import Setup, captions
-from m1clip.training.signals import Stop
+from m1clip.training.logger import Logger, StepMetrics
+from m1clip.training.openmp import WaitPolicy
+from m1clip.training.recipes import FEATURE_VIEWS, build_model, calibrate_heads, set_trainable
+from m1clip.training.schedule import Schedule, learning_rate
+from m1clip.training.setup import Setup, sample_captions
 from m1clip.training.state import TrainState
 
-HEADS = 0.1  # of a budget, kept for the heads that learn from what locked towers have encoded
+HEAD_TIME = 0.1  # of a budget, reserved for training heads on encoded features
 
 
 @dataclass(frozen=True)
-class Result:
+class TrainResult:
+    run: Path
     finished: bool
     step: int
     seconds: float
     scores: Retrieval | None
     best_step: int | None
+    restored: bool = False
+    """The model is that of best_step, not of the last step (--patience)."""
+
+    @property
+    def model(self) -> Path:
+        """The model folder, for m1clip.load."""
+        return self.run / "model"
 
     def record(self) -> dict[str, Any]:
         """Flat, for a line of JSON."""
         scores = self.scores.record() if self.scores else {}
-        done = {"finished": self.finished, "step": self.step, "seconds": round(self.seconds, 2)}
-        return {**done, "best_step": self.best_step, **scores}
+        result = {"finished": self.finished, "step": self.step, "seconds": round(self.seconds, 2)}
+        return {"run": str(self.run), **result, "best_step": self.best_step, **scores}
 
 
-def train(setup: Setup, run: Run, console: Console) -> Result:
-    """Start the run, or go on from its last whole checkpoint if it has one."""
-    config = setup.config
-    state, choice, batches, val, last = ready(setup, console)
-    progress = checkpoint.load(setup.start, state) if setup.start else Progress()
-    introduce(run, state, setup, progress, console, len(batches.features.views))
-    metrics, checkpoints = (
-        StepMetrics(config, state.device),
-        CheckpointManager(run, state, progress, console.warn),
-    )
-    schedule = paced(setup, progress)
-    logger, scores = Logger(run, console, state, progress, batches, schedule), None
-    metrics.recall(row for row in run.records("step") if row["step"] > batches.epoch_start(progress.step))
-    divided = divide(state, progress, last, logger)
-    choice = arrange(run, choice, state, last, console)
-    told = facts(run, setup, choice, state, progress, divided)
-    console.start(told, metrics.chance, 1 / len(setup.data.val))
+@dataclass
+class Session:
+    """The parts of a run in one process."""
 
-    tracker = trackers.mirrored(run, config, progress.step, console.warn)
-    with Stop(console.say) as stop, tracker, console.training(progress.step, setup.total):
-        ending = is_over(config, schedule, checkpoints, progress)
-        end = progress.step if ending else schedule.last_step()
-        for batch in metrics.timed(batches.stream(progress.step, end)):
-            lr = state.set_rate(rate(*schedule.place(progress.step), config))
-            here = state.take(batch)
-            metrics.mark("copy")
-            stats, *embeddings = memory.careful_step(state, here, metrics.mark, logger.divided)
-            progress.step += 1
-            metrics.add(progress.step, lr, stats, batch, state.chunk)
-            epoch, ending = batches.ended_epoch(progress.step), schedule.count(progress.step)
-            progress.ended_by = config.budget_s if ending else None
-            looking, saving, stopping = (
-                progress.step % config.inspect_every == 0,
-                checkpoints.due(epoch),
-                stop.asked,
-            )
-            if looking or saving or epoch or stopping or ending or progress.step % config.log_every == 0:
-                logger.steps(metrics.read())
-            if looking:
-                logger.inside(here, *embeddings)
-            if epoch or ending or schedule.must_try:
-                scores = None
-                if ending or (schedule.may_evaluate() and (not epoch or epoch % config.eval_every == 0)):
-                    with metrics.paused(), schedule.aside("evaluating"):
-                        scores = val.evaluate(state, logger)
-                    checkpoints.judge(scores)
-            if epoch:
-                logger.epoch(epoch, metrics.epoch(), scores)
-                logger.bad_rows(batches.pairs.met())
-            if saving or checkpoints.has_new_best:
-                with metrics.paused(), schedule.aside("saving"):
-                    checkpoints.save()
-            if ending or stopping or checkpoints.out_of_patience:
-                break
-        finished = ending or checkpoints.out_of_patience
-        checkpoints.finish(finished)
-    if checkpoints.out_of_patience:
-        logger.gave_up()
-
-    if finished and config.wise_ft < 1:
-        scores = val.halfway(run, state, progress.step)
-    elif finished and (scores is None or checkpoints.restored):
-        scores = val.evaluate(state)
-    logger.status("finished" if finished else "stopped")
-    return Result(finished, progress.step, progress.seconds, scores, progress.best_step)
+    run: Run
+    console: Console
+    state: TrainState
+    progress: Progress
+    batches: BatchStream
+    schedule: Schedule
+    metrics: StepMetrics
+    logger: Logger
+    checkpoints: CheckpointManager
+    evaluate: Callable[[CLIP], Evaluation]
+    wait_policy: WaitPolicy
 
 
-def is_over(
-    config: TrainConfig, schedule: Schedule, checkpoints: CheckpointManager, progress: Progress
-) -> bool:
-    """Whether no step is to be taken, as all were before, or the time was; a run needs one at least."""
-    if (
-        checkpoints.out_of_patience
-        or progress.step == schedule.last_step()
-        or progress.has_ended(config.budget_s)
-    ):
+def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
+    """Train from the start, or from the last intact checkpoint."""
+    session = start_session(setup, run, console)
+    state, progress, config = session.state, session.progress, setup.config
+    tracker: AbstractContextManager[None] = nullcontext()
+    if config.track != "none":
+        from m1clip.training.trackers import tracking
+
+        tracker = tracking(run, config, progress.step, console.warn)
+    with StopSignal(console.print) as stop, tracker, console.training(progress.step, setup.total):
+        completed, evaluation = training_loop(session, stop)
+        session.wait_policy.close()
+        session.checkpoints.finish(completed)
+    if session.checkpoints.out_of_patience:
+        session.logger.log_early_stop()
+    if completed and config.wise_ft < 1:
+        evaluation = session.evaluate(load(run.model).to_devices(*state.model.devices))
+        scores = evaluation.scores.record()
+        run.log("event", progress.step, event="wise-ft", weight=config.wise_ft, **scores)
+    elif completed and (evaluation is None or session.checkpoints.restored):
+        evaluation = evaluate_state(session)
+    session.logger.write_status("finished" if completed else "stopped")
+    final = evaluation.scores if completed and evaluation else None
+    restored = session.checkpoints.restored
+    return TrainResult(run.path, completed, progress.step, progress.seconds, final, progress.best_step, restored)
+
+
+def training_loop(s: Session, stop: "StopSignal") -> tuple[bool, Evaluation | None]:
+    """Train until the schedule ends or a signal arrives; whether it is complete, and the last evaluation."""
+    state, config, progress = s.state, s.state.config, s.progress
+    evaluation, ending = None, has_ended(s)
+    last = progress.step if ending else s.schedule.last_step()
+    for batch in s.metrics.timed(s.batches.stream(progress.step, last)):
+        lr = learning_rate(*s.schedule.progress(progress.step), config.lr, config.warmup)
+        state.set_lr(lr)
+        batch = state.to_device(batch)
+        s.metrics.mark("copy")
+        stats, image_BE, text_BE = memory.step_with_retry(state, batch, s.metrics.mark, s.logger.log_out_of_memory)
+        progress.step += 1
+        s.metrics.add(progress.step, lr, stats, batch, state.chunk)
+
+        epoch, ending = s.batches.epoch_end(progress.step), s.schedule.count(progress.step)
+        progress.ended_budget_s = config.budget_s if ending else None
+        inspecting, saving = progress.step % config.inspect_every == 0, s.checkpoints.is_due()
+        stopping = stop.received
+        if any((inspecting, saving, epoch, stopping, ending, progress.step % config.log_every == 0)):
+            s.logger.log_steps(s.metrics.read())
+            s.wait_policy.update()
+        if inspecting:
+            s.logger.log_diagnostics(batch, image_BE, text_BE)
+        if epoch or ending:
+            evaluation = None
+        if ending or eval_is_due(s, epoch):
+            with s.metrics.paused(), s.schedule.timed_pause("eval"):
+                evaluation = evaluate_state(s)
+                s.logger.log_eval(evaluation)
+            s.checkpoints.update_best(evaluation.scores)
+        if epoch:
+            s.logger.log_epoch(epoch, s.metrics.epoch_means(), evaluation.scores if evaluation else None)
+            s.logger.log_bad_rows(s.batches.pairs.bad_rows())
+        if saving or s.checkpoints.has_new_best:
+            with s.metrics.paused(), s.schedule.timed_pause("save"):
+                s.checkpoints.save()
+        if ending or stopping or s.checkpoints.out_of_patience:
+            break
+    return ending or s.checkpoints.out_of_patience, evaluation
+
+
+def has_ended(s: Session) -> bool:
+    """Whether an earlier session took all steps or used the whole budget; a new run takes at least one step."""
+    budget, progress = s.state.config.budget, s.progress
+    last_step = progress.step == s.schedule.last_step()
+    if s.checkpoints.out_of_patience or last_step or progress.has_ended(s.state.config.budget_s):
         return True
-    if schedule.is_late and not progress.step:
-        raise ValueError(f"the {config.budget} of --budget were over before a step could be taken")
-    return schedule.is_late
+    if s.schedule.is_late and not progress.step:
+        raise ValueError(f"--budget {budget} was over before the first step")
+    return s.schedule.is_late
 
 
-def paced(setup: Setup, progress: Progress) -> Schedule:
-    """From nothing, all the time is used; what is learned already is spoilt by more than it needs."""
-    config = setup.config
-    most = None if config.recipe == "scratch" else setup.total
-    evaluations = 2 if config.patience or config.wise_ft < 1 else 1  # the kept model's, where it is another
-    return Schedule(setup.total, setup.deadline, config.budget_s or 0.0, most, progress.seconds, evaluations)
+def eval_is_due(s: Session, epoch: int | None) -> bool:
+    if not epoch:
+        return s.schedule.needs_trial_eval and s.schedule.has_time_to_eval()
+    return epoch % s.state.config.eval_every == 0 and s.schedule.has_time_to_eval()
 
 
-def ready(setup: Setup, console: Console) -> tuple[TrainState, PlanChoice, BatchStream, Scored, Batch]:
-    """The model where it will learn, what it learns from and is scored on, and the last batch."""
+def evaluate_state(s: Session) -> Evaluation:
+    """Evaluate the weights that would be saved."""
+    with s.state.averaged_model() as model:
+        return s.evaluate(model)
+
+
+def start_session(setup: Setup, run: Run, console: Console) -> Session:
+    """Place model and data on the devices, restore the checkpoint, and write what the run is."""
     config = setup.config
     torch.manual_seed(config.seed)
-    model = init.begin(config, setup.init, setup.tokenizer)
-    recipes.prepare(model, config, setup.locked)
-    batches, val = prepare(config, setup), Scored(setup.data.val)
-    if setup.locked:
-        batches, val = encode_once(config, setup, model, batches, console)
-    last = batches.at(setup.total - 1)  # its images are the largest
-    choice = device_plan.choose_plan(config, model, last, setup.total, setup.before, console)
+    model = build_model(config, setup.init, setup.tokenizer)
+    set_trainable(model, config, setup.frozen)
+    batches, evaluate = make_batches(setup), partial(evaluate_model, pairs=setup.splits.val)
+    if setup.frozen:
+        batches, val_features = encode_frozen(setup, model, batches, console)
+        evaluate = partial(evaluate, features=val_features)
+    batch = batches.batch(setup.total - 1)
+    choice = device_plan.choose_plan(config, model, batch, setup.total, setup.resumed_plan, console)
     devices.apply_plan(choice.plan)
     memory.retain_freed_memory()
-    if setup.init and not setup.start:
-        recipes.meet(model, setup.init, batches)
+    if setup.init and not setup.checkpoint:
+        calibrate_heads(model, setup.init, batches)
     state = TrainState(model, config, replace(choice.plan, compile=False))
-    return state, choice, batches, val, last
-
-
-def introduce(
-    run: Run, state: TrainState, setup: Setup, progress: Progress, console: Console, views: int
-) -> None:
-    """What the run is. Written once the checkpoint, if any, is known to fit."""
-    config, size = setup.config, state.size
-    atomic_write(run.path / "config.json", to_json(config))  # first: from here on the run can be resumed
-    if setup.init and not setup.start and not (run.path / "start").is_dir():
-        state.model.save(run.path / "start")
-    run.write("data.json", {**setup.data.record(), "views": views})
-    run.rewind(progress.step)
-    for path, what in setup.damaged.items():
-        checkpoint.set_aside(path)
-        run.log("event", progress.step, event="damaged checkpoint", checkpoint=path.name, reason=what)
-        console.warn(f"{path} is damaged ({what}); going on from {setup.start} instead")
-    if setup.init.told:
-        console.warn(f"{config.init}: {setup.init.told}")
-    skipped = setup.data.skipped
-    if skipped:
-        console.warn(f"{skipped}; m1clip data check names them")
-    counts = {
-        "skipped_rows": len(skipped),
-        "of_rows": skipped.rows,
-        "parameters": size[0],
-        "learning": size[1],
-    }
-    run.log("event", progress.step, event="resume" if progress.step else "start", **counts)
-    if setup.why:
-        run.log("event", progress.step, event="recipe", recipe=config.recipe, reason=setup.why)
-    best = {"best_metric": config.best_metric, "best_score": progress.best_score}
-    run.status("running", progress.step, total=setup.total, **best)
-
-
-def prepare(config: TrainConfig, setup: Setup) -> BatchStream:
-    vision, words, length = config.model.vision, setup.tokenizer, config.model.text.context_length
-    cut, padded = partial(words.cut, length=length), partial(words.padded, length=length)
-    return BatchStream(
-        setup.data.train,
-        partial(words, length=length),
-        config.batch_size,
-        config.seed,
-        vision.image_size,
-        Augmentation(config.crop_scale, config.hflip, config.color_jitter),
-        mask_duplicates=True,
-        total=setup.total,
-        captions=min(config.captions_per_image, most_captions(setup.data.train)),
-        told=None if "text" in setup.locked else tell(setup.data.train, cut, padded),
+    progress = checkpoint.load_checkpoint(setup.checkpoint, state) if setup.checkpoint else Progress()
+    views = len(batches.features.images.views) if batches.features.images else 0
+    write_run_files(run, state, setup, progress, console, views)
+    metrics = StepMetrics(config, state.device)
+    epoch_start = batches.epoch_start(progress.step)
+    metrics.restore_epoch(record for record in run.records("step") if record["step"] > epoch_start)
+    checkpoints = CheckpointManager(run, state, progress, console.warn)
+    schedule = make_schedule(setup, progress)
+    logger = Logger(run, console, state, progress, batches, schedule, setup.imported)
+    chunk_reason = set_chunk(state, progress, batch, logger)
+    choice = compile_and_record(run, choice, state, batch, console)
+    facts = header(run, setup, choice, state, progress, chunk_reason)
+    chance = chance_scores(split_relevance(setup.splits.val))
+    console.print_header(facts, metrics.chance, (chance[0].r1, chance[1].r1))
+    evaluate = partial(evaluate, chunk=4 * state.chunk)  # no graph is kept
+    return Session(
+        run,
+        console,
+        state,
+        progress,
+        batches,
+        schedule,
+        metrics,
+        logger,
+        checkpoints,
+        evaluate,
+        WaitPolicy(console.print),
     )
 
 
-def divide(state: TrainState, progress: Progress, last: Batch, logger: Logger) -> str:
-    """Decide how many pairs are in memory at once; the reason. A resumed run keeps what it had chosen."""
-    logger.pair_bytes = memory.kept_bytes(state, last)
+def make_batches(setup: Setup) -> BatchStream:
+    config, tokenizer, pairs = setup.config, setup.tokenizer, setup.splits.train
+    length = config.model.text.context_length
+    encode, pad = partial(tokenizer.encode, length=length), partial(tokenizer.pad, length=length)
+    return BatchStream(
+        pairs,
+        partial(tokenizer, length=length),
+        config.batch_size,
+        config.seed,
+        config.model.vision.image_size,
+        Augmentation(config.crop_scale, config.hflip, config.color_jitter),
+        min(config.captions_per_image, max_captions(pairs)),
+        None if "text" in setup.frozen else tokenize_captions(pairs, encode, pad),
+    )
+
+
+def max_captions(pairs: Split) -> int:
+    """Captions per image, from the first thousand images."""
+    return max(len(pairs.captions(row)) for row in range(min(1000, len(pairs))))
+
+
+def encode_frozen(
+    setup: Setup, model: CLIP, batches: BatchStream, console: Console
+) -> tuple[BatchStream, FeatureTables]:
+    """Features of both splits from the frozen towers: batches of training features, validation features."""
+    from m1clip.training.features import encode_split
+
+    config, splits = setup.config, setup.splits
+    device_plan.encoding_plan(config, model, batches.batch(0), console)
+    encode = partial(encode_split, model, config=config, towers=setup.frozen, progress=console.progress)
+    val_features = encode(splits.val, views=1)
+    deadline = None
+    if setup.deadline is not None and not setup.views:  # a resumed run keeps its views
+        deadline = setup.deadline - HEAD_TIME * (config.budget_s or 0.0)
+    features = encode(splits.train, views=setup.views or FEATURE_VIEWS, deadline=deadline)
+    views = len(features.images.views) if features.images else 0
+    if deadline is not None and 0 < views < FEATURE_VIEWS:
+        console.print(f"{views} of {FEATURE_VIEWS} views per image: the budget allows no more")
+    return replace(batches, features=features), val_features
+
+
+def make_schedule(setup: Setup, progress: Progress) -> Schedule:
+    """From scratch all of a budget is used; fine-tuning also ends after its epochs."""
+    config = setup.config
+    max_steps = None if config.recipe == "scratch" else setup.total
+    final_evals = 2 if config.patience or config.wise_ft < 1 else 1  # the saved model's, if it is another
+    budget_s = config.budget_s or 0.0
+    return Schedule(setup.total, setup.deadline, budget_s, max_steps, progress.seconds, final_evals)
+
+
+def write_run_files(
+    run: Run, state: TrainState, setup: Setup, progress: Progress, console: Console, views: int
+) -> None:
+    """Write the run's files, once the checkpoint is known to fit."""
+    config = setup.config
+    atomic_write(run.path / "config.json", to_json(config))  # first: from here on the run can be resumed
+    if setup.init and not setup.checkpoint and not (run.path / "start").is_dir():
+        state.model.save(run.path / "start")
+    run.write("data.json", {**setup.splits.record(), "views": views})
+    run.truncate_log(progress.step)
+    for path, reason in setup.damaged.items():
+        checkpoint.set_aside(path)
+        run.log("event", progress.step, event="damaged checkpoint", checkpoint=path.name, reason=reason)
+        console.warn(f"{path} is damaged ({reason}); resuming from {setup.checkpoint} instead")
+    if setup.init.note:
+        console.warn(f"{config.init}: {setup.init.note}")
+    skipped = setup.splits.skipped
+    if skipped:
+        console.warn(f"{skipped}; m1clip data check lists them")
+    parameters, trained = state.parameter_counts
+    counts = {"skipped_rows": len(skipped), "rows": skipped.rows, "parameters": parameters, "trained": trained}
+    run.log("event", progress.step, event="resume" if progress.step else "start", **counts)
+    if setup.reason:
+        run.log("event", progress.step, event="recipe", recipe=config.recipe, reason=setup.reason)
+    best = {"best_metric": config.best_metric, "best_score": progress.best_score}
+    run.write_status("running", progress.step, total=setup.total, **best)
+
+
+def set_chunk(state: TrainState, progress: Progress, batch: Batch, logger: Logger) -> str:
+    """Choose how many pairs are in memory at once; the reason. A resumed run keeps its chunk."""
+    logger.pair_bytes = memory.activation_bytes(state, batch)
     requested = state.config.chunk
     if progress.chunk and (requested == "auto" or requested >= progress.chunk):
-        state.chunk, why = progress.chunk, "as it was before"
+        state.chunk, reason = progress.chunk, "as before"
     else:
-        state.chunk, why = memory.choose_chunk(state, last, logger.pair_bytes)
+        state.chunk, reason = memory.choose_chunk(state, batch, logger.pair_bytes)
     progress.chunk = state.chunk
-    logger.run.log("event", progress.step, event="chunk", chunk=state.chunk, reason=why)
-    return why
+    logger.run.log("event", progress.step, event="chunk", chunk=state.chunk, reason=reason)
+    return reason
 
 
-def arrange(run: Run, choice: PlanChoice, state: TrainState, last: Batch, console: Console) -> PlanChoice:
-    """Compile, if that is the plan and can be done; then write where the run is trained and why there."""
-    choice = device_plan.compile_blocks(choice, state, last, console)
+def compile_and_record(run: Run, choice: PlanChoice, state: TrainState, batch: Batch, console: Console) -> PlanChoice:
+    """Compile the blocks if the plan says so, and write machine.json."""
+    choice = device_plan.compile_blocks(choice, state, batch, console)
     machine = {
         **sensors.machine(),
         "torch": torch.__version__,
@@ -234,66 +317,74 @@ def arrange(run: Run, choice: PlanChoice, state: TrainState, last: Batch, consol
         "cpu_threads": choice.plan.threads or devices.DEFAULT_THREADS,
         "m1clip": __version__,
     }
-    if choice.reason == device_plan.SAME_AS_BEFORE:  # the reason is the first one's
+    if choice.reason == device_plan.SAME_AS_BEFORE:  # keep the reason of the first session
         with suppress(OSError, ValueError, KeyError):
             machine["why"] = run.read("machine.json")["why"]
     run.write("machine.json", machine)
     return choice
 
 
-def most_captions(pairs: Split) -> int:
-    """Of one image, by the first thousand."""
-    return max(len(pairs.captions(row)) for row in range(min(1000, len(pairs))))
-
-
-def encode_once(
-    config: TrainConfig, setup: Setup, model: CLIP, batches: BatchStream, console: Console
-) -> tuple[BatchStream, Scored]:
-    """Both sides through the locked towers, which are then done with."""
-    device_plan.encoding_plan(config, model, batches.at(0), console)
-    bars, data = console.working, setup.data
-    val = features.encoded(model, data.val, config, setup.locked, 1, bars)
-    until = None  # a resumed run keeps its views
-    if setup.deadline is not None and not setup.views:
-        until = setup.deadline - HEADS * (config.budget_s or 0.0)
-    views = setup.views or recipes.VIEWS
-    learned = features.encoded(model, data.train, config, setup.locked, views, bars, until)
-    if until is not None and 0 < len(learned.views) < recipes.VIEWS:
-        console.say(f"{len(learned.views)} of {recipes.VIEWS} views: there is no time for more")
-    return replace(batches, features=learned), Scored(data.val, val)
-
-
-def facts(
-    run: Run, setup: Setup, choice: PlanChoice, state: TrainState, progress: Progress, divided: str
+def header(
+    run: Run, setup: Setup, choice: PlanChoice, state: TrainState, progress: Progress, chunk_reason: str
 ) -> dict[str, str]:
-    """What a person wants to know before it starts."""
-    vision, config, data = state.model.config.vision, state.config, setup.data
-    millions, learning = (number / 1e6 for number in state.size)
-    part = f", {learning:.2f} M of them learn" if learning < millions else ""
-    at = f"at step {progress.step:,}, " if progress.step else ""
-    lasting = f"until {config.budget} are over" if setup.deadline else f"{setup.total:,} steps"
-    lasting += f", {setup.total:,} steps at most" if setup.deadline and config.recipe != "scratch" else ""
-    chunks = "" if state.chunk >= config.batch_size else f", {state.chunk:,} at once"
-    return {
-        "run": f"{run.path}, {at}{lasting}",
-        "device": f"{choice.plan}: {choice.reason}; {choice.plan.threads or devices.DEFAULT_THREADS} CPU threads",
-        **({"checked": choice.parity} if choice.parity else {}),
-        **(
-            {"recipe": f"{config.recipe}: {setup.why}" if setup.why else config.recipe}
-            if setup.init or setup.why
-            else {}
-        ),
-        "model": f"{millions:.2f} M parameters{part}; images of {vision.image_size} px",
-        "data": f"{config.data}: {len(data.train):,} images to learn from, {len(data.val):,} validation",
-        **data.facts,
-        "captions": reading(setup.tokenizer, data.train, config.model.text.context_length),
-        "batch": f"{config.batch_size:,} pairs{chunks} ({divided})",
+    """What is about to be trained, for people."""
+    config, splits = setup.config, setup.splits
+    parameters, trained = (count / 1e6 for count in state.parameter_counts)
+    length = f"{setup.total:,} steps"
+    if setup.deadline:
+        limit = f", at most {length}" if config.recipe != "scratch" else ""
+        length = f"{config.budget} of training{limit}"
+    position = f"from step {progress.step:,}, " if progress.step else ""
+    chunks = "" if state.chunk >= config.batch_size else f", {state.chunk:,} in memory at once"
+    threads = choice.plan.threads or devices.DEFAULT_THREADS
+    facts = {
+        "run": f"{run.path}, {position}{length}",
+        "device": f"{choice.plan}: {choice.reason}; {threads} CPU threads",
+        "parity": choice.parity or "",
+        "recipe": ": ".join(filter(None, (config.recipe, setup.reason))) if setup.init or setup.reason else "",
+        "model": f"{parameters:.2f} M parameters"
+        + (f", {trained:.2f} M trained" if trained < parameters else "")
+        + f"; {config.model.vision.image_size} px images",
+        "data": f"{config.data}: {len(splits.train):,} training images, {len(splits.val):,} validation images",
+        **splits.facts,
+        "tokenizer": token_facts(setup.tokenizer, splits.train, config),
+        "batch": f"{config.batch_size:,} pairs{chunks} ({chunk_reason})",
     }
+    return {name: fact for name, fact in facts.items() if fact}
 
 
-def reading(tokenizer: Tokenizer, pairs: Split, length: int) -> str:
-    """How long captions are in tokens, from the first thousand, and whether the model sees all of them."""
-    lengths = tokenizer.lengths(list(islice(captions(pairs), 1000)))
-    cut = sum(one > length for one in lengths) / len(lengths)
-    words = f"{len(tokenizer):,} kinds of token, up to {max(lengths)} a caption"
-    return words + (f"; the model reads {length}, so {cut:.0%} are cut short" if cut else "")
+def token_facts(tokenizer: Tokenizer, pairs: Split, config: TrainConfig) -> str:
+    """Vocabulary size, caption lengths of a sample, and how many are truncated."""
+    lengths = tokenizer.lengths(list(islice(sample_captions(pairs), 1000)))
+    limit = config.model.text.context_length
+    truncated = sum(length > limit for length in lengths) / len(lengths)
+    text = f"{len(tokenizer):,} tokens, up to {max(lengths)} per caption"
+    return text + (f"; context length {limit} truncates {truncated:.0%} of the captions" if truncated else "")
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopSignal:
+    def __init__(self, report: Callable[[str], None]):
+        self.report, self.received, self.received_at = report, False, 0.0
+        self.previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+        self.previous = {number: signal.signal(number, self._handle) for number in numbers}
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received:
+            if now - self.received_at < 1:  # one signal sent twice: by a shell to its group, and by `timeout`
+                return
+            raise KeyboardInterrupt
+        self.received, self.received_at = True, now
+        name = signal.Signals(number).name
+        self.report(f"{name}: finishing this step and saving; send it again to stop at once")

@@ -1,6 +1,6 @@
-"""How much of a batch is in memory at once: chosen by measuring, halved where memory runs out even so."""
+"""How many pairs are in memory at once: chosen by measurement, halved when memory runs out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -9,152 +9,162 @@ from torch.autograd.graph import saved_tensors_hooks
 from m1clip import devices, sensors
 from m1clip.data.batches import Batch
 from m1clip.training.state import TrainState
-from m1clip.training.step import embed_captions, embed_images, train_step
+from m1clip.training.step import embed_images, embed_texts, train_step
 
-SHARE = 0.7
-# What a step holds at its peak against what autograd has kept by then: gradients in flight, scratch of the
-# kernels. Measured 1.1 for nano and 1.0 for small, and 2.9 for nano with --grad_checkpointing, which holds one whole
+USABLE = 0.7  # fraction of the free memory that a batch may take
+# Peak memory of a step relative to the activations saved for backward: gradients in flight, kernel workspace.
+# Measured 1.1 for nano and 1.0 for small, and 2.9 for nano with grad_checkpointing, which holds one whole
 # block at a time (2 AVX2 cores, November 2026).
-PEAK, PEAK_RECOMPUTED = 1.3, 3.2
-PLENTY_GB = 4.0
+PEAK, PEAK_CHECKPOINTED = 1.3, 3.2
+AMPLE_GB = 4.0
 
 
 def retain_freed_memory() -> None:
-    """Where there is plenty; where it is short, what is kept for one size lacks for another."""
-    if sensors.available_gb() > PLENTY_GB:
+    """Keep freed memory for the next step, unless memory is short."""
+    if sensors.available_gb() > AMPLE_GB:
         devices.retain_freed_memory()
 
 
-def kept_bytes(state: TrainState, batch: Batch) -> int:
-    """What autograd keeps of one pair between forward and backward, counted on the first two of a batch."""
+def activation_bytes(state: TrainState, batch: Batch) -> int:
+    """Bytes autograd saves for one pair between forward and backward, counted on two pairs."""
     weights = {weight.untyped_storage().data_ptr() for weight in state.weights.values()}
-    kept: dict[int, int] = {}
-    alive: list[Tensor] = []  # or an address might be used, and counted, twice
+    sizes: dict[int, int] = {}
+    alive: list[Tensor] = []  # keeps addresses from being reused and counted twice
 
-    def keep(tensor: Tensor) -> Tensor:
+    def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes()
             alive.append(tensor)
         return tensor
 
-    two = state.take(batch.split(2)[0])
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        outputs = embed_images(state, two), embed_captions(state, two)
+    pairs = state.to_device(batch.split(2)[0])
+    with saved_tensors_hooks(save, lambda tensor: tensor):
+        outputs = embed_images(state, pairs), embed_texts(state, pairs)
     del outputs
-    return sum(kept.values()) // len(two)
+    return sum(sizes.values()) // len(pairs)
 
 
 def choose_chunk(state: TrainState, batch: Batch, pair_bytes: int) -> tuple[int, str]:
-    """PairDataset to hold at once, and why."""
+    """Pairs in memory at once, and the reason."""
     requested, size = state.config.chunk, len(batch)
     if requested != "auto":
-        return min(requested, size), f"asked for with --chunk {requested}"
+        return min(requested, size), f"--chunk {requested}"
     free = free_gb(state.device)
-    room = SHARE * free - gradients_gb(state)
-    pair = (PEAK_RECOMPUTED if state.config.grad_checkpointing else PEAK) * pair_bytes / 1e9
-    measured = f"{pair_bytes / 1e6:.1f} MB kept a pair, {free:.1f} GB free"
-    if pair * size <= room:
-        return size, f"the whole batch: {measured}"
-    if room <= 0:
-        raise MemoryError(f"gradients need {gradients_gb(state):.1f} GB, {free:.1f} GB are free")
-    chunk = power_of_two(room / pair)
-    while (took := trial(state, batch, chunk)) is None:
+    gradients_gb = total_gb(state.weights.values())
+    usable = USABLE * free - gradients_gb
+    pair_gb = (PEAK_CHECKPOINTED if state.config.grad_checkpointing else PEAK) * pair_bytes / 1e9
+    measured = f"{pair_bytes / 1e6:.1f} MB of activations per pair, {free:.1f} GB free"
+    if pair_gb * size <= usable:
+        return size, f"no chunks needed: {measured}"
+    if usable <= 0:
+        raise MemoryError(f"gradients need {gradients_gb:.1f} GB, {free:.1f} GB are free")
+    chunk = power_of_two(usable / pair_gb)
+    while (trial_gb := try_chunk(state, batch, chunk)) is None:
         if chunk == 1:
             raise MemoryError(f"not even one pair fits: {measured}")
         chunk //= 2
-    # What the allocator had at hand is not seen, so a pair is taken for no less than half of what it keeps.
-    one = max(took / chunk, pair_bytes / 2e9)
-    return min(2 * chunk, power_of_two(room / one)), f"{measured}; tried, a pair took {1e3 * one:.1f} MB"
+    # Reused allocator memory is not seen, so a pair counts for at least half of its activations.
+    pair_gb = max(trial_gb / chunk, pair_bytes / 2e9)
+    chunk = min(2 * chunk, power_of_two(usable / pair_gb))
+    return chunk, f"{measured}; a trial took {1e3 * pair_gb:.1f} MB per pair"
 
 
 def power_of_two(number: float) -> int:
-    """The largest that is not above, and at least 1."""
+    """The largest power of two that is not above `number`, and at least 1."""
     return 1 << max(0, int(number).bit_length() - 1)
 
 
-def trial(state: TrainState, batch: Batch, chunk: int) -> float | None:
+def try_chunk(state: TrainState, batch: Batch, chunk: int) -> float | None:
     """GB that forward and backward of a chunk really take; None where memory runs out."""
-    some = state.take(batch.split(chunk)[0])
+    pairs = state.to_device(batch.split(chunk)[0])
     devices.reset_peak(state.device)
     before = devices.memory_gb(state.device)
-    ran_out = False
+    out_of_memory = False
     with sensors.PeakMemory() as peak:
         try:
-            for embed in (embed_images, embed_captions):
-                embed(state, some).sum().backward()  # type: ignore[no-untyped-call]
+            for embed in (embed_images, embed_texts):
+                embed(state, pairs).sum().backward()  # type: ignore[no-untyped-call]
         except (RuntimeError, MemoryError) as error:
             if not devices.is_out_of_memory(error):
                 raise
-            ran_out = True
+            out_of_memory = True
     after = devices.peak_gb(state.device)
     state.zero_grad()
-    release(state)
-    if ran_out:
+    release_memory(state)
+    if out_of_memory:
         return None
     return peak.gb if before is None or after is None else after - before
 
 
-def careful_step(
-    state: TrainState, batch: Batch, mark: Callable[[str], None], divided: Callable[[int], None]
+def step_with_retry(
+    state: TrainState, batch: Batch, mark: Callable[[str], None], on_retry: Callable[[int], None]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The training step; where memory runs out, the same step again with the batch divided further."""
-    done: set[str] = set()
+    """The training step; where memory runs out, the same step again in smaller chunks."""
+    phases: set[str] = set()
 
-    def note(phase: str) -> None:
-        done.add(phase)
+    def mark_phase(phase: str) -> None:
+        phases.add(phase)
         mark(phase)
 
     while True:
         try:
-            return train_step(state, batch, note)
+            return train_step(state, batch, mark_phase)
         except (RuntimeError, MemoryError) as error:
-            hopeless = state.chunk == 1 or "backward" in done  # nothing to divide, or weights have moved
-            if not devices.is_out_of_memory(error) or hopeless:
+            final = state.chunk == 1 or "backward" in phases  # cannot split further, or weights have changed
+            if not devices.is_out_of_memory(error) or final:
                 raise
-        # Here, outside of `except`, the error is gone and with it what its frames held.
-        state.zero_grad()
-        release(state)
+        # Outside of `except` the error is gone, and with it the tensors of its frames.
+        state.discard_gradients()
+        release_memory(state)
         state.chunk = -(-min(state.chunk, len(batch)) // 2)
-        divided(state.chunk)
+        on_retry(state.chunk)
 
 
-def by_part(state: TrainState, batch: Batch, pair_bytes: int) -> dict[str, float]:
-    """GB of each part of a step; activations are those of the pairs held at once."""
+def memory_by_part(state: TrainState, batch: Batch, pair_bytes: int, imported: sensors.MemoryUse) -> dict[str, float]:
+    """GB of each part of the process; activations are those of one chunk, `allocator` is the rest.
+
+    `imported` was measured once the libraries were loaded; `data` is what has been memory-mapped since.
+    """
     weights = list(state.weights.values())
-    optimizer = [v for o in state.optimizers for state in o.state.values() for v in state.values()]
-    return {
-        "parameters": gb(weights),
-        "gradients": gb([weight.grad for weight in weights if weight.grad is not None]),
-        "optimizer": gb(optimizer),
-        "average": gb(list(state.mean.values())) if state.mean is not None else 0.0,
+    parts = {
+        "parameters": total_gb(state.model.parameters()),
+        "gradients": total_gb(weight.grad for weight in weights if weight.grad is not None),
+        "optimizer": total_gb(optimizer_tensors(state)),
+        "ema": total_gb((state.ema or {}).values()),
         "activations": pair_bytes * min(state.chunk, len(batch)) / 1e9,
-        "data": gb([batch.images_BHWC, batch.tokens_BL, batch.key_B]),
+        "batch": total_gb((batch.image[0], batch.text[0], batch.key_B)),
+        "libraries": imported.rss_gb,
     }
+    now = sensors.memory_use()
+    if now.mapped_gb is not None and imported.mapped_gb is not None:
+        parts["data"] = max(0.0, now.mapped_gb - imported.mapped_gb)
+    if state.device.type == "cpu":
+        parts["allocator"] = max(0.0, now.rss_gb - sum(parts.values()))
+    return parts
 
 
-def kept_gb(state: TrainState) -> float:
-    """What stays from step to step: weights, their average, the optimizers' memory."""
-    moments = [value for o in state.optimizers for state in o.state.values() for value in state.values()]
-    return gb(list(state.weights.values())) + gb(moments) + gb(list((state.mean or {}).values()))
+def resident_gb(state: TrainState) -> float:
+    """What stays in memory from step to step: weights, EMA, optimizer state."""
+    weights = total_gb(state.weights.values())
+    return weights + total_gb(optimizer_tensors(state)) + total_gb((state.ema or {}).values())
 
 
-def release(state: TrainState) -> None:
-    for place in set(state.model.places):
-        devices.release(place)
+def optimizer_tensors(state: TrainState) -> list[Tensor]:
+    return [value for opt in state.optimizers for entry in opt.state.values() for value in entry.values()]
 
 
-def gb(tensors: list[Tensor] | list[torch.nn.Parameter]) -> float:
+def release_memory(state: TrainState) -> None:
+    for device in set(state.model.devices):
+        devices.release(device)
+
+
+def total_gb(tensors: Iterable[Tensor]) -> float:
     return sum(tensor.nbytes for tensor in tensors) / 1e9
 
 
-def gradients_gb(state: TrainState) -> float:
-    """What will be held beside the activations, and is not yet; the moments are there."""
-    return gb(list(state.weights.values()))
-
-
 def free_gb(device: torch.device) -> float:
-    """What can be had on the device, and of the machine's own memory where that is the same."""
+    """Free memory of the device, and of the machine where both are the same."""
     on_device, machine = devices.free_gb(device), sensors.available_gb()
     if on_device is None:
         return machine

@@ -1,4 +1,4 @@
-"""The optimizers and their rate. Matrices decay; biases, norms, embeddings and the temperature do not."""
+"""AdamW and Muon, and which parameters each of them updates."""
 
 import math
 from collections import defaultdict
@@ -10,49 +10,49 @@ from torch import Tensor, nn
 
 from m1clip.config import TrainConfig
 
+BETAS, EPS = (0.9, 0.98), 1e-6
 LAYER_DECAY = 0.8
-COLORS = 3
-INNER = ("vision.blocks.", "text.blocks.", "vision.patch.", "vision_projection.", "text_projection.")
+"""Learning rate of a layer relative to the layer above it, in full fine-tuning."""
+HIDDEN = ("vision.blocks.", "text.blocks.", "vision.patch.", "vision_projection.", "text_projection.")
 
 
 def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """AdamW for everything; or Muon for the matrices from features to features, and AdamW for the rest."""
+    """AdamW for everything, or Muon for hidden matrices and AdamW for the rest.
+
+    Matrices have weight decay; biases, norms, embeddings and the logit scale have none.
+    """
     embeddings = {id(w) for m in model.modules() if isinstance(m, nn.Embedding) for w in m.parameters()}
     groups: dict[tuple[bool, bool, float], list[nn.Parameter]] = defaultdict(list)
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
             continue
-        matrix = weight.ndim >= 2 and id(weight) not in embeddings and not name.endswith("position")
-        turned = config.optimizer == "muon" and matrix and is_inner(name, weight)
-        scale = (LAYER_DECAY if config.recipe == "full" else 1.0) ** below_the_top(name, model)
-        groups[turned, matrix, scale].append(weight)
-    rest, turned_groups = (
+        is_matrix = weight.ndim >= 2 and id(weight) not in embeddings and not name.endswith("position")
+        use_muon = config.optimizer == "muon" and is_matrix and is_hidden(name, weight)
+        decay = LAYER_DECAY if config.recipe == "full" else 1.0
+        groups[use_muon, is_matrix, decay ** layers_from_top(name, model)].append(weight)
+    adamw_groups, muon_groups = (
         [
-            {"params": weights, "weight_decay": config.weight_decay if matrix else 0.0, "scale": scale}
-            for (turned, matrix, scale), weights in groups.items()
-            if turned is wanted
+            {"params": weights, "weight_decay": config.weight_decay if is_matrix else 0.0, "lr_scale": scale}
+            for (use_muon, is_matrix, scale), weights in groups.items()
+            if use_muon is wanted
         ]
         for wanted in (False, True)
     )
-    made: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=config.lr, betas=(0.9, 0.98), eps=1e-6, fused=True)
-    ]
-    for weight in (weight for group in made[0].param_groups for weight in group["params"]):
-        # AdamW itself would at its first step, whose gradients would leave holes between them in memory.
+    adamw = torch.optim.AdamW(adamw_groups, lr=config.lr, betas=BETAS, eps=EPS, fused=True)
+    for weight in (weight for group in adamw.param_groups for weight in group["params"]):
+        # AdamW would allocate these in its first step, between that step's gradients, and fragment memory.
         moments = {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
-        made[0].state[weight] = {"step": weight.new_zeros(()), **moments}
-    if turned_groups:
-        made.append(Muon(turned_groups, config.lr))
-    return made
+        adamw.state[weight] = {"step": weight.new_zeros(()), **moments}
+    return [adamw, Muon(muon_groups, config.lr)] if muon_groups else [adamw]
 
 
-def is_inner(name: str, weight: nn.Parameter) -> bool:
-    """Whether a matrix leads from features to features: not from colors, and not of a borrowed tower."""
-    return name.startswith(INNER) and weight.shape[1] > COLORS
+def is_hidden(name: str, weight: nn.Parameter) -> bool:
+    """Whether a matrix maps features to features: not from RGB channels, not in a timm or HF tower."""
+    return name.startswith(HIDDEN) and weight.shape[1] > 3
 
 
-def below_the_top(name: str, model: nn.Module) -> int:
-    """How many layers stand between a weight and its tower's output: 0 for what comes after the blocks."""
+def layers_from_top(name: str, model: nn.Module) -> int:
+    """Layers between a parameter and its tower's output; 0 outside the towers."""
     tower, _, rest = name.partition(".")
     if tower not in ("vision", "text"):
         return 0
@@ -60,72 +60,65 @@ def below_the_top(name: str, model: nn.Module) -> int:
 
 
 class Muon(torch.optim.Optimizer):
-    """torch's, for convolutions too, its iteration in float32, heeding `found_inf` as fused AdamW does.
+    """torch.optim.Muon in float32, for convolutions too, and skipping updates by `found_inf` like fused AdamW.
 
-    torch's own runs in bfloat16, which most laptops only emulate: on 2 AVX2 cores it took 1.1 s for the
-    matrices of `nano` where this takes 0.04 s (November 2026).
+    torch's own iterates in bfloat16, which most laptops emulate: on 2 AVX2 cores it took 1.1 s for the
+    matrices of `nano`, this takes 0.04 s (November 2026).
     """
 
     def __init__(self, groups: Any, lr: float):
-        """Steps are as long as AdamW's, so that one rate suits both."""
-        turning = {"ns_coefficients": (3.4445, -4.775, 2.0315), "ns_steps": 5, "eps": 1e-7}
-        super().__init__(groups, {"lr": lr, "momentum": 0.95, "weight_decay": 0.1, **turning})
+        """Updates have the RMS of AdamW's, so one learning rate suits both."""
+        newton_schulz = {"ns_coefficients": (3.4445, -4.775, 2.0315), "ns_steps": 5, "eps": 1e-7}
+        super().__init__(groups, {"lr": lr, "momentum": 0.95, "weight_decay": 0.1, **newton_schulz})
         for weight in (weight for group in self.param_groups for weight in group["params"]):
             self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        bad: Tensor | None = getattr(self, "found_inf", None)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        enabled = 1.0 if found_inf is None else 1.0 - found_inf
         for group in self.param_groups:
-            for alike in of_one_shape(weight for weight in group["params"] if weight.grad is not None):
-                self._turn(alike, group, 1.0 if bad is None else 1.0 - bad)
+            for weights in group_by_shape(weight for weight in group["params"] if weight.grad is not None):
+                self._update(weights, group, enabled)
 
-    def _turn(self, weights: list[Tensor], group: dict[str, Any], live: Tensor | float) -> None:
-        """`live` is 1, or 0 to leave everything as it is; on the device, so nothing waits for it."""
-        live = live.to(weights[0].device) if isinstance(live, Tensor) else live
-        lr = group["lr"] * live
-        ahead = [self._ahead(weight, group, live) for weight in weights]
-        length = lr * 0.2 * math.sqrt(max(ahead[0].shape))
-        for weight, turned in zip(weights, orthogonal(torch.stack(ahead), group) * length, strict=True):
+    def _update(self, weights: list[Tensor], group: dict[str, Any], enabled: Tensor | float) -> None:
+        """Update matrices of one shape; `enabled` is 1, or 0 on the device to change nothing without a sync."""
+        enabled = enabled.to(weights[0].device) if isinstance(enabled, Tensor) else enabled
+        lr = group["lr"] * enabled
+        momenta = [self._nesterov(weight, group, enabled) for weight in weights]
+        scale = lr * 0.2 * math.sqrt(max(momenta[0].shape))
+        for weight, update in zip(weights, orthogonalize(torch.stack(momenta), group) * scale, strict=True):
             weight.mul_(1 - lr * group["weight_decay"])
-            weight.sub_((turned if is_wide(weight) else turned.T).reshape(weight.shape))
+            weight.sub_((update if is_wide(weight) else update.T).reshape(weight.shape))
 
-    def _ahead(self, weight: Tensor, group: dict[str, Any], live: Tensor | float) -> Tensor:
-        """The moving mean of the gradients and, as Nesterov has it, a step on: a wide matrix."""
-        grad, moving, memory = weight.grad, self.state[weight]["momentum_buffer"], group["momentum"]
+    def _nesterov(self, weight: Tensor, group: dict[str, Any], enabled: Tensor | float) -> Tensor:
+        """The Nesterov momentum as a wide matrix."""
+        grad, buffer, momentum = weight.grad, self.state[weight]["momentum_buffer"], group["momentum"]
         assert grad is not None
-        if isinstance(live, Tensor):
-            grad = torch.where(live > 0, grad, moving)  # 0 times what is not finite would not be 0
-        moving.lerp_(grad, 1 - memory)
-        ahead = grad.lerp(moving, memory).flatten(1)  # a convolution is a matrix too
-        return ahead if is_wide(weight) else ahead.T
+        if isinstance(enabled, Tensor):
+            grad = torch.where(enabled > 0, grad, buffer)  # 0 times NaN would not be 0
+        buffer.lerp_(grad, 1 - momentum)
+        nesterov = grad.lerp(buffer, momentum).flatten(1)  # a convolution is a matrix too
+        return nesterov if is_wide(weight) else nesterov.T
 
 
 def is_wide(weight: Tensor) -> bool:
     return len(weight) <= weight[0].numel()
 
 
-def of_one_shape(weights: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Those in one place that are as wide and high, turned or not: they are worked on side by side."""
-    alike: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+def group_by_shape(weights: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Matrices of equal shape, transposed or not, on one device: they are stacked and updated together."""
+    groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for weight in weights:
-        alike[weight.device, *sorted((len(weight), weight[0].numel()))].append(weight)
-    return list(alike.values())
+        groups[weight.device, *sorted((len(weight), weight[0].numel()))].append(weight)
+    return list(groups.values())
 
 
-def orthogonal(wide_NRC: Tensor, group: dict[str, Any]) -> Tensor:
-    """The nearest matrices whose singular values are all about 1, by torch's Newton–Schulz coefficients."""
+def orthogonalize(matrices_NRC: Tensor, group: dict[str, Any]) -> Tensor:
+    """The nearest matrices with singular values of about 1, by Newton–Schulz iteration."""
     a, b, c = group["ns_coefficients"]
-    x: Tensor = wide_NRC / wide_NRC.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])
+    x: Tensor = matrices_NRC / matrices_NRC.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])
     for _ in range(group["ns_steps"]):
-        square = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
-
-
-def rate(done: float, total: float, config: TrainConfig) -> float:
-    """Learning rate after so many steps of all, or seconds: a straight climb, then a cosine down to zero."""
-    climb = config.warmup * total
-    if done < climb:
-        return config.lr * (done + 1) / (climb + 1)
-    return config.lr * 0.5 * (1 + math.cos(math.pi * (done - climb) / (total - climb)))

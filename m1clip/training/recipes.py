@@ -1,200 +1,254 @@
-"""Which part of a model learns, and which way is the best for the pairs, the start and the time at hand."""
+"""The initial model, the parameters that are trained, and which recipe suits data, init and budget."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from m1clip import devices
-from m1clip.config import RECIPES, Recipe, TrainConfig
-from m1clip.console import Console
-from m1clip.data.batches import BatchStream
-from m1clip.data.sources import open_sources
+from m1clip.config import RECIPES, Recipe, TrainConfig, override
+from m1clip.data.batches import BatchStream, Images, Tokens
+from m1clip.data.sources import Source
 from m1clip.devices import Plan
 from m1clip.format import duration
-from m1clip.model.clip import CLIP
-from m1clip.model.heads import Head
-from m1clip.model.lora import adapt, merged_state_dict
+from m1clip.model.clip import CLIP, load
+from m1clip.model.heads import ProjectionHead
+from m1clip.model.pretrained import HFText, TimmVision
 from m1clip.model.tokenizer import Tokenizer
-from m1clip.model.tokenizer import make as make_tokenizer
-from m1clip.training import init
-from m1clip.training.init import InitModel
-
-FEW, MANY = 10_000, 200_000
-"""Images below which whole towers are soon learned by heart, and from which all of them is worth moving."""
-BACKWARD = 3.0  # a step against a forward pass
-VIEWS = 3
-TRIED = 8
-LOOKED, MOST_LOOKED = 64, 20_000
+from m1clip.run import Run
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Seconds on this machine, from a few images and captions that were timed just now."""
+class InitModel:
+    clip: CLIP | None = None
+    vision: TimmVision | None = None
+    text: HFText | None = None
+    tokenizer: Tokenizer | None = None
+    """Where the text tower brings one."""
+    random_vision: bool = False
+    """The vision tower has no pretrained weights."""
+    note: str = ""
+    """What had to be guessed about the checkpoint."""
+
+    @property
+    def pretrained(self) -> tuple[str, ...]:
+        """Names of the towers with pretrained weights."""
+        if self.clip is not None:
+            return ("vision", "text")
+        towers = {"vision": None if self.random_vision else self.vision, "text": self.text}
+        return tuple(name for name, tower in towers.items() if tower is not None)
+
+    def __bool__(self) -> bool:
+        return bool(self.clip or self.vision or self.text)
+
+
+def load_init(config: TrainConfig, resumed: Run | None) -> tuple[TrainConfig, InitModel]:
+    """Load what the config names, and the config with that model's shape."""
+    torch.manual_seed(config.seed)  # new heads depend on the seed alone
+    if resumed and (resumed.path / "start").is_dir():  # a run keeps its initial model
+        clip = load(resumed.path / "start")
+        return config, InitModel(clip, tokenizer=clip.tokenizer)
+    if resumed or not config.is_pretrained:
+        return config, InitModel()
+    if config.init:
+        from m1clip.model.interop import import_clip
+
+        requested = config.model
+        clip, note = import_clip(config.init, config.tokenizer, requested.activation == "quick_gelu")
+        if requested.loss == "sigmoid" and clip.config.loss == "softmax":
+            raise ValueError("--init was trained with the softmax loss; --model.loss sigmoid cannot continue it")
+        if requested.head != "linear" and clip.config.head == "linear":
+            clip = replace_heads(clip, requested.head, requested.head_hidden)
+        return replace(config, model=clip.config), InitModel(clip, tokenizer=clip.tokenizer, note=note)
+    from m1clip.model.pretrained import load_hf_text, load_timm
+
+    vision = load_timm(config.vision) if config.vision else None
+    text, tokenizer = load_hf_text(config.text) if config.text else (None, None)
+    shape: dict[str, Any] = {} if vision is None else {"vision": vision.config}
+    shape |= {} if text is None else {"text": text.config}
+    random_vision = config.vision.endswith("?weights=none")
+    init = InitModel(None, vision, text, tokenizer, random_vision)
+    return replace(config, model=replace(config.model, **shape)), init
+
+
+def build_model(config: TrainConfig, init: InitModel, tokenizer: Tokenizer | None) -> CLIP:
+    """The model before the first step; new parameters depend on the seed alone."""
+    if init.clip is not None:
+        return init.clip
+    torch.manual_seed(config.seed)
+    model = CLIP(config.model, tokenizer)
+    for name in ("vision", "text"):
+        tower = getattr(init, name)
+        if tower is not None:
+            getattr(model, name).load_state_dict(tower.state_dict())
+    return model
+
+
+def replace_heads(clip: CLIP, kind: Literal["standardized", "mlp"], hidden: int) -> CLIP:
+    """The same model with larger projection heads, which compute the same until they are trained."""
+    model = CLIP(replace(clip.config, head=kind, head_hidden=hidden), clip.tokenizer)
+    weights = clip.state_dict()
+    for name in ("vision_projection", "text_projection"):
+        head = getattr(model, name)
+        assert isinstance(head, ProjectionHead)
+        head.linear.weight.data.copy_(weights.pop(f"{name}.weight"))
+        head.linear.bias.data.zero_()
+    model.load_state_dict(weights, strict=False)
+    return model.eval()
+
+
+OVERFIT_BELOW, FULL_FROM = 10_000, 200_000
+"""Images below which whole towers overfit, and from which training all weights pays."""
+FEATURE_VIEWS = 3
+"""Augmented views encoded per image when the vision tower is frozen; the first is not augmented."""
+STEP_COST = 3.0  # of a training step relative to a forward pass
+TRIAL_SIZE = 8
+CALIBRATION_PAIRS, CALIBRATION_ROWS = 64, 20_000
+
+
+@dataclass(frozen=True)
+class EncodingCost:
+    """Seconds per image and per caption on this machine, from a short trial."""
 
     image_s: float
     caption_s: float
 
-    def locked(self, config: TrainConfig, images: int, captions: int) -> float:
-        return images * VIEWS * self.image_s + captions * self.caption_s
+    def frozen_s(self, images: int, captions: int) -> float:
+        """Encoding everything once."""
+        return images * FEATURE_VIEWS * self.image_s + captions * self.caption_s
 
-    def tuned(self, config: TrainConfig, images: int) -> float:
-        return config.epochs * images * BACKWARD * (self.image_s + self.caption_s)
-
-
-def choose(config: TrainConfig, console: Console) -> tuple[Recipe, str]:
-    """The recipe for what is at hand, and why."""
-    if not config.is_pretrained:
-        return "scratch", "nothing learned is at hand: --init, --vision or --text would bring it"
-    sources = open_sources(config, console.working)
-    images = sum(len(one.train) for one in sources)
-    captions = sum(len(one.train.captions(row)) for one in sources for row in range(min(100, len(one.train))))
-    captions = round(captions / sum(min(100, len(one.train)) for one in sources) * images)
-    config, found = init.find(config, None)
-    return decide(config, found, images, captions, measured(config, found))
+    def finetuning_s(self, epochs: int, images: int) -> float:
+        return epochs * images * STEP_COST * (self.image_s + self.caption_s)
 
 
-def decide(
-    config: TrainConfig, found: InitModel, images: int, captions: int, cost: Estimate
+def choose_recipe(config: TrainConfig, init: InitModel, sources: Sequence[Source]) -> tuple[Recipe, str]:
+    """The recipe for --recipe auto, and the reason."""
+    images = sum(len(source.train) for source in sources)
+    sampled = [(source, row) for source in sources for row in range(min(100, len(source.train)))]
+    captions_per_image = sum(len(source.train.captions(row)) for source, row in sampled) / len(sampled)
+    captions = round(captions_per_image * images)
+    return decide_recipe(config, init, images, captions, measure_encoding(config, init))
+
+
+def decide_recipe(
+    config: TrainConfig, init: InitModel, images: int, captions: int, cost: EncodingCost
 ) -> tuple[Recipe, str]:
-    """Pure: by what is at hand, how many pairs there are, and what each way would take of the budget."""
-    counted, budget = f"{images:,} images", config.budget_s
-    if len(found.learned) < 2:
-        one = found.learned[0]
+    """Choose by pretrained towers, number of images, and measured cost against the budget."""
+    if len(init.pretrained) < 2:
+        tower = init.pretrained[0]
         return (
             "frozen",
-            f"only the {one} tower has learned before: it stands still, and the other learns to follow",
+            f"only the {tower} tower is pretrained: it is frozen, and the other one is trained to match it",
         )
-    lock_s = cost.locked(config, images, captions)
-    ways = {name: cost.tuned(_with(config, name), images) for name in ("lora", "full")}
-    told = f"{counted}; about {duration(lock_s)} to encode them once"
-    if found.known is None:
-        return "frozen", f"the towers have never met, so heads come first: {told}, then seconds"
-    requested = "full" if images >= MANY else "lora"
-    if budget is not None and ways[requested] > budget:
+    encoding = f"{images:,} images; encoding them once takes about {duration(cost.frozen_s(images, captions))}"
+    if init.clip is None:
         return (
             "frozen",
-            f"{told}, where {requested} would take about {duration(ways[requested])} of the {duration(budget)} you have",
+            f"the encoders were not trained together, so only the projection heads are trained: {encoding}",
         )
-    if requested == "full":
-        return "full", f"{counted} are enough to move every weight (about {duration(ways['full'])})"
-    few = "few enough to learn by heart" if images < FEW else "not enough to move every weight"
-    return (
-        "lora",
-        f"{counted} are {few}: adapters change less and forget less (about {duration(ways['lora'])})",
-    )
+    recipe: Recipe = "full" if images >= FULL_FROM else "lora"
+    seconds = cost.finetuning_s(override(config, RECIPES[recipe]).epochs, images)
+    if config.budget_s is not None and seconds > config.budget_s:
+        return (
+            "frozen",
+            f"{encoding}; {recipe} would take about {duration(seconds)} of the {duration(config.budget_s)}",
+        )
+    if recipe == "full":
+        return recipe, f"{images:,} images are enough to train all weights (about {duration(seconds)})"
+    few = "few enough to overfit" if images < OVERFIT_BELOW else "too few to train all weights"
+    return recipe, f"{images:,} images are {few}: LoRA changes and forgets less (about {duration(seconds)})"
 
 
-def _with(config: TrainConfig, recipe: str) -> TrainConfig:
-    from dataclasses import replace
+def measure_encoding(config: TrainConfig, init: InitModel) -> EncodingCost:
+    """Time forward passes of a few blank images and short captions, after a warm-up."""
+    model = build_model(config, init, init.tokenizer)
+    size = model.config.vision.image_size
+    images_BHWC = torch.zeros((TRIAL_SIZE, size, size, 3), dtype=torch.uint8)
+    tokens_BL = torch.ones(TRIAL_SIZE, min(16, model.config.text.context_length), dtype=torch.long)
 
-    return replace(config, **RECIPES[recipe])
-
-
-def measured(config: TrainConfig, found: InitModel) -> Estimate:
-    """Forward passes of a few blank images and short captions, after one to warm up."""
-    words: Tokenizer = found.tokenizer or make_tokenizer("char", [], 0)
-    model = init.begin(config, found, words) if found.known or found.tokenizer else CLIP(config.model)
-    side = model.config.vision.image_size
-    images_BHWC = torch.from_numpy(np.zeros((TRIED, side, side, 3), np.uint8))
-    tokens_BL = torch.ones(TRIED, min(16, model.config.text.context_length), dtype=torch.long)
-
-    def took(work: Callable[[], torch.Tensor]) -> float:
+    def time_per_item(forward: Callable[[], torch.Tensor]) -> float:
         with torch.inference_mode():
-            work().cpu()
-            began = time.perf_counter()
-            work().cpu()
-        return (time.perf_counter() - began) / TRIED
+            forward().cpu()
+            started = time.perf_counter()
+            forward().cpu()
+        return (time.perf_counter() - started) / TRIAL_SIZE
 
-    model.place(
-        *(2 * [devices.default_device("auto")[0]]) if config.device == "auto" else Plan(config.device).places
+    plan = Plan(str(devices.default_device("auto")[0])) if config.device == "auto" else Plan(config.device)
+    model.to_devices(*plan.devices)
+    vision, text = model.devices
+    return EncodingCost(
+        time_per_item(lambda: model.vision(model.normalize(images_BHWC.to(vision)))),
+        time_per_item(lambda: model.text(tokens_BL.to(text))),
     )
-    vision, text = model.places
-    return Estimate(
-        took(lambda: model.vision(model.normalize(images_BHWC.to(vision)))),
-        took(lambda: model.text(tokens_BL.to(text))),
-    )
 
 
-def locked_sides(config: TrainConfig, found: InitModel) -> tuple[str, ...]:
-    """The towers that stand still, whose features are encoded once."""
+def frozen_towers(config: TrainConfig, init: InitModel) -> tuple[str, ...]:
+    """The frozen towers, whose features are encoded once."""
     if config.recipe == "scratch" or (config.recipe != "frozen" and config.freeze == "auto"):
         return ()
-    return {"both": ("vision", "text"), "vision": ("vision",), "text": ("text",), "auto": found.learned}[
-        config.freeze
-    ]
+    towers = {"both": ("vision", "text"), "vision": ("vision",), "text": ("text",), "auto": init.pretrained}
+    return towers[config.freeze]
 
 
-def prepare(model: CLIP, config: TrainConfig, locked: tuple[str, ...]) -> None:
-    """Let learn what the recipe lets learn. The rest keeps still, and its gradients are never computed."""
-    free = [name for name in ("vision", "text") if name not in locked]
-    for name in locked:
+def set_trainable(model: CLIP, config: TrainConfig, frozen: tuple[str, ...]) -> None:
+    """Freeze what the recipe does not train; its gradients are never computed."""
+    trained = [name for name in ("vision", "text") if name not in frozen]
+    for name in frozen:
         model.get_submodule(name).requires_grad_(False)
     if config.recipe == "lora":
+        from m1clip.model.lora import add_lora
+
         torch.manual_seed(config.seed)
-        adapt(model, free, config.lora_rank, "all")
+        add_lora(model, trained, config.lora_rank)
     if config.recipe == "full" and config.unfreeze:
-        for name in free:
+        for name in trained:
             tower = model.get_submodule(name)
             for key, weight in tower.named_parameters():
                 weight.requires_grad_(int(tower.layers_from_top(key)) <= config.unfreeze)  # type: ignore[operator]
 
 
 @torch.no_grad()
-def meet(model: CLIP, found: InitModel, batches: BatchStream) -> None:
-    """Heads that are new take their features' mean and spread for 0 and 1."""
-    if found.known is not None:
+def calibrate_heads(model: CLIP, init: InitModel, batches: BatchStream) -> None:
+    """Standardize the inputs of new heads by the mean and deviation of their features."""
+    if init.clip is not None:
         return
-    known, batch = batches.features, None
-    for side, head in (("vision", model.vision_projection), ("text", model.text_projection)):
-        if not isinstance(head, Head):
-            continue
-        stored = {"vision": known.views[0] if known.views else None, "text": known.texts}[side]
-        if stored is not None:
-            some = stored[:: -(-len(stored) // MOST_LOOKED)]  # at equal distances
-            head.standardize(torch.from_numpy(np.array(some)))
-            continue
-        batch = batch or batches.at(0).split(LOOKED)[0].to(*model.places)
-        images = side == "vision"
-        head.standardize(
-            model.vision(model.normalize(batch.images_BHWC))
-            if images
-            else model.text(batch.tokens_BL.flatten(0, -2))
-        )
-
-
-def between(model: CLIP, start: CLIP, part: float) -> CLIP:
-    """A model between `start` (0) and `model` (1), weight by weight (WiSE-FT, Wortsman et al. 2022)."""
-    first, last = start.state_dict(), merged_state_dict(model)
-    for name, weight in first.items():
-        if weight.is_floating_point():
-            weight.lerp_(last[name].cpu(), part)  # in place: these are the weights of `start`
-    return start
-
-
-def require_sense(config: TrainConfig, found: InitModel) -> None:
-    """What does not go together, in a sentence."""
-    if config.wise_ft < 1 and (not found or config.vision or config.text):
-        raise ValueError(
-            "--wise-ft goes between a CLIP (--init) and what became of it; what is new has no start"
-        )
-    if config.recipe == "scratch":
-        if found:
-            raise ValueError("--recipe scratch begins with nothing; leave out --init, --vision and --text")
-        return
-    if not found:
-        raise ValueError(
-            f"--recipe {config.recipe} needs something learned: --init CLIP, or --vision timm:NAME and "
-            "--text hf:NAME"
-        )
-    ours = {
-        "patch_dropout": config.patch_dropout,
-        "grad_checkpointing": config.grad_checkpointing,
+    tables, batch = batches.features, None
+    stored = {
+        "vision": tables.images.views[0] if tables.images else None,
+        "text": tables.captions.features_MD if tables.captions else None,
     }
-    for flag in ("patch_dropout", "grad_checkpointing"):
-        if ours[flag] and not config.model.is_native:
-            raise ValueError(f"--{flag.replace('_', '-')} is for our own towers; this model has another's")
-    if config.recipe == "frozen" and not locked_sides(config, found):
-        raise ValueError("--recipe locked needs a tower that has learned before")
+    for tower, head in (("vision", model.vision_projection), ("text", model.text_projection)):
+        if not isinstance(head, ProjectionHead):
+            continue
+        if (features := stored[tower]) is not None:
+            evenly_spaced = features[:: -(-len(features) // CALIBRATION_ROWS)]
+            head.calibrate(torch.from_numpy(np.array(evenly_spaced)))
+            continue
+        batch = batch or batches.batch(0).split(CALIBRATION_PAIRS)[0].to(*model.devices)
+        if isinstance(batch.image, Images) and tower == "vision":
+            head.calibrate(model.vision(model.normalize(batch.image.images_BHWC)))
+        if isinstance(batch.text, Tokens) and tower == "text":
+            head.calibrate(model.text(batch.text.tokens_BKL.flatten(0, 1)))
+
+
+def check_recipe(config: TrainConfig, init: InitModel) -> None:
+    """Refuse combinations that make no sense."""
+    if config.wise_ft < 1 and (not init or config.vision or config.text):
+        raise ValueError("--wise-ft averages a CLIP given by --init with its fine-tuned weights; there is no --init")
+    if config.recipe == "scratch":
+        if init:
+            raise ValueError("--recipe scratch starts from random weights; leave out --init, --vision and --text")
+        return
+    if not init:
+        raise ValueError(
+            f"--recipe {config.recipe} needs pretrained weights: --init CLIP, or --vision timm:NAME and --text hf:NAME"
+        )
+    if not config.model.is_native:
+        for flag in ("patch_dropout", "grad_checkpointing"):
+            if getattr(config, flag):
+                raise ValueError(f"--{flag.replace('_', '-')} is not available for timm and transformers towers")
+    if config.recipe == "frozen" and not frozen_towers(config, init):
+        raise ValueError("--recipe frozen needs a pretrained tower")

@@ -1,87 +1,96 @@
-"""How far a run is: by its steps, or by the clock where it has a budget."""
+"""The schedule of a run: its learning rate and its end, by steps or, with a budget, by the clock."""
 
+import math
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-UNKNOWN = 0.02  # of the budget, kept for the last evaluation and the last save until one of each was timed
-OUTSIDE_S = 1.0  # until Python has started, and until it has printed the result and gone
+RESERVE = 0.02  # of the budget, for the last evaluation and save until one of each has been timed
+EXIT_S = 1.0  # starting Python, printing the result and exiting
+
+
+def learning_rate(done: float, total: float, peak: float, warmup: float) -> float:
+    """Linear warm-up over a fraction of the run, then cosine decay to 0."""
+    warmup_steps = warmup * total
+    if done < warmup_steps:
+        return peak * (done + 1) / (warmup_steps + 1)
+    return peak * 0.5 * (1 + math.cos(math.pi * (done - warmup_steps) / (total - warmup_steps)))
 
 
 class Schedule:
-    """With a deadline the rate follows the time and not the steps: it has come down when the time is over,
-    however fast the machine was meanwhile. The number of steps is then a guess that becomes better."""
+    """With a deadline the learning rate follows elapsed time, not steps: it reaches 0 when the time is over,
+    however fast the machine was. The number of steps is then an estimate that improves."""
 
     def __init__(
         self,
         total: int,
         deadline: float | None = None,
         budget_s: float = 0.0,
-        at_most: int | None = None,
-        spent_s: float = 0.0,
-        evaluations: int = 1,
+        max_steps: int | None = None,
+        elapsed_s: float = 0.0,
+        final_evals: int = 1,
     ):
-        """`total` is the number of steps, or a first guess. `deadline`, a time of time.monotonic, is the end
-        of everything. More than `at_most` steps are not taken, however much time is left. `spent_s` are the
-        seconds of earlier sessions, `evaluations` how many follow the last step."""
-        self.total, self.deadline, self.at_most = total, deadline, at_most
-        self.unknown_s, self.outside_s = UNKNOWN * budget_s, min(OUTSIDE_S, UNKNOWN * budget_s)
-        self.spent_s, self.evaluations = spent_s, evaluations
-        self.began = time.monotonic()
-        self.taken = dict[str, float]()
-        self.steps, self.pauses_s = 0, 0.0
+        """`total` is the number of steps, or its first estimate. `deadline` is a time.monotonic value by which
+        everything has to be done, `max_steps` a limit however much time is left, `elapsed_s` the training time
+        of earlier sessions, `final_evals` the number of evaluations after the last step."""
+        self.total, self.deadline, self.max_steps = total, deadline, max_steps
+        self.reserve_s, self.exit_s = RESERVE * budget_s, min(EXIT_S, RESERVE * budget_s)
+        self.elapsed_s, self.final_evals = elapsed_s, final_evals
+        self.started = time.monotonic()
+        self.durations = dict[str, float]()
+        self.steps, self.paused_s = 0, 0.0
 
     @property
     def end(self) -> float:
-        """When the last step has to be done, so that there is time for what follows it."""
+        """When the last step has to be done, so that time is left for the evaluation and save after it."""
         assert self.deadline is not None
-        kept = self.evaluations * self.taken.get("evaluating", 0.0) + self.taken.get("saving", 0.0)
-        return self.deadline - self.outside_s - kept - (self.unknown_s if len(self.taken) < 2 else 0.0)
+        final_s = self.final_evals * self.durations.get("eval", 0.0) + self.durations.get("save", 0.0)
+        return self.deadline - self.exit_s - final_s - (self.reserve_s if len(self.durations) < 2 else 0.0)
 
     @property
     def is_late(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.end
 
     @contextmanager
-    def aside(self, what: str) -> Iterator[None]:
-        """Evaluating or saving, which will be done once more at the end: how long it takes is remembered."""
-        began = time.monotonic()
+    def timed_pause(self, kind: str) -> Iterator[None]:
+        """An evaluation or a save, which happens once more at the end: its duration is remembered."""
+        started = time.monotonic()
         yield
-        self.taken[what] = time.monotonic() - began
-        self.pauses_s += self.taken[what]
+        self.durations[kind] = time.monotonic() - started
+        self.paused_s += self.durations[kind]
 
-    def may_evaluate(self) -> bool:
-        """Not when the last evaluation would follow at once."""
-        return self.deadline is None or time.monotonic() + self.taken.get("evaluating", 0.0) < self.end
+    def has_time_to_eval(self) -> bool:
+        """False when the final evaluation would follow immediately."""
+        return self.deadline is None or time.monotonic() + self.durations.get("eval", 0.0) < self.end
 
     @property
-    def must_try(self) -> bool:
-        """At half time, if nobody knows yet how long the last evaluation and the last save will take."""
-        if self.deadline is None or "evaluating" in self.taken:
+    def needs_trial_eval(self) -> bool:
+        """At half time, if no evaluation has been timed yet."""
+        if self.deadline is None or "eval" in self.durations:
             return False
-        return time.monotonic() > (self.began + self.end) / 2
+        return time.monotonic() > (self.started + self.end) / 2
 
     def last_step(self) -> int:
-        """That is taken in any case; none with a clock."""
-        return self.total if self.deadline is None else self.at_most or sys.maxsize
+        """The step after which training ends in any case; unlimited with a deadline."""
+        return self.total if self.deadline is None else self.max_steps or sys.maxsize
 
-    def place(self, step: int) -> tuple[float, float]:
-        """How far, of how much: in steps, which with a clock are so many as have passed of the time."""
+    def progress(self, step: int) -> tuple[float, float]:
+        """Position and length of the run in steps; with a deadline the position follows elapsed time."""
         if self.deadline is None:
             return step, self.total
         if not self.steps:
-            self.began, self.pauses_s = time.monotonic(), 0.0  # from the first step, not what came before it
-        done, whole = (self.spent_s + then - self.began for then in (time.monotonic(), self.end))
-        part = min(1.0, done / whole) if whole > 0 else 1.0
-        return max(part, step / self.at_most if self.at_most else 0.0) * self.total, self.total
+            self.started, self.paused_s = time.monotonic(), 0.0  # set-up time does not count
+        done, whole = (self.elapsed_s + then - self.started for then in (time.monotonic(), self.end))
+        fraction = min(1.0, done / whole) if whole > 0 else 1.0
+        return max(fraction, step / self.max_steps if self.max_steps else 0.0) * self.total, self.total
 
     def count(self, step: int) -> bool:
-        """A step is done; whether it was the last. The next must fit, by half at least."""
+        """Register a finished step; whether it was the last. The next one must fit by half at least."""
         if self.deadline is None:
             return step == self.total
         self.steps += 1
         now = time.monotonic()
-        left = max(0.0, self.end - now) / ((now - self.began - self.pauses_s) / self.steps)
-        self.total = max(1, min(step + round(left), self.at_most or sys.maxsize))
-        return left < 0.5 or step == self.at_most
+        steps_left = max(0.0, self.end - now) / ((now - self.started - self.paused_s) / self.steps)
+        self.total = max(1, min(step + round(steps_left), self.max_steps or sys.maxsize))
+        return steps_left < 0.5 or step == self.max_steps

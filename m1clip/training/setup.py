@@ -1,8 +1,7 @@
-"""What a run is before it begins: what can be refused is refused here, and what was open is settled."""
+"""Prepare a run: validate the config, open the data and the initial model once, and settle what was left open."""
 
 import shutil
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -10,147 +9,195 @@ from typing import Any
 
 import torch
 
-from m1clip.config import TrainConfig
+from m1clip import sensors
+from m1clip.config import TrainConfig, check_config, recipe_defaults, with_defaults
 from m1clip.console import Console
-from m1clip.data.augment import margin
+from m1clip.data.augment import stored_size
+from m1clip.data.sources import Source, open_sources
 from m1clip.data.splits import Split, Splits, open_splits
 from m1clip.devices import Plan
 from m1clip.format import file_size
-from m1clip.model.clip import CLIP, read_tokenizer
-from m1clip.model.tokenizer import Tokenizer
-from m1clip.model.tokenizer import make as make_tokenizer
-from m1clip.model.tokenizer import require as require_tokenizer
+from m1clip.model.clip import CLIP, load_tokenizer
+from m1clip.model.tokenizer import Tokenizer, check_tokenizer, make_tokenizer
 from m1clip.run import Run
-from m1clip.training import checkpoint, device_plan, init, recipes, trackers
-from m1clip.training.init import InitModel
+from m1clip.training import checkpoint
+from m1clip.training.device_plan import requested_plan
+from m1clip.training.recipes import InitModel, check_recipe, choose_recipe, frozen_towers, load_init
 
-MOST_READ = 50_000
-"""Captions that a tokenizer is learned from, about."""
+TOKENIZER_CAPTIONS = 50_000
+"""Captions a tokenizer is trained on, at most about."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a configuration comes to on this machine."""
+    """Everything a run needs before its model is placed on a device."""
 
     config: TrainConfig
-    """The same, with the model's shape as what it begins with has it."""
+    """Final: nothing is left at auto but what is measured (chunk, device, precision, compile, threads)."""
+    reason: str
+    """Why this recipe or model was chosen."""
     init: InitModel
-    why: str
-    """Of the recipe."""
-    data: Splits
+    splits: Splits
     tokenizer: Tokenizer
     total: int
-    """Steps of the whole run."""
-    start: Path | None
-    """The checkpoint to go on from."""
+    """Steps of the whole run; an estimate with a budget."""
+    checkpoint: Path | None
+    """The checkpoint to resume from."""
     damaged: dict[Path, str]
-    """Newer checkpoints that cannot be used, and what is wrong with each."""
-    before: Plan | None
-    """How the run was trained until now."""
+    """Newer checkpoints that cannot be used, and why."""
+    resumed_plan: Plan | None
     deadline: float | None
-    """A time of time.monotonic at which everything has to be done."""
+    """When a budget ends, by time.monotonic."""
+    imported: sensors.MemoryUse
+    """Memory before any data or model was loaded."""
     views: int = 0
-    """Ways the images were seen until now; 0 for a new run."""
+    """Encoded views per image so far; 0 for a new run."""
 
     @property
-    def locked(self) -> tuple[str, ...]:
-        return recipes.locked_sides(self.config, self.init)
+    def frozen(self) -> tuple[str, ...]:
+        return frozen_towers(self.config, self.init)
 
 
-def check(
+def prepare(
     config: TrainConfig,
+    given: Mapping[str, Any],
     runs: Path,
     resumed: Run | None,
     console: Console,
-    why: str = "",
-    began: float | None = None,
+    started: float,
+    is_final: bool = False,
 ) -> Setup:
-    """Everything that can be refused, before the run is written: the data is read, its images prepared.
+    """Validate and open everything before the run folder is written.
 
-    `why` is the reason for the recipe, where it was chosen. A budget counts from `began`, by time.monotonic.
+    `given` are the user's own settings, which defaults of recipes and budgets leave alone; `is_final` says that
+    the config comes from a file and gets no other defaults. A budget counts from `started` (time.monotonic).
     """
-    began = time.monotonic() if began is None else began
-    device_plan.requested_plan(config)  # a device that is not there is refused first
-    trackers.require(config.track)
-    config = replace(config, recipe="scratch") if config.recipe == "auto" else config
-    config, found = init.find(config, resumed)
-    recipes.require_sense(config, found)
-    if not resumed:  # which has its own
-        require_tokenizer(config.tokenizer)
-    require_room(config, runs, resumed)
+    imported = sensors.memory_use()
+    check_config(config)
+    requested_plan(config)
+    if config.track != "none":
+        from m1clip.training.trackers import check_tracker
+
+        check_tracker(config.track)
+    if not resumed:  # a resumed run has its tokenizer
+        check_tokenizer(config.tokenizer)
+    config, init = load_init(config, resumed)
+    sources = open_sources(config, console.progress)
+    reason = ""
+    if not resumed:
+        config, reason = choose_settings(config, given, is_final, init, sources, console)
+    check_recipe(config, init)
+    check_disk_space(config, runs, resumed)
+    record = _read_data_record(resumed) if resumed else {}
     size = config.model.vision.image_size
-    was = began_with(resumed) if resumed else {}
-    data = open_splits(config, size, margin(size, config.crop_scale), console.working, was.get("live", ()))
-    pairs = data.train.per_epoch
-    config = settled(config, found, pairs)
+    stored, on_the_fly = stored_size(size, config.crop_scale), record.get("on_the_fly", ())
+    splits = open_splits(sources, config, size, stored, console.progress, on_the_fly)
+    pairs = splits.train.pairs_per_epoch
+    config = settle(config, init, pairs)
     if config.batch_size > pairs:
-        raise ValueError(f"batch {config.batch_size} is larger than the {pairs} training pairs")
-    total = config.steps or config.epochs * (pairs // config.batch_size)
-    if resumed and was.get("identity", data.train.identity) != data.train.identity:
+        raise ValueError(f"batch_size {config.batch_size} is larger than the {pairs} training pairs")
+    if resumed and record.get("identity", splits.train.identity) != splits.train.identity:
         raise ValueError(
-            f"the data is not what {resumed.path} began with (rows, captions or their order have changed); "
-            f"put it back, or start a new run"
+            f"the data of {resumed.path} has changed (rows, captions or their order); restore it, or start a new run"
         )
-    start, damaged = checkpoint.newest_whole(resumed) if resumed else (None, {})
+    total = config.steps or config.epochs * (pairs // config.batch_size)
+    start, damaged = checkpoint.newest_intact(resumed) if resumed else (None, {})
     if start and checkpoint.step_of(start) > total and not config.budget_s:
-        done, asked = checkpoint.step_of(start), f"{config.epochs} epochs have"
-        asked = f"--steps {config.steps} are" if config.steps else asked
-        raise ValueError(f"{start.parent} is at step {done}; {asked} only {total}")
-    before = planned(resumed) if start and resumed else None
-    words = read_tokenizer(config.model, start / "tokenizer.json") if start else found.tokenizer
-    words = words or make_tokenizer(config.tokenizer, captions(data.train), config.model.text.vocab_size)
-    deadline = None
-    if config.budget_s:
-        spent = checkpoint.position(start).seconds if start else 0.0
-        deadline = began + max(0.0, config.budget_s - spent)
-    views = was.get("views", 0) if start else 0
-    return Setup(config, found, why, data, words, total, start, damaged, before, deadline, views)
+        requested = f"--steps {config.steps}" if config.steps else f"{config.epochs} epochs"
+        raise ValueError(f"{start.parent} is at step {checkpoint.step_of(start)}; {requested} end at step {total}")
+    return Setup(
+        config,
+        reason,
+        init,
+        splits,
+        _tokenizer(config, start, init, splits.train),
+        total,
+        start,
+        damaged,
+        _read_plan(resumed) if start and resumed else None,
+        _deadline(config, start, started),
+        imported,
+        record.get("views", 0) if start else 0,
+    )
 
 
-def settled(config: TrainConfig, found: InitModel, pairs: int) -> TrainConfig:
-    """What was left open, so that a resumed run finds it decided; a small set is one batch."""
-    sides = recipes.locked_sides(config, found)
-    lock: Any = config.freeze if not sides else "both" if len(sides) == 2 else sides[0]
-    batch = config.batch_size if config.recipe == "scratch" else min(config.batch_size, pairs)
-    return replace(config, freeze=lock, batch_size=max(2, batch))
+def choose_settings(
+    config: TrainConfig,
+    given: Mapping[str, Any],
+    is_final: bool,
+    init: InitModel,
+    sources: Sequence[Source],
+    console: Console,
+) -> tuple[TrainConfig, str]:
+    """The config with its recipe decided and with the defaults of that recipe or budget; and the reason."""
+    recipe, reason = config.recipe, ""
+    if not config.is_pretrained and recipe in ("auto", "scratch"):
+        if config.budget_s and not is_final and "preset" not in given:
+            from m1clip.training.autoconfig import fit_budget
+
+            config, reason = fit_budget(config, given, sources, console)
+        return replace(config, recipe="scratch"), reason
+    if recipe == "auto":
+        recipe, reason = choose_recipe(config, init, sources)
+    if not is_final:
+        config = with_defaults(config, recipe_defaults(config, recipe), given)
+    return replace(config, recipe=recipe), reason
 
 
-def planned(run: Run) -> Plan | None:
-    """How a run was laid on the machine; None where that is not written."""
+def settle(config: TrainConfig, init: InitModel, pairs: int) -> TrainConfig:
+    """Write down which towers are frozen, for a resumed run; fine-tuning on a small set is one batch."""
+    towers = frozen_towers(config, init)
+    freeze: Any = config.freeze if not towers else "both" if len(towers) == 2 else towers[0]
+    batch_size = config.batch_size if config.recipe == "scratch" else min(config.batch_size, pairs)
+    return replace(config, freeze=freeze, batch_size=max(2, batch_size))
+
+
+def check_disk_space(config: TrainConfig, runs: Path, resumed: Run | None) -> None:
+    existing = len(checkpoint.list_checkpoints(resumed)) if resumed else 0
+    with torch.device("meta"):
+        need = checkpoint.disk_bytes(CLIP(config.model), config, existing)
+    folder = next(folder for folder in (runs, *runs.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise OSError(f"{folder} has {file_size(free)} free; checkpoints need {file_size(need)}")
+
+
+def _read_data_record(run: Run) -> dict[str, Any]:
+    try:
+        return run.read("data.json")
+    except FileNotFoundError:  # the run ended before it was written
+        return {}
+
+
+def _read_plan(run: Run) -> Plan | None:
     try:
         return Plan(**run.read("machine.json")["plan"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def began_with(run: Run) -> dict[str, Any]:
-    """Which data a run is of: batch k rests on its rows and their order."""
-    try:
-        return run.read("data.json")
-    except FileNotFoundError:  # it ended before it began
-        return {}
+def _tokenizer(config: TrainConfig, start: Path | None, init: InitModel, pairs: Split) -> Tokenizer:
+    if start:
+        return load_tokenizer(config.model, start / "tokenizer.json")
+    vocab_size = config.model.text.vocab_size
+    return init.tokenizer or make_tokenizer(config.tokenizer, sample_captions(pairs), vocab_size)
 
 
-def require_room(config: TrainConfig, runs: Path, resumed: Run | None) -> None:
-    held = len(checkpoint.all_of(resumed)) if resumed else 0
-    with torch.device("meta"):
-        need = checkpoint.needed_bytes(CLIP(config.model), config, held)
-    there = next(folder for folder in (runs, *runs.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(there).free
-    if free < need:
-        raise OSError(
-            f"{there} has {file_size(free)} free; checkpoints need {file_size(need)} (--keep 1 needs less)"
-        )
+def _deadline(config: TrainConfig, start: Path | None, started: float) -> float | None:
+    if config.budget_s is None:
+        return None
+    elapsed = checkpoint.read_progress(start).seconds if start else 0.0
+    return started + max(0.0, config.budget_s - elapsed)
 
 
-def captions(pairs: Split) -> Iterator[str]:
-    """All of them; of very many, those of images at equal distances, from the first to the last."""
-    some = spread(len(pairs), 100)
-    each = sum(len(pairs.captions(row)) for row in some) / len(some)
-    rows = spread(len(pairs), max(1, int(MOST_READ / each)))
+def sample_captions(pairs: Split) -> Iterator[str]:
+    """All captions; of very many, those of evenly spaced images."""
+    sample = evenly_spaced(len(pairs), 100)
+    per_image = sum(len(pairs.captions(row)) for row in sample) / len(sample)
+    rows = evenly_spaced(len(pairs), max(1, int(TOKENIZER_CAPTIONS / per_image)))
     return (caption for row in rows for caption in islice(pairs.captions(row), 20))
 
 
-def spread(number: int, most: int) -> range:
-    """Rows at equal distances, from the first to the last."""
-    return range(0, number, -(-number // most))
+def evenly_spaced(count: int, limit: int) -> range:
+    """At most `limit` of the numbers below `count`."""
+    return range(0, count, -(-count // limit))

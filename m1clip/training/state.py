@@ -1,6 +1,6 @@
-"""What training moves: the model, its optimizers, and the running mean of its weights.
+"""TrainState: everything a training step changes: model, optimizers, gradient scaler, EMA weights.
 
-All of it as named tensors, so that a checkpoint is this and a position.
+All of it is available as named tensors, so a checkpoint is these tensors and a position.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,178 +16,188 @@ from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
-from m1clip.model.lora import has_lora
 from m1clip.training.optim import make_optimizers
 
-# fp16 has no numbers for the smallest gradients: the loss is multiplied before the backward pass, and the
-# gradients are divided after it. Halved where that overflows, doubled after as many good steps.
-LOSS_SCALE, GROWS_AFTER = 1024.0, 1000
+LOSS_SCALE, GROWTH_INTERVAL = 1024.0, 1000
 
 
 class TrainState:
     def __init__(self, model: CLIP, config: TrainConfig, plan: Plan | None = None):
-        """By `plan` if there is one, or else wherever the model is."""
+        """Train by `plan`, or wherever the model is."""
         self.plan = plan or Plan(str(model.logit_scale.device))
-        self.model, self.config = model.place(*self.plan.places), config
+        self.model, self.config = model.to_devices(*self.plan.devices), config
         self.chunk = config.batch_size
         self.optimizers = make_optimizers(model, config)
-        self.weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
-        self.adapted = has_lora(model)
-        self.mean = {name: w.detach().clone() for name, w in self.weights.items()} if config.ema else None
-        self.updates = torch.zeros((), device=self.device)  # on the device, as skipping is decided there
-        half = self.plan.precision == "fp16"
-        self.loss_scale = torch.tensor(LOSS_SCALE if half else 1.0, device=self.device)
-        self.second: ThreadPoolExecutor | None = None  # drives the text tower
-        self.second_threads = 0
-        self.translated: dict[torch.nn.Module, Any] = {}
+        self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self.has_lora = config.recipe == "lora"
+        self.ema = {name: w.detach().clone() for name, w in self.weights.items()} if config.ema else None
+        self.updates = torch.zeros((), device=self.device)  # on the device, where skipping is decided
+        self.scaler = self._make_scaler()
+        self.text_thread: ThreadPoolExecutor | None = None  # runs the text tower on its own device
+        self.text_threads = 0
+        self.compiled: dict[torch.nn.Module, Any] = {}
         model.set_regularization(
-            0.0,
-            config.patch_dropout,
-            config.word_dropout,
-            config.grad_checkpointing,
-            config.head_dropout,
+            config.patch_dropout, config.word_dropout, config.head_dropout, config.grad_checkpointing
         )
-        self.use(self.plan)
+        self.use_plan(self.plan)
+
+    def _make_scaler(self) -> torch.amp.GradScaler:
+        fp16 = self.plan.precision == "fp16"
+        return torch.amp.GradScaler(
+            self.device.type, init_scale=LOSS_SCALE, growth_interval=GROWTH_INTERVAL, enabled=fp16
+        )
 
     @property
     def device(self) -> torch.device:
-        """Where the loss is, and the images."""
+        """Where the loss is computed: the vision tower's device."""
         return self.model.logit_scale.device
 
     @property
-    def size(self) -> tuple[int, int]:
-        """Parameters of the model, adapters included, and how many of them learn."""
-        every, moving = (
-            sum(weight.numel() for weight in some)
-            for some in (self.model.parameters(), self.weights.values())
+    def parameter_counts(self) -> tuple[int, int]:
+        """All parameters, LoRA included, and the trained ones."""
+        return (
+            sum(weight.numel() for weight in self.model.parameters()),
+            sum(weight.numel() for weight in self.weights.values()),
         )
-        return every, moving
 
-    def use(self, plan: Plan) -> None:
-        """Go on with another precision, compiled or not, with other threads; on the same devices."""
+    def use_plan(self, plan: Plan) -> None:
+        """Continue with another precision, compilation or thread count on the same devices."""
         assert plan.device == self.plan.device
+        if plan.precision != self.plan.precision:
+            self.plan = plan
+            self.scaler = self._make_scaler()
         self.plan = plan
         for block in (*self.model.vision.blocks, *self.model.text.blocks):
-            if plan.compile and block not in self.translated:
+            if plan.compile and block not in self.compiled:
                 devices.compile_module(block)
-                self.translated[block] = block._compiled_call_impl
-            block._compiled_call_impl = self.translated[block] if plan.compile else None
-        if plan.is_split and (self.second is None or plan.threads != self.second_threads):
-            self.second = ThreadPoolExecutor(1, "text", devices.second_thread, (plan,))
-            self.second_threads = plan.threads
+                self.compiled[block] = block._compiled_call_impl
+            block._compiled_call_impl = self.compiled[block] if plan.compile else None
+        if plan.is_split and (self.text_thread is None or plan.threads != self.text_threads):
+            self.text_thread = ThreadPoolExecutor(1, "text", devices.second_thread, (plan,))
+            self.text_threads = plan.threads
 
-    def take(self, batch: Batch) -> Batch:
-        """The batch where the towers are."""
-        return batch.to(*self.model.places)
+    def to_device(self, batch: Batch) -> Batch:
+        return batch.to(*self.model.devices)
 
-    def at_once(self, images: Callable[[], Any], captions: Callable[[], Any]) -> tuple[Any, Any]:
-        """Both results; where each tower has a device of its own, both work at the same time."""
-        if self.second is None:
-            return images(), captions()
-        ahead = self.second.submit(captions)
+    def run_towers(self, vision: Callable[[], Any], text: Callable[[], Any]) -> tuple[Any, Any]:
+        """Results of both functions; concurrently where each tower has its own device."""
+        if self.text_thread is None:
+            return vision(), text()
+        future = self.text_thread.submit(text)
         try:
-            made = images()
+            result = vision()
         finally:
-            wait([ahead])  # or what is tried again would meet what still runs
-        return made, ahead.result()
+            wait([future])  # a step that is retried must not overlap with this one
+        return result, future.result()
 
-    def set_rate(self, lr: float) -> float:
-        """Of the top layers; those below have their share of it."""
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate; lower layers have a fixed fraction of it."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr * group["scale"]
-        return lr
+                group["lr"] = lr * group["lr_scale"]
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def unscale(self) -> None:
-        """Give the gradients their true length again."""
-        if self.plan.precision != "fp16":
-            return
-        scale = {place: self.loss_scale.to(place) for place in self.model.places}
-        for weight in self.weights.values():
-            if weight.grad is not None:
-                weight.grad /= scale[weight.device]
+    def discard_gradients(self) -> None:
+        """Undo a step that failed before its update, so that it can be repeated."""
+        self.zero_grad()
+        if self.scaler.is_enabled():  # a scaler refuses to unscale twice
+            state, self.scaler = self.scaler.state_dict(), self._make_scaler()
+            self.scaler.load_state_dict(state)
 
-    def update(self, bad: Tensor) -> None:
-        """One step of the optimizers; none at all where `bad` says that something is not finite."""
-        vision, text = self.model.places
-        # On two devices the flag would be copied in the background, and read before it is there.
+    def unscale_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+
+    def update(self, nonfinite: Tensor) -> None:
+        """Take one optimizer step; change nothing where `nonfinite` is set."""
+        vision, text = self.model.devices
+        # With two devices the flag would be copied asynchronously and read before it arrives.
         on_device = vision == text and devices.supports_found_inf(vision)
-        if self.plan.precision == "fp16":
-            grown = torch.where((self.updates + 1) % GROWS_AFTER == 0, 2.0, 1.0)
-            self.loss_scale *= torch.where(bad, 0.5, grown)
-        if not on_device and bad.item():
+        self.scaler.update()
+        if not on_device and nonfinite.item():
             return
         for optimizer in self.optimizers:
-            optimizer.found_inf = bad.float() if on_device else None  # type: ignore[attr-defined]
+            optimizer.found_inf = nonfinite.float() if on_device else None  # type: ignore[attr-defined]
             optimizer.step()
         self.model.clamp_logit_scale()
-        self.updates += ~bad
-        if self.mean is not None:
-            # At first the mean is of few steps, or it would remember the random start for long.
-            memory = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.config.ema)
-            part = {place: ((1 - memory) * ~bad).to(place) for place in self.model.places}
+        self.updates += ~nonfinite
+        if self.ema is not None:
+            # A shorter average at first, or it would remember the random initialization for long.
+            decay = ((1 + self.updates) / (10 + self.updates)).clamp(max=self.config.ema)
+            rate = {device: ((1 - decay) * ~nonfinite).to(device) for device in self.model.devices}
             for name, weight in self.weights.items():
-                self.mean[name].lerp_(weight, part[weight.device])
+                self.ema[name].lerp_(weight, rate[weight.device])
 
     @contextmanager
-    def averaged(self) -> Iterator[CLIP]:
-        """The model to score and to keep: for the block, the mean takes the place of the weights."""
-        if self.mean is None:
+    def averaged_model(self) -> Iterator[CLIP]:
+        """The model to evaluate and save: inside the block, EMA weights replace the trained ones."""
+        if self.ema is None:
             yield self.model
             return
-        moving = {name: weight.data for name, weight in self.weights.items()}
+        trained = {name: weight.data for name, weight in self.weights.items()}
         for name, weight in self.weights.items():
-            weight.data = self.mean[name]
+            weight.data = self.ema[name]
         try:
             yield self.model
         finally:
             for name, weight in self.weights.items():
-                weight.data = moving[name]
+                weight.data = trained[name]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything but the averaged weights, under "<parameter>/<what>"."""
-        kept = {
+        """Everything but the model's own weights, as "<parameter>/<kind>" on the CPU."""
+        tensors = {
             f"{name}/{key}": value
             for name, weight in self.weights.items()
             for optimizer in self.optimizers
             for key, value in optimizer.state.get(weight, {}).items()
         }
-        if self.mean is not None or self.adapted:  # the model of a checkpoint is averaged, or merged
-            kept |= {f"{name}/weight": weight.detach() for name, weight in self.weights.items()}
-        if self.mean is not None and self.adapted:
-            kept |= {f"{name}/mean": mean for name, mean in self.mean.items()}
-        kept = {key: value.cpu().contiguous() for key, value in kept.items()}
-        scale = {"loss_scale": self.loss_scale.cpu()} if self.plan.precision == "fp16" else {}
-        return {"random_state": torch.get_rng_state(), "updates": self.updates.cpu(), **scale, **kept}
+        if self.ema is not None or self.has_lora:  # the model file holds averaged or merged weights
+            tensors |= {f"{name}/weight": weight.detach() for name, weight in self.weights.items()}
+        if self.ema is not None and self.has_lora:
+            tensors |= {f"{name}/ema": average for name, average in self.ema.items()}
+        tensors = {key: value.cpu().contiguous() for key, value in tensors.items()}
+        scaler = {}
+        if self.scaler.is_enabled():
+            state = self.scaler.state_dict()
+            scaler = {
+                "loss_scale": torch.tensor(state["scale"]),
+                "growth_tracker": torch.tensor(state["_growth_tracker"]),
+            }
+        return {"random_state": torch.get_rng_state(), "updates": self.updates.cpu(), **scaler, **tensors}
 
     def load(self, weights: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-        """Put a checkpoint in place, once all of it is known to fit."""
+        """Restore a checkpoint."""
         tensors = dict(tensors)
         random_state, updates = tensors.pop("random_state"), tensors.pop("updates")
-        loss_scale = tensors.pop("loss_scale", None)
-        state: dict[str, dict[str, Tensor]] = {name: {} for name in self.weights}
+        loss_scale, growth_tracker = tensors.pop("loss_scale", None), tensors.pop("growth_tracker", 0)
+        by_name: dict[str, dict[str, Tensor]] = {name: {} for name in self.weights}
         for key, value in tensors.items():
-            name, _, what = key.rpartition("/")
-            state[name][what] = value
-        if not self.adapted:  # its weights stand still, as they are
+            name, _, kind = key.rpartition("/")
+            by_name[name][kind] = value
+        if not self.has_lora:  # with LoRA the base weights are frozen and already in place
             self.model.load_state_dict(weights)
-        if self.mean is not None:
-            self.mean = {name: weight.detach().clone() for name, weight in self.weights.items()}
-        owner = {id(w): o for o in self.optimizers for group in o.param_groups for w in group["params"]}
+        if self.ema is not None:
+            self.ema = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        optimizer_of = {
+            id(w): optimizer
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for w in group["params"]
+        }
         for name, weight in self.weights.items():
-            moving = state[name].pop("weight", None)
-            if moving is not None:
-                weight.data.copy_(moving)
-            mean = state[name].pop("mean", None)
-            if self.mean is not None and mean is not None:
-                self.mean[name].copy_(mean)
-            optimizer = owner[id(weight)]
-            optimizer.state[weight] = {key: value.to(weight.device) for key, value in state[name].items()}
+            trained, average = by_name[name].pop("weight", None), by_name[name].pop("ema", None)
+            if trained is not None:
+                weight.data.copy_(trained)
+            if self.ema is not None and average is not None:
+                self.ema[name].copy_(average)
+            optimizer = optimizer_of[id(weight)]
+            optimizer.state[weight] = {key: value.to(weight.device) for key, value in by_name[name].items()}
         self.updates = updates.to(self.device)
-        if self.plan.precision == "fp16" and loss_scale is not None:  # it may have been trained in another
-            self.loss_scale = loss_scale.to(self.device)
+        if self.scaler.is_enabled() and loss_scale is not None:  # the precision may have changed
+            self.scaler = self._make_scaler()
+            growth = {"scale": float(loss_scale), "_growth_tracker": int(growth_tracker)}
+            self.scaler.load_state_dict({**self.scaler.state_dict(), **growth})
         torch.set_rng_state(random_state)

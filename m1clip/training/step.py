@@ -1,6 +1,6 @@
-"""The training step: what the loop runs and what the benchmark times. There is no second one.
+"""The training step: the loop runs it and benchmarks time it. There is no other.
 
-Shapes: B pairs, b pairs of a chunk, E embedding.
+Shapes: B pairs, b pairs of a chunk, K captions per image, E embedding.
 """
 
 from collections.abc import Callable
@@ -10,98 +10,102 @@ import torch
 from torch import Tensor
 
 from m1clip import devices, losses
-from m1clip.data.batches import Batch
+from m1clip.data.batches import Batch, ImageFeatures, Images, TextFeatures, Tokens
 from m1clip.model.clip import CLIP
 from m1clip.training.state import TrainState
 
-# What a step reports, in this order, as one tensor that stays on the device until somebody reads it.
-KEYS = 0x2545F491  # between the keys of an image's captions, so that their noise differs
 STATS = ("loss", "i2t_accuracy", "t2i_accuracy", "grad_norm", "temperature")
+"""What a step reports, in this order, as one tensor that stays on the device until it is read."""
+CAPTION_KEY = 0x2545F491  # offset between the RNG keys of an image's captions
 Embed = Callable[[TrainState, Batch], Tensor]
 
 
 def train_step(
     state: TrainState, batch: Batch, mark: Callable[[str], None] = lambda phase: None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One update from one batch, already where the state wants it: its STATS, and the embeddings it saw.
+    """One update from a batch on the state's devices: its STATS, and the embeddings of its pairs.
 
-    The loss gives the gradients of the embeddings, and each tower takes its own to its weights: so the towers
-    may be on two devices and work at once. A batch larger than the state's chunk is divided, and still
-    every pair is told from all others: the embeddings are made without a graph, and each chunk is
-    embedded once more with one (GradCache, Gao et al. 2021). Noise belongs to the rows: both passes see the
-    same.
+    The step is cut at the embeddings: the loss gives their gradients, and each tower backpropagates its own.
+    So towers can be on two devices. A batch larger than the chunk is embedded without a graph, and each
+    chunk is embedded again with one (GradCache, Gao et al. 2021); every pair still has the whole batch as
+    negatives. Dropout masks are keyed by row, so both passes see the same.
     """
     model, config = state.model, state.config
     state.zero_grad()  # first, so that old gradients do not add to the peak of the forward pass
     chunks = batch.split(state.chunk)
-    towers = (embed_images, embed_captions)
-    made = state.at_once(*(partial(embed_all, state, embed, chunks) for embed in towers))
-    image_BE, text_BE = (one_BE.detach().to(state.device).requires_grad_() for one_BE in made)
-    told = text_BE.unbind(1) if text_BE.ndim == 3 else (text_BE,)  # each of an image's captions, in turn
-    logits = [model.logits(image_BE, one_BE) for one_BE in told]
-    judge = partial(
+    towers = (embed_images, embed_texts)
+    outputs = state.run_towers(*(partial(embed_chunks, state, embed, chunks) for embed in towers))
+    image_BE, text_BKE = (output.detach().to(state.device).requires_grad_() for output in outputs)
+    logits = [model.logits(image_BE, text_BE) for text_BE in text_BKE.unbind(1)]
+    loss_of = partial(
         losses.LOSSES[model.config.loss], duplicate_BB=batch.duplicate_BB, smoothing=config.label_smoothing
     )
-    loss = torch.stack([judge(logit_BB) for logit_BB in logits]).mean()
+    loss = torch.stack([loss_of(logits_BB) for logits_BB in logits]).mean()
     mark("forward")
 
-    (loss * state.loss_scale).backward()  # type: ignore[no-untyped-call]
-    back = [
-        partial(take_back, state, embed, chunks, one_BE, met_BE.grad)
-        for embed, one_BE, met_BE in zip(towers, made, (image_BE, text_BE), strict=True)
-    ]
-    state.at_once(*back)
-    state.unscale()
+    state.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    state.run_towers(
+        *(
+            partial(backward_chunks, state, embed, chunks, output, leaf.grad)
+            for embed, output, leaf in zip(towers, outputs, (image_BE, text_BKE), strict=True)
+        )
+    )
+    state.unscale_gradients()
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).to(state.device)
     mark("backward")
 
     with torch.no_grad():
-        state.update(bad=~(loss + grad_norm).isfinite())
-        right = losses.accuracies(logits[0], batch.duplicate_BB)
-        stats = torch.stack([loss.detach(), *right, grad_norm, (-model.logit_scale).exp()])
+        state.update(nonfinite=~(loss + grad_norm).isfinite())
+        accuracies = losses.accuracies(logits[0], batch.duplicate_BB)
+        stats = torch.stack([loss.detach(), *accuracies, grad_norm, (-model.logit_scale).exp()])
     mark("optimizer")
-    return stats, image_BE.detach(), told[0].detach()
+    return stats, image_BE.detach(), text_BKE[:, 0].detach()
 
 
-def embed_all(state: TrainState, embed: Embed, chunks: list[Batch]) -> Tensor:
-    """Every chunk through one tower; with a graph where there is only one."""
-    with torch.set_grad_enabled(len(chunks) == 1):  # here, as each thread has a setting of its own
-        made = [embed(state, chunk) for chunk in chunks]
-        return made[0] if len(made) == 1 else torch.cat(made)
+def embed_chunks(state: TrainState, embed: Embed, chunks: list[Batch]) -> Tensor:
+    """Embeddings of all chunks by one tower; with a graph if there is only one chunk."""
+    with torch.set_grad_enabled(len(chunks) == 1):  # set here: the setting is per thread
+        outputs = [embed(state, chunk) for chunk in chunks]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def take_back(state: TrainState, embed: Embed, chunks: list[Batch], made_BE: Tensor, grad_BE: Tensor) -> None:
-    """The gradient of a tower's embeddings to its weights."""
-    grad_BE = grad_BE.to(made_BE.device)
+def backward_chunks(state: TrainState, embed: Embed, chunks: list[Batch], output: Tensor, gradient: Tensor) -> None:
+    """Backpropagate the gradient of a tower's embeddings to its weights."""
+    gradient = gradient.to(output.device)
     if len(chunks) == 1:
-        return torch.autograd.backward(made_BE, grad_BE)
-    for chunk, grad_bE in zip(chunks, torch.split(grad_BE, state.chunk), strict=True):
-        torch.autograd.backward(embed(state, chunk), grad_bE)
+        return torch.autograd.backward(output, gradient)
+    for chunk, chunk_gradient in zip(chunks, torch.split(gradient, state.chunk), strict=True):
+        torch.autograd.backward(embed(state, chunk), chunk_gradient)
 
 
 def embed_images(state: TrainState, batch: Batch) -> Tensor:
-    device = batch.images_BHWC.device
+    """(B, E)"""
+    device = batch.image[0].device
     with devices.autocast(device, state.plan.precision):
-        return of_images(state.model, batch.images_BHWC, devices.copy_to(batch.key_B, device)).float()
+        return image_embeddings(state.model, batch.image, devices.copy_to(batch.key_B, device)).float()
 
 
-def embed_captions(state: TrainState, batch: Batch) -> Tensor:
-    device = batch.tokens_BL.device
+def embed_texts(state: TrainState, batch: Batch) -> Tensor:
+    """(B, K, E)"""
+    device = batch.text[0].device
     with devices.autocast(device, state.plan.precision):
-        return of_captions(state.model, batch.tokens_BL, devices.copy_to(batch.key_B, device)).float()
+        return text_embeddings(state.model, batch.text, devices.copy_to(batch.key_B, device)).float()
 
 
-def of_images(model: CLIP, x: Tensor, key_B: Tensor | None = None) -> Tensor:
-    """Unit vectors of bytes (B, S, S, C), or of the features (B, D) that a locked tower made of them."""
-    if x.ndim == 2:
-        return model.embed_features("vision", x, key_B)
-    return model.embed_images(model.normalize(x), key_B)
+def image_embeddings(model: CLIP, image: Images | ImageFeatures, key_B: Tensor | None = None) -> Tensor:
+    """Unit vectors (B, E) of images, or of a frozen tower's features."""
+    if isinstance(image, ImageFeatures):
+        return model.embed_features("vision", image.features_BD, key_B)
+    return model.embed_images(model.normalize(image.images_BHWC), key_B)
 
 
-def of_captions(model: CLIP, x: Tensor, key_B: Tensor | None = None) -> Tensor:
-    """Unit vectors of token ids (B, L), or of features (B, D); (B, K, E) where an image has K captions."""
-    if x.ndim == 3:
-        B, K = x.shape[:2]
-        each = None if key_B is None else (key_B[:, None] + KEYS * torch.arange(K, device=x.device)).flatten()
-        return of_captions(model, x.flatten(0, 1), each).view(B, K, -1)
-    return model.embed_features("text", x, key_B) if x.is_floating_point() else model.embed_tokens(x, key_B)
+def text_embeddings(model: CLIP, text: Tokens | TextFeatures, key_B: Tensor | None = None) -> Tensor:
+    """Unit vectors (B, K, E) of token ids, or of a frozen tower's features."""
+    x = text[0]
+    B, K = x.shape[:2]
+    if key_B is not None:  # each caption of an image has its own dropout
+        key_B = (key_B[:, None] + CAPTION_KEY * torch.arange(K, device=x.device)).flatten()
+    x = x.flatten(0, 1)
+    frozen = isinstance(text, TextFeatures)
+    embeddings = model.embed_features("text", x, key_B) if frozen else model.embed_tokens(x, key_B)
+    return embeddings.view(B, K, -1)

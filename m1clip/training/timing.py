@@ -13,10 +13,10 @@ import torch
 
 from m1clip import devices, sensors
 from m1clip.config import TrainConfig
-from m1clip.data.batches import Batch
+from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
-from m1clip.model.cost import cost as model_cost
+from m1clip.model.cost import model_cost as model_cost
 from m1clip.training import memory
 from m1clip.training.measurements import MeasurementStore, StepCost, model_id, quartiles
 from m1clip.training.state import TrainState
@@ -56,7 +56,7 @@ def time_plans(config: TrainConfig, plans: Sequence[Plan], batch: Batch, seconds
     for timing in timings:
         timing.background_load = load.share()
     states.clear()
-    for device in {device for plan in plans for device in plan.places}:
+    for device in {device for plan in plans for device in plan.devices}:
         devices.release(device)
     sensors.trim_malloc()
     devices.apply_plan(Plan())
@@ -84,16 +84,16 @@ def warm_up(timing: PlanTiming, states: dict[str, TrainState], config: TrainConf
     if timing.step_s < 2:
         timing.step_s = time_step(state, plan, batch)[0] / 1e3
     timing.setup_s = max(0.0, first_s - timing.step_s)
-    if any(devices.is_async(device) for device in state.model.places):
+    if any(devices.is_async(device) for device in state.model.devices):
         timing.steps_per_sample = max(1, min(20, round(QUEUED_S / timing.step_s)))
 
 
 def peak_memory(state: TrainState, plan: Plan, batch: Batch) -> tuple[float, float]:
     """GB of the state and of a step's peak on all its devices, and the seconds of that slowed-down step."""
     state.zero_grad()
-    memory.release(state)
+    memory.release_memory(state)
     sensors.trim_malloc()
-    used = set(state.model.places)
+    used = set(state.model.devices)
     gpus = [device for device in used if devices.memory_gb(device) is not None]
     for device in gpus:
         devices.reset_peak(device)
@@ -102,7 +102,7 @@ def peak_memory(state: TrainState, plan: Plan, batch: Batch) -> tuple[float, flo
         seconds = time_step(state, plan, batch)[0] / 1e3
     memory.retain_freed_memory()  # as in training; it was off so that the peak could be seen
     gpu_gb = sum(devices.peak_gb(device) or 0.0 for device in gpus) - before_gb
-    return memory.kept_gb(state) + gpu_gb + (peak.gb if len(gpus) < len(used) else 0.0), seconds
+    return memory.resident_gb(state) + gpu_gb + (peak.gb if len(gpus) < len(used) else 0.0), seconds
 
 
 def add_sample(timing: PlanTiming, state: TrainState, batch: Batch) -> None:
@@ -125,7 +125,7 @@ def time_step(
 ) -> tuple[float, dict[str, float]]:
     """Milliseconds per step between two synchronizations, and of each phase of the last step."""
     devices.apply_plan(plan)
-    state.use(plan)
+    state.use_plan(plan)
     state.chunk = len(batch)
     with_phases = with_phases or devices.has_event_timer(state.device)
     stamps: dict[str, Any] = {}
@@ -134,15 +134,15 @@ def time_step(
         if with_phases:
             stamps[phase] = devices.timestamp(state.device)
 
-    for device in state.model.places:
+    for device in state.model.devices:
         devices.synchronize(device)
     start = time.perf_counter()
     for _ in range(steps):
         mark("start")
-        on_device = state.take(batch)
+        on_device = state.to_device(batch)
         mark("copy")
         train_step(state, on_device, mark)
-    for device in state.model.places:
+    for device in state.model.devices:
         devices.synchronize(device)
     ms = 1e3 * (time.perf_counter() - start) / steps
     return ms, {b: devices.elapsed_ms(stamps[a], stamps[b]) for a, b in itertools.pairwise(stamps)}
@@ -153,11 +153,10 @@ def random_batch(config: TrainConfig, batch_size: int, tokens: int) -> Batch:
     rng, size = torch.Generator().manual_seed(0), config.model.vision.image_size
     tokens_BL = torch.randint(3, config.model.text.vocab_size, (batch_size, tokens), generator=rng)
     tokens_BL[:, 0], tokens_BL[:, -1] = 1, 2
-    if config.captions_per_image > 1:
-        tokens_BL = tokens_BL[:, None].repeat(1, config.captions_per_image, 1)
+    tokens_BKL = tokens_BL[:, None].repeat(1, config.captions_per_image, 1)
     images_BHWC = torch.randint(0, 256, (batch_size, size, size, 3), generator=rng, dtype=torch.uint8)
     key_B = torch.randint(0, 2**32, (batch_size,), generator=rng)
-    return Batch(images_BHWC, tokens_BL, key_B, None, np.arange(batch_size))
+    return Batch(Images(images_BHWC), Tokens(tokens_BKL), key_B, None, np.arange(batch_size))
 
 
 def step_cost(config: TrainConfig, batch_size: int, tokens: int, store: MeasurementStore) -> StepCost:
@@ -171,9 +170,7 @@ def step_cost(config: TrainConfig, batch_size: int, tokens: int, store: Measurem
     return StepCost(model, config.preset, tokens, batch_size=batch_size, **counts)
 
 
-def add_comparison(
-    store: MeasurementStore, cost: StepCost, timings: Sequence[PlanTiming], session: str = ""
-) -> None:
+def add_comparison(store: MeasurementStore, cost: StepCost, timings: Sequence[PlanTiming], session: str = "") -> None:
     """Store a step row for each plan of one comparison, or a skipped row if it failed."""
     shared = {**asdict(cost), "comparison": uuid.uuid4().hex[:12], "session": session}
     for timing in timings:

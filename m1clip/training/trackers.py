@@ -1,4 +1,4 @@
-"""Trackers: the same records in tensorboard, wandb or trackio. The run's own files stay the truth."""
+"""Optional trackers: the same records in tensorboard, wandb or trackio. The run folder stays authoritative."""
 
 import os
 import sys
@@ -15,48 +15,44 @@ Send = Callable[[dict[str, float], int], Any]
 Close = Callable[[], Any]
 
 
-def require(kind: str) -> None:
-    if kind != "none" and find_spec(kind) is None:
-        raise ValueError(f"--track {kind} needs an extra: pip install 'm1clip[{kind}]'")
+def check_tracker(name: str) -> None:
+    if find_spec(name) is None:
+        raise ValueError(f"--track {name} needs an extra: pip install 'm1clip[{name}]'")
 
 
 @contextmanager
-def mirrored(run: Run, config: TrainConfig, step: int, warn: Callable[[str], None]) -> Iterator[None]:
-    """For the block, every record of the run but its events goes to the tracker too, from `step` on."""
-    if config.track == "none":
-        yield
-        return
+def tracking(run: Run, config: TrainConfig, step: int, warn: Callable[[str], None]) -> Iterator[None]:
+    """Inside the block, every record but events also goes to the tracker, from `step` on."""
     tracker: list[tuple[Send, Close]] = []
 
     @contextmanager
-    def careful() -> Iterator[None]:
+    def guarded() -> Iterator[None]:
         try:
-            with redirect_stdout(sys.stderr):  # our own stdout is for results, and may be one line of JSON
+            with redirect_stdout(sys.stderr):  # our stdout is for results, possibly one line of JSON
                 yield
-        # Whatever a tracker raises (a service gone, a disk full), it is no reason to lose a night's training.
-        except Exception as error:
-            run.mirror = None
-            warn(f"{config.track} failed and is left out from here on: {error}")
+        except Exception as error:  # whatever a tracker raises must not end the training
+            run.on_record = None
+            warn(f"{config.track} failed and is no longer used: {error}")
 
-    def mirror(record: dict[str, Any]) -> None:
+    def send_record(record: dict[str, Any]) -> None:
         if tracker and record["kind"] != "event":
-            with careful():
-                tracker[0][0](dict(numbers(record)), record["step"])
+            with guarded():
+                tracker[0][0](dict(scalars(record)), record["step"])
 
-    with careful():
-        tracker.append(OPEN[config.track](run, config, step))
-        run.mirror = mirror
+    with guarded():
+        tracker.append(TRACKERS[config.track](run, config, step))
+        run.on_record = send_record
     try:
         yield
     finally:
-        run.mirror = None
-        with careful():
+        run.on_record = None
+        with guarded():
             for _, close in tracker:
                 close()
 
 
-def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Flat names, the kind first, as trackers group by it: step/loss, logger/grad_norms/vision.blocks.0."""
+def scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Flat names grouped by kind: step/loss, diagnostics/grad_norms/vision.blocks.0."""
     flat = {key: value for key, value in record.items() if key not in ("step", "time")}
     yield from ((f"{record['kind']}/{key}", value) for key, value in _leaves(flat))
 
@@ -64,7 +60,7 @@ def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
 def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from ((f"{key}/{name}", one) for name, one in _leaves(value))
+            yield from ((f"{key}/{name}", leaf) for name, leaf in _leaves(value))
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield key, value
 
@@ -72,7 +68,7 @@ def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, float]]:
 def _tensorboard(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=step + 1)  # later ones are done again
+    writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=step + 1)  # later steps are repeated
 
     def send(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -84,10 +80,10 @@ def _tensorboard(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]
 def _wandb(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]:
     import wandb
 
-    # Without a key wandb would ask for one, and a run in the background has nobody to ask.
+    # Without a key wandb would prompt for one, and nobody answers in a background run.
     mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
-    made = wandb.init(project="m1clip", name=run.name, dir=run.path, config=asdict(config), mode=mode)
-    return lambda values, step: made.log(values, step=step), made.finish
+    wandb_run = wandb.init(project="m1clip", name=run.name, dir=run.path, config=asdict(config), mode=mode)
+    return lambda values, step: wandb_run.log(values, step=step), wandb_run.finish
 
 
 def _trackio(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]:
@@ -97,4 +93,4 @@ def _trackio(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]:
     return lambda values, step: trackio.log(values, step=step), trackio.finish
 
 
-OPEN = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
+TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}

@@ -1,6 +1,6 @@
-"""Built-in data: drawn scenes and their captions, any number of them, each a function of (seed, index).
+"""Built-in dataset: any number of drawn scenes with captions, each a function of (seed, index). No torch.
 
-A caption says everything that varies, and no two scenes of a split say the same; so it names its image.
+A caption describes everything that varies, and no two scenes are alike, so it identifies its image.
 """
 
 import struct
@@ -8,22 +8,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
 from PIL import Image
 
-from m1clip.data.synthetic import drawings, polygons, render
-from m1clip.data.synthetic.drawings import COLORS, POSITIONS, SIZES, SKIES, SUBJECTS, TIMES, Look
+from m1clip.data.synthetic import drawings, render
+from m1clip.data.synthetic.drawings import COLORS, POSITIONS, SIZES, SKIES, SUBJECTS, TIMES
+from m1clip.data.synthetic.render import Scene, render_scene
 
-Split = Literal["train", "val"]
 SALT = {"train": "train", "val": "held-out"}
 """Part of every random key: another value would draw other scenes."""
 
 COUNTS = ("one", "two", "three", "four")
 PLURALS = {"cactus": "cacti", "leaf": "leaves", "fish": "fish", "bus": "buses", "bench": "benches"}
-# At most 75 letters each, so that they fit the seeds' character tokenizer with start and end (length 77).
+# At most 75 characters, so that a character tokenizer needs 77 tokens with start and end.
 TEMPLATES = (
     "{count} {size} {color} {subject} {at} the {position}, {place} at {time} with {sky}",
     "{place} at {time} with {sky}: {count} {size} {color} {subject} {at} the {position}",
@@ -31,8 +32,8 @@ TEMPLATES = (
     "at {time}, {count} {size} {color} {subject} {at} the {position}, {place} with {sky}",
 )
 
+# Eight subjects per category, and the five places where they occur.
 OUTDOORS = ("meadow", "desert", "snow", "valley", "forest")
-# The seeds' four categories: eight subjects each, and the five places where they are found.
 CATEGORIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "nature": (("tree", "pine", "palm", "cactus", "flower", "mushroom", "leaf", "mountain"), OUTDOORS),
     "animals": (("cat", "duck", "rabbit", "elephant", "turtle", "snail", "fish", "giraffe"), OUTDOORS),
@@ -47,35 +48,28 @@ CATEGORIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 PLACES_OF = {subject: places for subjects, places in CATEGORIES.values() for subject in subjects}
 
-# A combination is (subject, color, place). One in eight is kept out of all training, whatever the seed:
-# a model may have seen purple cats, and cats in the snow, but never a purple cat in the snow.
+# One in eight combinations of subject, color and place is never in a training split, whatever the seed:
+# a model may train on purple cats, and on cats in the snow, but never on a purple cat in the snow.
 COMBINATIONS = [(s, c, p) for s, places in PLACES_OF.items() for c in COLORS for p in places]
-DETAILS = [
-    (count, size, position, time, sky)
-    for count in range(1, len(COUNTS) + 1)
-    for size in SIZES
-    for position in POSITIONS
-    for time in TIMES
-    for sky in SKIES
-]
-VAL = len(COMBINATIONS) // 8
+VAL_COMBINATIONS = len(COMBINATIONS) // 8
+DETAILS = list(product(range(1, len(COUNTS) + 1), SIZES, POSITIONS, TIMES, SKIES))
 
 
 @dataclass(frozen=True)
 class SyntheticScenes:
-    """`size` pairs of one split. Random access, no state: any process can draw any scene."""
+    """`size` pairs of one split. Stateless: any process can draw any scene."""
 
     size: int
     seed: int = 0
-    split: Split = "train"
+    split: Literal["train", "val"] = "train"
 
     def __post_init__(self) -> None:
-        if not 0 < self.size <= self.most:
-            raise ValueError(f"synthetic has 1 to {self.most:,} {self.split} scenes, not {self.size:,}")
+        if not 0 < self.size <= self.max_size:
+            raise ValueError(f"synthetic has 1 to {self.max_size:,} {self.split} scenes, not {self.size:,}")
 
     @property
-    def most(self) -> int:
-        combinations = VAL if self.split == "val" else len(COMBINATIONS) - VAL
+    def max_size(self) -> int:
+        combinations = VAL_COMBINATIONS if self.split == "val" else len(COMBINATIONS) - VAL_COMBINATIONS
         return combinations * len(DETAILS)
 
     @property
@@ -84,93 +78,73 @@ class SyntheticScenes:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal images: what a cache of them is named by."""
-        return f"synthetic/{_drawing_code()}/{self.split}/{self.seed}/{self.size}"
+        return f"synthetic/{_code_hash()}/{self.split}/{self.seed}/{self.size}"
 
-    @property
-    def identity(self) -> str:
-        return self.fingerprint
+    identity = fingerprint
 
     def __len__(self) -> int:
         return self.size
 
-    def row(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"synthetic {self.split} scene {index}"
 
-    def look(self, index: int) -> Look:
-        place, detail = divmod(shuffled(index, self.most, self._key), len(DETAILS))
+    def scene(self, index: int) -> Scene:
+        combination, detail = divmod(permute(index, self.max_size, self._key), len(DETAILS))
         if self.split == "train":
-            place += VAL
-        subject, color, where = COMBINATIONS[shuffled(place, len(COMBINATIONS), SALT["val"])]
+            combination += VAL_COMBINATIONS
+        subject, color, place = COMBINATIONS[permute(combination, len(COMBINATIONS), SALT["val"])]
         count, size, position, time, sky = DETAILS[detail]
-        return Look(subject, color, count, size, position, where, time, sky)
+        return Scene(subject, color, count, size, position, place, time, sky)
 
-    def image(self, index: int, least: int = 0) -> Image.Image:
-        return render.paint(self.look(index), Random(f"{self._key}/{index}"))
+    def image(self, index: int, min_size: int = 0) -> Image.Image:
+        return render_scene(self.scene(index), Random(f"{self._key}/{index}"))
 
     def captions(self, index: int) -> list[str]:
-        """To train on, the same said in every way; to test on, in one."""
-        ways = range(len(TEMPLATES)) if self.split == "train" else [index % len(TEMPLATES)]
-        look = self.look(index)
-        return [caption(look, way) for way in ways]
+        """One caption for each template in training, one caption for validation."""
+        templates = range(len(TEMPLATES)) if self.split == "train" else [index % len(TEMPLATES)]
+        scene = self.scene(index)
+        return [describe(scene, template) for template in templates]
 
     def edits(self, index: int) -> Iterator[tuple[str, str]]:
-        """Hard negatives: (what was changed, the scene's caption with that one word made wrong)."""
-        look, rng = self.look(index), Random(f"edit/{self._key}/{index}")
-        for field in fields(Look):
-            truth = getattr(look, field.name)
-            others = [word for word in alternatives(look, field.name) if word != truth]
+        """Hard negatives: the field that was changed, and the scene's caption with one wrong word."""
+        scene, rng = self.scene(index), Random(f"edit/{self._key}/{index}")
+        for field in fields(Scene):
+            value = getattr(scene, field.name)
+            others = [other for other in alternatives(scene, field.name) if other != value]
             if others:
-                wrong: Any = {field.name: rng.choice(others)}
-                yield field.name, caption(replace(look, **wrong), index % len(TEMPLATES))
+                change: Any = {field.name: rng.choice(others)}
+                yield field.name, describe(replace(scene, **change), index % len(TEMPLATES))
 
 
-def caption(look: Look, way: int) -> str:
-    one = look.count == 1
-    return TEMPLATES[way].format(
-        count=COUNTS[look.count - 1],
-        size=look.size,
-        color=look.color,
-        subject=look.subject if one else PLURALS.get(look.subject, look.subject + "s"),
-        at="in" if look.position == "middle" else "on",
-        position=look.position,
-        place=look.place,
-        time=look.time,
-        sky=look.sky,
-    )
+def describe(scene: Scene, template: int) -> str:
+    at = "in" if scene.position == "middle" else "on"
+    words = {**vars(scene), "count": COUNTS[scene.count - 1], "at": at}
+    if scene.count > 1:
+        words["subject"] = PLURALS.get(scene.subject, scene.subject + "s")
+    return TEMPLATES[template].format(**words)
 
 
-def alternatives(look: Look, field: str) -> list[str] | list[int]:
-    """Values that change exactly one word of the caption: no new plural, no new preposition."""
-    match field:
-        case "subject":
-            return list(SUBJECTS)
-        case "color":
-            return list(COLORS)
-        case "count":
-            return [] if look.count == 1 else [2, 3, 4]
-        case "size":
-            return list(SIZES)
-        case "position":
-            return [] if look.position == "middle" else ["left", "right"]
-        case "place":
-            return list(PLACES_OF[look.subject])
-        case "time":
-            return list(TIMES)
-        case _:
-            return list(SKIES)
+def alternatives(scene: Scene, field: str) -> list[Any]:
+    """Values that change exactly one word of the caption: no other plural, no other preposition."""
+    if field == "count":
+        return [] if scene.count == 1 else [2, 3, 4]
+    if field == "position":
+        return [] if scene.position == "middle" else ["left", "right"]
+    if field == "place":
+        return list(PLACES_OF[scene.subject])
+    return list({"subject": SUBJECTS, "color": COLORS, "size": SIZES, "time": TIMES, "sky": SKIES}[field])
 
 
-def shuffled(index: int, size: int, key: str) -> int:
-    """Where `index` goes in a random order of range(size), without making the order.
+def permute(index: int, size: int, key: str) -> int:
+    """Position of `index` in a random permutation of range(size), computed without the permutation.
 
-    Four rounds of a Feistel network over the next even number of bits; results beyond `size` go round again.
+    Four rounds of a Feistel network over the next even number of bits, until the result is below `size`.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:
         left, right = index >> half, index & mask
-        for salt in _salts(key):
+        for salt in _round_keys(key):
             mixed = (right + salt) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
             left, right = right, left ^ ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 >> 32 & mask)
         index = left << half | right
@@ -179,13 +153,12 @@ def shuffled(index: int, size: int, key: str) -> int:
 
 
 @lru_cache
-def _drawing_code() -> str:
-    """Changes when any line that draws does, so that no stale image is ever taken from a cache."""
-    files = (__file__, polygons.__file__, drawings.__file__, render.__file__)
-    source = b"".join(Path(file).read_bytes() for file in files)
-    return blake2b(source, digest_size=8).hexdigest()
+def _round_keys(key: str) -> tuple[int, ...]:
+    return struct.unpack("<4Q", blake2b(key.encode(), digest_size=32).digest())
 
 
 @lru_cache
-def _salts(key: str) -> tuple[int, ...]:
-    return struct.unpack("<4Q", blake2b(key.encode(), digest_size=32).digest())
+def _code_hash() -> str:
+    """Changes with any line that draws, so that cached images are never stale."""
+    files = (__file__, drawings.__file__, drawings.FILE, render.__file__)
+    return blake2b(b"".join(Path(file).read_bytes() for file in files), digest_size=8).hexdigest()

@@ -1,355 +1,378 @@
-// The page of the monitor: what is chosen lives in `chosen` and in the address; everything else is asked for.
+// The page of the web monitor. `view` is what the user selected; it is also in the address. The rest is fetched.
 // Text from a run is only ever set as text, never as HTML.
-import {bars, chart, chip, clock, el, gb, heat, number, percent, place, ready, words} from "./parts.js";
+import {bars, chartElement, drawChart, drawHeatmap, duration, el, gigabytes, integer, lineStyle, number, percent,
+  plotlyLoaded, wrappable} from "./charts.js";
 
-const TABS = ["curves", "speed", "gradients", "retrievals", "events", "setup"];
+const TABS = ["curves", "speed", "gradients", "retrievals", "events", "settings"];
 const CHARTS = {
   curves: ["loss", "accuracy", "mean_r1", "temperature", "lr", "grad_norm", "t2i_r10", "i2t_r10"],
-  speed: ["step_ms", "pairs_per_s", "rss_gb", "available_gb", "device_gb", "temperature_c", "power_w"],
+  speed: ["step_ms", "pairs_per_s", "rss_gb", "available_gb", "device_gb", "temperature_c", "power_w", "wh_so_far", "mean_r1_per_wh"],
   gradients: ["alignment", "modality_gap", "effective_rank_image", "effective_rank_text"],
 };
-const BOXES = {curves: "curve-charts", speed: "speed-charts", gradients: "space-charts"};
 const $ = (id) => document.getElementById(id);
-const chosen = {run: null, others: [], tab: "curves", smooth: "0", over: "step", range: null};
-const lines = {};  // the curves of each run as they were last asked for
-let runs = [], titles = {}, versions = {}, source = null, busy = false, again = false;
+const view = {run: null, compared: [], tab: "curves", smooth: "0", xAxis: "step", range: null};
+const cache = {};  // the curves of each run as last fetched
+let runs = [], curves = {}, versions = {}, source = null, pending = 0, refreshing = false, refreshAgain = false;
 
-async function ask(path) {
-  const answer = await fetch(path, {signal: AbortSignal.timeout(60000)});
-  if (!answer.ok) {
-    const text = await answer.text();
-    let said = text;
-    try { said = JSON.parse(text).detail ?? text; } catch { /* plain words */ }
-    throw new Error(String(said).slice(0, 200));
+/** Fetch JSON; the loading bar is shown meanwhile. */
+async function fetchJSON(path) {
+  $("loading").hidden = ++pending === 0;
+  try {
+    const response = await fetch(path, {signal: AbortSignal.timeout(60000)});
+    if (response.ok) return await response.json();
+    let message = await response.text();
+    try { message = JSON.parse(message).detail ?? message; } catch { /* not JSON */ }
+    throw new Error(String(message).slice(0, 200));
+  } finally {
+    $("loading").hidden = --pending === 0;
   }
-  return answer.json();
 }
 
-// ---- what is chosen ----
+const setBusy = (id, busy) => $(id).setAttribute("aria-busy", String(busy));
 
-function remember(push = false) {
-  const query = new URLSearchParams({run: chosen.run ?? "", tab: chosen.tab, smooth: chosen.smooth, over: chosen.over});
-  chosen.others.forEach((name) => query.append("with", name));
+// ---- the selection ----
+
+function saveView(push = false) {
+  const query = new URLSearchParams({run: view.run ?? "", tab: view.tab, smooth: view.smooth, xAxis: view.xAxis});
+  view.compared.forEach((name) => query.append("with", name));
   if ("#" + query === location.hash) return;
   history[push ? "pushState" : "replaceState"](null, "", "#" + query);
 }
 
-function recall() {
+function restoreView() {
   const query = new URLSearchParams(location.hash.slice(1));
-  chosen.run = query.get("run") || chosen.run;
-  chosen.others = query.getAll("with");
-  if (TABS.includes(query.get("tab"))) chosen.tab = query.get("tab");
-  for (const key of ["smooth", "over"]) {
+  view.run = query.get("run") || view.run;
+  view.compared = query.getAll("with");
+  if (TABS.includes(query.get("tab"))) view.tab = query.get("tab");
+  for (const key of ["smooth", "xAxis"]) {
     const options = [...$(key).options].map((option) => option.value);
-    if (options.includes(query.get(key))) chosen[key] = query.get(key);
-    $(key).value = chosen[key];
+    if (options.includes(query.get(key))) view[key] = query.get(key);
+    $(key).value = view[key];
   }
 }
 
-/** The run and those laid over it, as far as these are still there. */
-function shown() {
-  const there = new Set(runs.map((row) => row.run));
-  return [chosen.run, ...chosen.others.filter((name) => name !== chosen.run && there.has(name))].filter(Boolean);
+/** The selected run and those compared with it that still exist. */
+function shownRuns() {
+  const existing = new Set(runs.map((row) => row.run));
+  return [view.run, ...view.compared.filter((name) => name !== view.run && existing.has(name))].filter(Boolean);
 }
 
-function pick(name) {
-  chosen.run = name;
-  chosen.others = chosen.others.filter((other) => other !== name);
-  chosen.range = null;
-  changed();
+function selectRun(name) {
+  view.run = name;
+  view.compared = view.compared.filter((other) => other !== name);
+  view.range = null;
+  setBusy(view.tab, true);
+  viewChanged();
 }
 
-function overlay(name, on) {
-  chosen.others = chosen.others.filter((other) => other !== name);
-  if (on) chosen.others.push(name);
-  changed();
+function compareRun(name, checked) {
+  view.compared = view.compared.filter((other) => other !== name);
+  if (checked) view.compared.push(name);
+  viewChanged();
 }
 
-function changed() {
-  remember(true);
-  table();
-  listen();  // whose first news make it refresh
+function viewChanged() {
+  saveView(true);
+  drawRuns();
+  listen();  // its first event refreshes the page
 }
 
-// ---- the table of runs ----
+// ---- the list of runs ----
 
-function table() {
-  const wanted = $("find-run").value.trim().toLowerCase();
-  const match = (row) => [row.run, row.state, row.device, row.data, row.preset].join(" ").toLowerCase().includes(wanted);
-  const rows = runs.filter(match);
-  const focus = document.activeElement?.dataset?.key;
+function drawRuns() {
+  const query = $("find-run").value.trim().toLowerCase();
+  const rows = runs.filter((row) => [row.run, row.state, row.device, row.data, row.preset].join(" ").toLowerCase().includes(query));
+  const focused = document.activeElement?.dataset?.key;
   $("runs").tBodies[0].replaceChildren(...rows.map((row) => {
-    const at = shown().indexOf(row.run), current = row.run === chosen.run;
-    const tick = el("input", {type: "checkbox", checked: at >= 0, disabled: current, "aria-label": `compare ${row.run}`});
-    tick.dataset.key = "tick " + row.run;
-    tick.onchange = () => overlay(row.run, tick.checked);
-    const name = el("button", {"aria-current": String(current), title: `${row.preset ?? ""} on ${row.data ?? ""}`}, row.run);
+    const index = shownRuns().indexOf(row.run), selected = row.run === view.run;
+    const checkbox = el("input", {type: "checkbox", checked: index >= 0, disabled: selected, "aria-label": `compare ${row.run}`});
+    checkbox.dataset.key = "compare " + row.run;
+    checkbox.onchange = () => compareRun(row.run, checkbox.checked);
+    const name = el("button", {"aria-current": String(selected), title: `${row.preset ?? ""} on ${row.data ?? ""}`}, ...wrappable(row.run));
     name.dataset.key = "name " + row.run;
-    name.onclick = () => pick(row.run);
-    const line = at >= 0 ? el("span", {class: "chip", style: chip(at)}) : "";
-    const done = row.total ? percent(row.step / row.total) : number(row.step);
-    return el("tr", {}, el("td", {}, tick), el("td", {}, el("span", {class: "run"}, line, name)), el("td", {class: row.state}, row.state),
-      el("td", {class: "n"}, done), el("td", {class: "n"}, percent(row.best_score)));
+    name.onclick = () => selectRun(row.run);
+    const line = index >= 0 ? el("span", {class: "line", style: lineStyle(index)}) : "";
+    const done = row.state === "finished" ? "" : row.total ? percent(row.step / row.total) : integer(row.step);
+    return el("tr", {}, el("td", {}, checkbox), el("td", {}, el("span", {class: "run"}, line, name)),
+      el("td", {class: row.state}, row.state, " ", el("span", {class: "n"}, done)), el("td", {class: "n"}, percent(row.best_score)));
   }));
   performance.mark("table");
-  if (focus) document.querySelector(`[data-key="${CSS.escape(focus)}"]`)?.focus();
-  $("count").textContent = wanted ? `${rows.length} of ${runs.length}` : `${runs.length}`;
+  if (focused) document.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+  $("count").textContent = query ? `${rows.length} of ${runs.length}` : `${runs.length}`;
 }
 
-// ---- the run shown ----
+// ---- the selected run ----
 
-function header(about) {
-  const {summary: row, now, chance} = about;
-  document.title = `${row.run} ${row.state} – m1clip`;
-  $("name").textContent = row.run;
-  $("state").textContent = row.state;
-  $("state").className = "badge " + row.state;
-  $("done").value = row.total ? row.step / row.total : 0;
-  const step = row.state === "running" ? row.step : Math.max(row.step, about.latest);
-  $("far").textContent = `step ${number(step)}` + (row.total ? ` of ${number(row.total)}` : "") +
-    (row.eta_s != null ? `, ${clock(row.eta_s)} to go` : "") + (row.device ? `, on ${row.device}` : "");
-  $("why").textContent = row.trouble || row.reason || "";
-  if (["dead", "failed"].includes(row.state)) $("why").textContent += `; m1clip train --resume --name ${about.path} goes on`;
+function drawHeader(run) {
+  const {summary, current, chance, epoch} = run;
+  document.title = `${summary.run} ${summary.state} – m1clip`;
+  $("name").replaceChildren(...wrappable(summary.run));
+  $("state").textContent = summary.state;
+  $("state").className = "badge " + summary.state;
+  $("done").value = summary.total ? summary.step / summary.total : 0;
+  const step = summary.state === "running" ? summary.step : Math.max(summary.step, run.last_step);
+  $("step").textContent = `step ${integer(step)}` + (summary.total ? ` of ${integer(summary.total)}` : "") +
+    (summary.eta_s != null ? `, ${duration(summary.eta_s)} left` : "") + (summary.device ? `, on ${summary.device}` : "");
+  $("problem").textContent = summary.problem || summary.reason || "";
+  if (["dead", "failed"].includes(summary.state)) $("problem").textContent += `; resume: m1clip train --resume --name ${run.path}`;
   document.body.classList.remove("empty");
-  const recall = about.eval?.mean_r1;
   const facts = {
-    loss: [words(now.loss), words(chance.loss)], accuracy: [percent(now.accuracy), percent(chance.accuracy)],
-    "validation R@1": [percent(recall), percent(chance.mean_r1)], temperature: [words(now.temperature)],
-    "pairs a second": [words(about.pairs_per_s)],
+    loss: [number(current.loss), number(chance.loss)], accuracy: [percent(current.accuracy), percent(chance.accuracy)],
+    "validation R@1": [percent(current.mean_r1), percent(chance.mean_r1)], temperature: [number(current.temperature)],
+    "pairs per second": [number(run.pairs_per_s)],
   };
-  $("now").replaceChildren(...Object.entries(facts).map(([name, [value, guess]]) => el("div", {}, el("dt", {}, name),
+  if (epoch.wh_so_far != null) facts.energy = [number(epoch.wh_so_far, "Wh")];
+  if (epoch.mean_r1_per_wh != null) facts["R@1 per Wh"] = [number(epoch.mean_r1_per_wh)];
+  $("facts").replaceChildren(...Object.entries(facts).map(([name, [value, guess]]) => el("div", {}, el("dt", {}, name),
     el("dd", {}, value, guess ? el("span", {class: "soft"}, ` (chance ${guess})`) : ""))));
-  $("csv").href = `api/run/${encodeURIComponent(row.run)}/metrics.csv`;
+  $("csv").href = `api/run/${encodeURIComponent(summary.run)}/metrics.csv`;
 }
 
-function legend() {
-  $("legend").replaceChildren(...(shown().length > 1 ? shown() : []).map((name, at) =>
-    el("li", {}, el("span", {class: "chip", style: chip(at)}), name)));
+function drawLegend() {
+  $("legend").replaceChildren(...(shownRuns().length > 1 ? shownRuns() : []).map((name, index) =>
+    el("li", {}, el("span", {class: "line", style: lineStyle(index)}), name)));
 }
 
-/** Ask only for what has changed; runs that were never asked for come one by one, for their logs may be long. */
-async function curves(tab) {
-  const keys = CHARTS[tab];
-  const query = new URLSearchParams({over: chosen.over, smooth: chosen.smooth, most: shown().length > 4 ? 300 : 700});
-  keys.forEach((key) => query.append("key", key));
-  if (chosen.range) { query.set("start", chosen.range[0]); query.set("end", chosen.range[1]); }
-  const sign = (name) => `${query} ${JSON.stringify(versions[name])}`;
-  const stale = shown().filter((name) => lines[name]?.sign !== sign(name));
-  const known = stale.filter((name) => lines[name]);
-  for (const some of [known, ...stale.filter((name) => !lines[name]).map((name) => [name])]) {
-    if (!some.length) continue;
-    const asked = new URLSearchParams(query), signs = some.map(sign);
-    some.forEach((name) => asked.append("run", name));
-    const found = await ask("api/curves?" + asked);
-    some.forEach((name, at) => { lines[name] = {sign: signs[at], ...found[name]}; });
-    await draw(tab);
+/** Fetch the curves that changed; runs without curves come one by one, because their logs may be long. */
+async function updateCurves(tab) {
+  const query = new URLSearchParams({x_axis: view.xAxis, smooth: view.smooth, max_points: shownRuns().length > 4 ? 300 : 700});
+  CHARTS[tab].forEach((key) => query.append("key", key));
+  if (view.range) { query.set("start", view.range[0]); query.set("end", view.range[1]); }
+  const signature = (name) => `${query} ${JSON.stringify(versions[name])}`;
+  const stale = shownRuns().filter((name) => cache[name]?.signature !== signature(name));
+  const known = stale.filter((name) => cache[name]);
+  for (const names of [known, ...stale.filter((name) => !cache[name]).map((name) => [name])]) {
+    if (!names.length) continue;
+    const request = new URLSearchParams(query), signatures = names.map(signature);
+    names.forEach((name) => request.append("run", name));
+    const fetched = await fetchJSON("api/curves?" + request);
+    names.forEach((name, index) => { cache[name] = {signature: signatures[index], ...fetched[name]}; });
+    await drawCurves(tab);
   }
-  if (!stale.length) await draw(tab);
+  if (!stale.length) await drawCurves(tab);
 }
 
-async function draw(tab) {
-  await ready;
-  const box = $(BOXES[tab]);
+async function drawCurves(tab) {
+  await plotlyLoaded;
   for (const key of CHARTS[tab]) {
-    const drawn = shown().filter((name) => lines[name]?.[key]).map((name) => ({name, ...lines[name][key]}));
-    await chart(place(box, key, titles[key].title), titles[key], drawn, chosen, zoomed);
+    const lines = shownRuns().filter((name) => cache[name]?.[key]).map((name) => ({name, ...cache[name][key]}));
+    await drawChart(chartElement($(tab + "-charts"), curves[key]), curves[key], lines, view, zoom);
   }
   performance.mark("curves");
 }
 
-function zoomed(range) {
-  chosen.range = range;
+function zoom(range) {
+  view.range = range;
   refresh();
 }
 
-function speed(about) {
-  const total = Object.values(about.phases_ms).reduce((sum, ms) => sum + (ms ?? 0), 0);
-  const part = (ms) => ms == null ? "–" : `${words(ms)} ms  ${(100 * ms / total).toFixed(0)} %`;
-  $("phases").replaceChildren(...bars(about.phases_ms, total, part), el("p", {class: "soft"}, `Means of the last ${about.recent} steps.`));
-  const seen = about.logger ?? {}, parts = Object.fromEntries(Object.entries(seen.memory_gb ?? {}).filter(([, size]) => size > 0));
-  $("memory").replaceChildren(...bars(parts, Math.max(...Object.values(parts), 1e-9), gb), el("p", {class: "soft"},
-    `process ${gb(seen.rss_gb)}, peak ${gb(seen.peak_rss_gb)}, free ${gb(seen.available_gb)}, swap ${gb(seen.swap_used_gb)}`));
-  const cores = Object.fromEntries((seen.cpu_percent ?? []).map((part, at) => [`core ${at}`, part]));
-  const unit = (value, name) => value == null ? "–" : `${words(value)} ${name}`;
-  $("machine-now").replaceChildren(...bars(cores, 100, (part) => `${part.toFixed(0)} %`), el("p", {class: "soft"},
-    `heat ${unit(seen.temperature_c, "°C")}, power ${unit(seen.power_w, "W")}, disk free ${gb(seen.disk_free_gb)}`));
+function drawSpeed(run) {
+  const total = Object.values(run.phases_ms).reduce((sum, ms) => sum + (ms ?? 0), 0);
+  const share = (ms) => ms == null ? "–" : `${number(ms, "ms")}  ${(100 * ms / total).toFixed(0)} %`;
+  const soft = (text) => el("p", {class: "soft"}, text);
+  $("phases").replaceChildren(...bars(run.phases_ms, total, share), soft(`Means of the last ${run.recent_steps} steps.`));
+  const last = run.diagnostics, parts = Object.fromEntries(Object.entries(last.memory_gb ?? {}).filter(([, gb]) => gb > 0));
+  $("memory").replaceChildren(...bars(parts, Math.max(...Object.values(parts), 1e-9), gigabytes),
+    el("p", {}, `process (RSS) ${gigabytes(last.rss_gb)}, peak ${gigabytes(last.peak_rss_gb)}`),
+    soft(`available ${gigabytes(last.available_gb)}, swap ${gigabytes(last.swap_used_gb)}` +
+      (last.device_gb == null ? "" : `, device ${gigabytes(last.device_gb)}`)));
+  const cores = Object.fromEntries((last.cpu_percent ?? []).map((value, core) => [`core ${core}`, value]));
+  const wattHours = (joules) => number(joules == null ? null : joules / 3600, "Wh");
+  $("sensors").replaceChildren(...bars(cores, 100, (value) => `${value.toFixed(0)} %`),
+    soft(`CPU ${number(last.temperature_c, "°C")}, power ${number(last.power_w, "W")}, disk free ${gigabytes(last.disk_free_gb)}`),
+    soft(last.joules == null ? "energy not measured" : `energy ${wattHours(last.joules)}, last epoch ${wattHours(run.epoch.joules)}, R@1 per Wh ${number(run.epoch.mean_r1_per_wh)}`));
 }
 
-async function gradients(about) {
-  $("flow-note").textContent = about.flow.step.length
-    ? "Length of the gradient by block before clipping, at every look inside; brighter is larger, the scale is logarithmic."
-    : "Gradients are looked at every --logger-every steps; not yet.";
-  await ready;
-  heat($("flow"), about.flow);
+async function drawGradients(run) {
+  $("gradients-note").textContent = run.gradient_flow.step.length
+    ? "Gradient norm by block before clipping, in each diagnostics record; brighter is larger, on a log scale."
+    : "Gradient norms are logged with the diagnostics, every 5 × --log-every steps; none yet.";
+  await plotlyLoaded;
+  drawHeatmap($("heatmap"), run.gradient_flow);
 }
 
-async function retrievals() {
-  const found = await ask(`api/run/${encodeURIComponent(chosen.run)}/retrievals`);
+async function drawRetrievals() {
+  const fetched = await fetchJSON(`api/run/${encodeURIComponent(view.run)}/retrievals`);
   const wanted = $("find-query").value.trim().toLowerCase();
-  const all = found.queries ?? [];
+  const all = fetched.queries ?? [];
   const rows = all.filter((row) => row.text.toLowerCase().includes(wanted));
-  $("found").textContent = all.length ? `${rows.length} of ${all.length} queries, evaluated at step ${number(found.step)}`
-    : "No evaluation has been made yet.";
+  $("query-count").textContent = all.length ? `${rows.length} of ${all.length} queries, evaluated at step ${integer(fetched.step)}`
+    : "No evaluation yet.";
   const groups = {
-    errors: "Most instructive errors: a wrong image beats the true one by most",
-    sample: "A sample: the same captions at every evaluation",
+    errors: "Errors with the largest margin of a wrong image over the true one",
+    sample: "A fixed sample of captions",
   };
   $("queries").replaceChildren(...Object.entries(groups).flatMap(([group, title]) => {
-    const mine = rows.filter((row) => row.group === group);
-    return mine.length ? [el("h2", {}, title), ...mine.map((row) => query(row, found.shown))] : [];
+    const members = rows.filter((row) => row.group === group);
+    return members.length ? [el("h2", {}, title), ...members.map((row) => queryElement(row, fetched.shown))] : [];
   }));
 }
 
-function query(row, images) {
-  const image = (hit, label, right) => {
-    const seen = images[hit.row] ?? {};
-    const image = seen.jpeg ? el("img", {src: "data:image/jpeg;base64," + seen.jpeg, alt: seen.caption})
-      : el("span", {class: "lost"}, "no image");
-    return el("figure", {class: right ? "true" : "wrong", title: seen.name ?? ""}, image,
-      el("figcaption", {}, el("b", {}, label + (right ? " true" : hit.same_caption ? " same words" : "")),
-        ` ${hit.score.toFixed(3)}`, el("br"), seen.caption ?? ""));
+function queryElement(query, images) {
+  const figure = (hit, rank, isTrue) => {
+    const image = images[hit.row] ?? {};
+    const picture = image.jpeg ? el("img", {src: "data:image/jpeg;base64," + image.jpeg, alt: image.caption})
+      : el("span", {class: "no-image"}, "no image");
+    return el("figure", {class: isTrue ? "true" : "wrong", title: image.name ?? ""}, picture,
+      el("figcaption", {}, el("b", {}, `${rank}.` + (isTrue ? " true" : hit.same_caption ? " same caption" : "")),
+        ` ${hit.score.toFixed(3)}`, el("br"), image.caption ?? ""));
   };
-  const hits = row.top.map((hit, at) => image(hit, `${at + 1}.`, hit.row === row.truth));
-  if (row.rank > row.top.length) {
-    hits.push(el("div", {class: "beyond"}, image({row: row.truth, score: row.true_score}, `${row.rank}.`, true)));
+  const hits = query.top.map((hit, index) => figure(hit, index + 1, hit.row === query.truth));
+  if (query.rank > query.top.length) {
+    hits.push(el("div", {class: "beyond"}, figure({row: query.truth, score: query.true_score}, query.rank, true)));
   }
-  return el("article", {class: "query"}, el("p", {}, `“${row.text}” `,
-    el("span", {class: "soft"}, row.rank === 1 ? "found first" : `the true image is number ${row.rank}`)),
-    el("div", {class: "hits"}, ...hits));
+  return el("article", {class: "query"}, el("p", {}, `“${query.text}” `,
+    el("span", {class: "soft"}, `the true image has rank ${integer(query.rank)}`)), el("div", {class: "hits"}, ...hits));
 }
 
-function events(about) {
-  const rows = about.events.map((event) => el("li", {class: event.event === "diagnosis" ? "diagnosis" : ""},
-    el("time", {}, event.time ? new Date(1000 * event.time).toLocaleString() : "–"), `step ${number(event.step)}: ${event.words}`));
-  if (about.broken.length) rows.push(el("li", {class: "diagnosis"}, `Some lines of metrics.jsonl cannot be read, the first is line ${about.broken[0]}.`));
-  $("event-list").replaceChildren(...rows);
+function drawEvents(run) {
+  const rows = run.events.map((event) => el("li", {class: event.event === "diagnosis" ? "diagnosis" : ""},
+    el("time", {}, event.time ? new Date(1000 * event.time).toLocaleString() : "–"), `step ${integer(event.step)}: ${event.text}`));
+  if (run.bad_lines.length) rows.push(el("li", {class: "diagnosis"}, `Some lines of metrics.jsonl cannot be parsed; the first is line ${run.bad_lines[0]}.`));
+  $("event-list").replaceChildren(...(rows.length ? rows : [el("li", {class: "soft"}, "No events yet.")]));
 }
 
-function setup(about) {
+function drawSettings(run) {
   const wanted = $("find-setting").value.trim().toLowerCase();
-  const flat = (tree, before = "") => Object.entries(tree ?? {}).flatMap(([key, value]) =>
-    value && typeof value === "object" && !Array.isArray(value) ? flat(value, `${before}${key}.`) : [[before + key, value]]);
-  for (const name of ["config", "machine", "data"]) {
-    const rows = flat(about[name]).filter(([key, value]) => `${key} ${value}`.toLowerCase().includes(wanted));
-    $(name).replaceChildren(...rows.map(([key, value]) => el("tr", {}, el("td", {}, key), el("td", {}, value == null ? "–" : String(value)))));
+  const text = (value) => value == null ? "–" : Array.isArray(value) ? value.join(", ") : String(value);
+  const flatten = (tree, prefix = "") => Object.entries(tree ?? {}).flatMap(([key, value]) =>
+    value && typeof value === "object" && !Array.isArray(value) ? flatten(value, `${prefix}${key}.`) : [[prefix + key, value]]);
+  for (const table of ["config", "machine", "data"]) {
+    const rows = flatten(run[table]).filter(([key, value]) => `${key} ${value}`.toLowerCase().includes(wanted));
+    $(table).replaceChildren(...rows.map(([key, value]) => {
+      const changed = table === "config" && key in run.preset_values;
+      const preset = changed ? el("span", {class: "soft"}, ` (preset ${text(run.preset_values[key])})`) : "";
+      return el("tr", {class: changed ? "changed" : ""}, el("td", {}, ...wrappable(key)), el("td", {}, ...wrappable(text(value)), preset));
+    }));
   }
+  const count = Object.keys(run.preset_values).length;
+  $("changed-count").textContent = `${count} ${count === 1 ? "setting differs" : "settings differ"} from preset ${run.config.preset ?? "–"}`;
 }
 
-// ---- keeping up ----
+// ---- updates ----
 
 async function refresh() {
-  if (!chosen.run) return;
-  if (busy) { again = true; return; }
-  busy = true;
+  if (!view.run) return;
+  if (refreshing) { refreshAgain = true; return; }
+  refreshing = true;
+  const tab = view.tab;
   try {
-    $("whole").disabled = chosen.range === null;
-    const about = await ask(`api/run/${encodeURIComponent(chosen.run)}`);
-    header(about);
-    legend();
-    const tab = chosen.tab;
-    if (CHARTS[tab]) await curves(tab);
-    if (tab === "speed") speed(about);
-    if (tab === "gradients") await gradients(about);
-    if (tab === "retrievals") await retrievals();
-    if (tab === "events") events(about);
-    if (tab === "setup") setup(about);
-    trouble("");
+    $("whole").disabled = view.range === null;
+    const run = await fetchJSON(`api/run/${encodeURIComponent(view.run)}`);
+    drawHeader(run);
+    drawLegend();
+    if (CHARTS[tab]) await updateCurves(tab);
+    if (tab === "speed") drawSpeed(run);
+    if (tab === "gradients") await drawGradients(run);
+    if (tab === "retrievals") await drawRetrievals();
+    if (tab === "events") drawEvents(run);
+    if (tab === "settings") drawSettings(run);
+    showError("");
   } catch (error) {
-    trouble(error.message);
-    if (!runs.some((row) => row.run === chosen.run)) {
-      $("name").textContent = chosen.run;
+    showError(error.message);
+    if (!runs.some((row) => row.run === view.run)) {
+      $("name").replaceChildren(...wrappable(view.run));
       $("state").textContent = "gone";
       $("state").className = "badge gone";
     }
   } finally {
-    busy = false;
-    if (again) { again = false; refresh(); }
+    setBusy(tab, false);
+    refreshing = false;
+    if (refreshAgain) { refreshAgain = false; refresh(); }
   }
 }
 
-function trouble(text) {
-  $("trouble").textContent = text;
-  $("trouble").hidden = !text;
+function showError(text) {
+  $("error").textContent = text;
+  $("error").hidden = !text;
 }
 
 function listen() {
   source?.close();
   const query = new URLSearchParams();
-  shown().forEach((name) => query.append("run", name));
+  shownRuns().forEach((name) => query.append("run", name));
   source = new EventSource("api/live?" + query);
   source.addEventListener("runs", (event) => {
-    const state = () => runs.find((row) => row.run === chosen.run)?.state, before = state();
+    const state = () => runs.find((row) => row.run === view.run)?.state, before = state();
     runs = JSON.parse(event.data);
-    if (!chosen.run && runs.length) { pick(runs[0].run); return; }
-    table();
-    if (state() !== before) refresh();  // a process that is killed writes nothing any more
+    if (!view.run && runs.length) { selectRun(runs[0].run); return; }
+    drawRuns();
+    if (state() !== before) refresh();  // a killed process writes nothing any more
   });
   source.addEventListener("changed", (event) => { versions = JSON.parse(event.data); refresh(); });
-  source.onopen = () => trouble("");
-  source.onerror = () => trouble("The monitor does not answer; is it still running? Trying again …");
+  source.onopen = () => showError("");
+  source.onerror = () => showError("The monitor does not answer. Is it still running? Retrying …");
 }
 
-function show(tab, push = true) {
-  chosen.tab = tab;
+function showTab(tab, push = true) {
+  view.tab = tab;
   for (const name of TABS) {
     $(name).hidden = name !== tab;
     $("tab-" + name).setAttribute("aria-selected", String(name === tab));
     $("tab-" + name).tabIndex = name === tab ? 0 : -1;
   }
-  remember(push);
+  setBusy(tab, true);
+  saveView(push);
   refresh();
 }
 
-function keys(event) {
+function onKey(event) {
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.target.type !== "checkbox";
   if (event.key === "Escape" && typing) { event.target.blur(); return; }
   if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "/") { $("runs-box").open = true; $("find-run").focus(); event.preventDefault(); }
-  if (event.key === "w") zoomed(null);
-  if (TABS[Number(event.key) - 1]) { show(TABS[Number(event.key) - 1]); $("tab-" + chosen.tab).focus(); }
+  if (event.key === "w") zoom(null);
+  if (TABS[Number(event.key) - 1]) { showTab(TABS[Number(event.key) - 1]); $("tab-" + view.tab).focus(); }
 }
 
-function arrows(event) {
-  const step = {ArrowRight: 1, ArrowLeft: -1}[event.key];
-  if (!step) return;
-  show(TABS[(TABS.indexOf(chosen.tab) + step + TABS.length) % TABS.length]);
-  $("tab-" + chosen.tab).focus();
+function onTabKey(event) {
+  const direction = {ArrowRight: 1, ArrowLeft: -1}[event.key];
+  if (!direction) return;
+  showTab(TABS[(TABS.indexOf(view.tab) + direction + TABS.length) % TABS.length]);
+  $("tab-" + view.tab).focus();
 }
 
-async function begin() {
-  recall();
+function addListeners() {
   $("tabs").replaceChildren(...TABS.map((name) => {
     const tab = el("button", {role: "tab", id: "tab-" + name, "aria-controls": name}, name);
-    tab.onclick = () => show(name);
+    tab.onclick = () => showTab(name);
     return tab;
   }));
-  if (innerWidth < 800) $("runs-box").open = false;
-  $("tabs").onkeydown = arrows;
-  addEventListener("keydown", keys);
-  $("find-run").oninput = table;
+  $("tabs").onkeydown = onTabKey;
+  addEventListener("keydown", onKey);
+  $("find-run").oninput = drawRuns;
   $("find-query").oninput = $("find-setting").oninput = refresh;
-  for (const key of ["smooth", "over"]) $(key).onchange = () => { chosen[key] = $(key).value; if (key === "over") chosen.range = null; remember(); refresh(); };
-  $("whole").onclick = () => zoomed(null);
-  // A browser has six connections to a server: a page that nobody looks at must not hold one.
+  for (const key of ["smooth", "xAxis"]) {
+    $(key).onchange = () => { view[key] = $(key).value; if (key === "xAxis") view.range = null; saveView(); refresh(); };
+  }
+  $("whole").onclick = () => zoom(null);
+  // A browser opens six connections to a server: a hidden page must not hold one.
   document.addEventListener("visibilitychange", () => { if (document.hidden) source?.close(); else listen(); });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { table(); refresh(); });
-  const all = await ask("api/runs");
-  runs = all.runs;
-  titles = Object.fromEntries(all.curves.map((one) => [one.key, one]));
-  const known = new Set(runs.map((row) => row.run));
-  chosen.others = chosen.others.filter((name) => known.has(name));
-  if (!known.has(chosen.run)) chosen.run = all.start ?? runs[0]?.run ?? null;
-  table();
-  if (!chosen.run) $("name").textContent = "no run yet; m1clip train makes one";
-  show(chosen.tab, false);
-  listen();
-  addEventListener("popstate", () => {  // back, or another address
-    recall();
-    chosen.range = null;
-    table();
-    show(chosen.tab, false);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawRuns(); refresh(); });
+  addEventListener("popstate", () => {  // the back button, or an edited address
+    restoreView();
+    view.range = null;
+    drawRuns();
+    showTab(view.tab, false);
     listen();
   });
 }
 
-begin().catch((error) => trouble(error.message));
+async function start() {
+  restoreView();
+  addListeners();
+  if (innerWidth < 800) $("runs-box").open = false;
+  const answer = await fetchJSON("api/runs");
+  runs = answer.runs;
+  curves = Object.fromEntries(answer.curves.map((curve) => [curve.key, curve]));
+  const existing = new Set(runs.map((row) => row.run));
+  view.compared = view.compared.filter((name) => existing.has(name));
+  if (!existing.has(view.run)) view.run = answer.start ?? runs[0]?.run ?? null;
+  drawRuns();
+  setBusy("runs-box", false);
+  $("name").textContent = view.run ?? "no runs yet; m1clip train starts one";
+  showTab(view.tab, false);
+  listen();
+}
+
+start().catch((error) => showError(error.message));

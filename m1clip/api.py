@@ -1,0 +1,157 @@
+"""The Python API: m1clip.train and m1clip.evaluate. The commands of the same names are thin callers."""
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from m1clip import devices
+from m1clip.config import (
+    RECIPES,
+    TrainConfig,
+    check_config,
+    check_exclusive,
+    from_json,
+    override,
+    requested_config,
+    select_settings,
+)
+from m1clip.console import Console
+from m1clip.data.batches import Batch, Images, Tokens
+from m1clip.data.rows import BadRows, PairDataset
+from m1clip.data.sources import Source, open_sources, validation_subset
+from m1clip.data.splits import Split, open_eval_split
+from m1clip.devices import Plan
+from m1clip.evals.edits import EditScore, edit_scores, is_editable
+from m1clip.evals.evaluate import evaluate_model
+from m1clip.evals.retrieval import Retrieval
+from m1clip.model.clip import CLIP, load
+from m1clip.run import Run, create_run, is_run, new_run_path, open_run
+from m1clip.training.device_plan import PlanChoice, check_parity
+from m1clip.training.loop import TrainResult, fit
+from m1clip.training.setup import prepare
+
+
+def train(
+    *,
+    config: TrainConfig | str | Path | None = None,
+    name: str | None = None,
+    runs: str | Path = "runs",
+    resume: bool = False,
+    overwrite: bool = False,
+    console: Console | None = None,
+    **settings: Any,
+) -> TrainResult:
+    """Train a CLIP model; keyword arguments are the fields of TrainConfig.
+
+    Defaults come from `preset` ("nano"), from `config` (a TrainConfig or config.json), or with `resume` from the
+    run `name` (by default the newest). Nested settings have dotted names: **{"model.vision.width": 256}.
+    """
+    started, console, runs = time.monotonic(), console or Console(), Path(runs)
+    options = {**settings, "config": config, "resume": resume, "overwrite": overwrite}
+    check_exclusive({option for option, value in options.items() if value})
+    resumed = open_run(runs, name) if resume else None
+    with ExitStack() as stack:
+        if resumed:
+            stack.enter_context(resumed.locked())  # before its checkpoints are read
+        requested = requested_config(settings, config, resumed.path if resumed else None)
+        if not resumed:
+            new_run_path(runs, name, requested.preset, overwrite)  # refused at once if it will be
+        is_final = config is not None
+        given = select_settings(requested, settings)
+        setup = prepare(requested, given, runs, resumed, console, started, is_final)
+        run = resumed or create_run(runs, name, setup.config.preset, overwrite)
+        if not resumed:
+            stack.enter_context(run.locked())
+        result = fit(setup, run, console)
+    if result.finished and setup.config.recipe == "frozen" and setup.config.unfreeze:
+        return train_unfrozen(setup.config, run, resume, time.monotonic() - started, console)
+    return result
+
+
+def train_unfrozen(config: TrainConfig, run: Run, resume: bool, elapsed_s: float, console: Console) -> TrainResult:
+    """After --recipe frozen: a second run that also trains the last layers of the towers."""
+    second = override(config, {key: RECIPES["full"][key] for key in RECIPES["full"].keys() - {"crop_scale", "hflip"}})
+    budget = f"{max(1.0, config.budget_s - elapsed_s):.0f}s" if config.budget_s else ""
+    second = replace(second, weight_decay=0.1, ema=0.0, eval_every=1, steps=0, budget=budget)
+    second = replace(second, init=str(run.model), vision="", text="", freeze="auto", recipe="full", lr=2e-5)
+    name, runs = f"{run.name}-unfrozen", run.path.parent
+    exists = is_run(runs / name)
+    console.print(f"\nnow training the last {config.unfreeze} layers of each tower in {runs / name}\n")
+    if exists and resume:
+        return train(name=name, runs=runs, resume=True, console=console)
+    return train(config=second, name=name, runs=runs, overwrite=exists, console=console)
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    model: Path
+    scores: Retrieval
+    edits: list[EditScore]
+    """Accuracy against one-word edits, for the synthetic data."""
+
+
+def evaluate(
+    model: str | Path | None = None,
+    *,
+    split: Literal["val", "test", "all"] = "val",
+    device: str = "auto",
+    runs: str | Path = "runs",
+    console: Console | None = None,
+    **settings: Any,
+) -> EvalResult:
+    """Evaluate a run or a model folder (by default the newest run) on its own data, or on `data`.
+
+    Keyword arguments are the data fields of TrainConfig: data, val_size, seed, image_column, caption_column.
+    """
+    console = console or Console()
+    folder, config = find_model(Path(runs), None if model is None else str(model))
+    if "data" in settings:  # column names and split need not be the run's
+        config = replace(config, image_column="auto", caption_column="auto", val_size="auto")
+    config = check_config(override(config, settings))
+    chosen, reason = devices.default_device(device)
+    clip, bad_rows = load(folder), BadRows()
+    datasets: list[PairDataset] = []
+    for source in open_sources(config, console.progress):
+        dataset = split_of(source, split)
+        datasets.append(validation_subset(dataset, config) if split == "val" else dataset)
+        bad_rows += source.bad_rows
+    size = clip.config.vision.image_size
+    pairs = open_eval_split(datasets, size, config, bad_rows, console.progress)
+    bad_rows.require_at_most(config.max_bad_rows)
+    choice = check_parity(PlanChoice(Plan(str(chosen)), reason), clip, first_pairs(clip, pairs), console)
+    evaluation = evaluate_model(clip.to_devices(*choice.plan.devices), pairs)
+    edits: list[EditScore] = []
+    if len(datasets) == 1 and is_editable(datasets[0]):
+        edits = edit_scores(clip, datasets[0], evaluation.image_NE, evaluation.first_text_NE)
+    return EvalResult(folder, evaluation.scores, edits)
+
+
+def find_model(runs: Path, name: str | None) -> tuple[Path, TrainConfig]:
+    """The model folder, and the config it was trained with, if it belongs to a run."""
+    if name and (Path(name) / "model.safetensors").is_file():
+        parents = Path(name).resolve().parents[:2]  # of a run's model, or of one of its checkpoints
+        run = next((Run(folder) for folder in parents if is_run(folder)), None)
+        return Path(name), from_json(TrainConfig, run.path / "config.json") if run else TrainConfig()
+    run = open_run(runs, name)
+    folder = run.model if run.model.is_dir() else run.path / "last"
+    if not folder.exists():
+        raise FileNotFoundError(f"{run.path} has no model yet; it is saved at the end, and checkpoints before")
+    return folder, from_json(TrainConfig, run.path / "config.json")
+
+
+def split_of(source: Source, split: str) -> PairDataset:
+    if split == "test" and source.test is None:
+        raise ValueError(f"{source.spec} has no test split; --split all uses every pair")
+    return {"val": source.val, "test": source.test or source.all, "all": source.all}[split]
+
+
+def first_pairs(model: CLIP, pairs: Split) -> Batch:
+    """A few pairs, to compare a device with the CPU."""
+    rows, pixels = pairs.take(np.arange(min(8, len(pairs))))
+    tokens_BL = model.tokenize([pairs.captions(int(row))[0] for row in rows])
+    return Batch(Images(torch.from_numpy(pixels)), Tokens(tokens_BL[:, None]), torch.from_numpy(rows), None, rows)

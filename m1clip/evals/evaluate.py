@@ -1,0 +1,107 @@
+"""The evaluator: training, `m1clip eval` and reports all use it.
+
+Shapes: N images, M captions, B of a chunk, D features, E embedding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from m1clip import devices
+from m1clip.data.batches import FeatureTables
+from m1clip.data.splits import Split
+from m1clip.evals.examples import example_queries
+from m1clip.evals.hard_negatives import accuracy_by_difficulty
+from m1clip.evals.health import health
+from m1clip.evals.retrieval import Relevance, Retrieval, retrieval
+from m1clip.model.clip import CLIP
+
+CHUNK = 256
+FEATURE_CHUNK = 4096
+
+
+@torch.inference_mode()
+def embed_split_images(model: CLIP, pairs: Split, chunk: int = CHUNK) -> Tensor:
+    """(N, E)"""
+    outputs = []
+    for start in range(0, len(pairs), chunk):
+        _, pixels = pairs.take(np.arange(start, min(start + chunk, len(pairs))))
+        images_BHWC = devices.copy_to(torch.from_numpy(pixels), model.devices[0])
+        outputs.append(model.embed_images(model.normalize(images_BHWC)).cpu())
+    return torch.cat(outputs)
+
+
+@torch.inference_mode()
+def embed_captions(model: CLIP, captions: Sequence[str], chunk: int = CHUNK) -> Tensor:
+    """(M, E)"""
+    outputs = []
+    for start in range(0, len(captions), chunk):
+        tokens_BL = devices.copy_to(model.tokenize(captions[start : start + chunk]), model.devices[1])
+        outputs.append(model.embed_tokens(tokens_BL).cpu())
+    return torch.cat(outputs)
+
+
+@torch.inference_mode()
+def embed_feature_rows(model: CLIP, tower: str, features_ND: NDArray[Any]) -> Tensor:
+    """(N, E) of stored features of a frozen tower."""
+    device = model.devices[0] if tower == "vision" else model.devices[1]
+    outputs = []
+    for start in range(0, len(features_ND), FEATURE_CHUNK):
+        features_BD = torch.from_numpy(np.array(features_ND[start : start + FEATURE_CHUNK])).float()
+        outputs.append(model.embed_features(tower, devices.copy_to(features_BD, device)).cpu())
+    return torch.cat(outputs)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Retrieval scores of one model on one split, and the embeddings they come from."""
+
+    scores: Retrieval
+    image_NE: Tensor
+    text_ME: Tensor
+    relevance: Relevance
+    pairs: Split
+
+    @property
+    def first_text_NE(self) -> Tensor:
+        """The first caption of each image."""
+        return self.text_ME[torch.searchsorted(self.relevance.owner_M, torch.arange(len(self.image_NE)))]
+
+    def record(self) -> dict[str, Any]:
+        """Everything of an evaluation that is logged."""
+        first_captions = [self.pairs.captions(row)[0] for row in range(len(self.pairs))]
+        return {
+            **self.scores.record(),
+            **health(self.image_NE, self.first_text_NE),
+            "hard_negatives": accuracy_by_difficulty(self.image_NE, self.first_text_NE, first_captions),
+        }
+
+    def examples(self) -> dict[str, Any]:
+        """Queries with the images found for them, for people to look at."""
+        return example_queries(self.text_ME, self.image_NE, self.relevance, self.pairs)
+
+
+def split_relevance(pairs: Split) -> Relevance:
+    return Relevance.from_captions([pairs.captions(row) for row in range(len(pairs))])
+
+
+def evaluate_model(model: CLIP, pairs: Split, features: FeatureTables | None = None, chunk: int = CHUNK) -> Evaluation:
+    """Evaluate retrieval on a split, from stored features where towers are frozen."""
+    features = features or FeatureTables()
+    relevance = split_relevance(pairs)
+    if features.images is not None:
+        image_NE = embed_feature_rows(model, "vision", features.images.views[0])
+    else:
+        image_NE = embed_split_images(model, pairs, chunk)
+    if features.captions is not None:
+        features_MD = features.captions.features_MD[features.captions.position_M]
+        text_ME = embed_feature_rows(model, "text", features_MD)
+    else:
+        captions = [text for row in range(len(pairs)) for text in pairs.captions(row)]
+        text_ME = embed_captions(model, captions, chunk)
+    return Evaluation(retrieval(image_NE, text_ME, relevance), image_NE, text_ME, relevance, pairs)

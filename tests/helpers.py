@@ -1,0 +1,71 @@
+"""Training from a test: a run in a folder with a silent console, stopped after some step if asked."""
+
+import io
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from m1clip.config import TrainConfig, from_json
+from m1clip.console import Console
+from m1clip.data.batches import Batch, Images, Tokens
+from m1clip.model.clip import CLIP
+from m1clip.model.tokenizer import Tokenizer
+from m1clip.run import Run, create_run, is_run
+from m1clip.training.loop import TrainResult, fit
+from m1clip.training.setup import prepare
+from m1clip.training.state import TrainState
+
+
+class QuietConsole(Console):
+    """Keeps warnings, prints nothing, and sends SIGINT after a step."""
+
+    def __init__(self, stop_at: int | None = None):
+        super().__init__(io.StringIO())
+        self.stop_at, self.warnings = stop_at, list[str]()
+
+    def update_training(self, step: int, records: list[dict[str, Any]], total: int) -> None:
+        super().update_training(step, records, total)
+        if step == self.stop_at:
+            signal.raise_signal(signal.SIGINT)
+
+    def warn(self, text: str) -> None:
+        super().warn(text)
+        self.warnings.append(text)
+
+
+def train_run(
+    config: TrainConfig, path: Path, stop_at: int | None = None, console: QuietConsole | None = None
+) -> TrainResult:
+    """Train the run at `path`, or resume it; the config is final."""
+    resumed = Run(path) if is_run(path) else None
+    if resumed:
+        config = replace(config, recipe=from_json(TrainConfig, path / "config.json").recipe)
+    run = resumed or create_run(path.parent, path.name, "x", False)
+    with run.locked():
+        console = console or QuietConsole(stop_at)
+        setup = prepare(config, {}, path.parent, resumed, console, time.monotonic(), is_final=True)
+        return fit(setup, run, console)
+
+
+def random_pairs(size: int, seed: int = 1, duplicate_BB: torch.Tensor | None = None) -> Batch:
+    """Random 32 px images with random captions of 8 tokens."""
+    rng = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (size, 32, 32, 3), generator=rng, dtype=torch.uint8)
+    words = torch.randint(3, 500, (size, 6), generator=rng)
+    start, end = torch.full((size, 1), 1), torch.full((size, 1), 2)
+    keys = torch.randint(0, 2**32, (size,), generator=rng)
+    tokens_BKL = torch.cat([start, words, end], dim=1)[:, None]
+    return Batch(Images(images), Tokens(tokens_BKL), keys, duplicate_BB, np.arange(size))
+
+
+def make_state(config: TrainConfig, chunk: int | None = None) -> TrainState:
+    """The same initial weights every time."""
+    torch.manual_seed(0)
+    state = TrainState(CLIP(config.model, Tokenizer.characters()), config)
+    state.chunk = chunk or config.batch_size
+    return state
