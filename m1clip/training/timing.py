@@ -16,7 +16,7 @@ from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
-from m1clip.model.cost import model_cost as model_cost
+from m1clip.model.cost import model_cost
 from m1clip.training import memory
 from m1clip.training.measurements import MeasurementStore, StepCost, model_id, quartiles
 from m1clip.training.state import TrainState
