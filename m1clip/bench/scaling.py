@@ -6,7 +6,7 @@ from typing import Any
 
 from m1clip.bench.report import Sweep, make_table
 from m1clip.document import Document
-from m1clip.format import duration, number
+from m1clip.format import UNKNOWN, duration, number
 from m1clip.plots import COLORS, annotate, axes, log_axis, save_figure
 from m1clip.training.advice import fit_step_time
 from m1clip.training.measurements import StepCost
@@ -28,7 +28,7 @@ def scaling_records(sweep: Sweep, costs: list[StepCost], devices: Sequence[str],
         others = [row for row in sweep.steps if row.preset != cost.preset and row.device == devices[0]]
         ms, factor = fit_step_time(others, cost) if len(others) >= 3 else (float("nan"), 1.0)
         range_ms = [value / cost.batch_size for value in (ms, ms / factor, ms * factor)]
-        text = f"{number(range_ms[0])} ({number(range_ms[1])}–{number(range_ms[2])})"
+        text = f"{number(range_ms[0])} ({number(range_ms[1])}–{number(range_ms[2])})" if others[2:] else UNKNOWN
         need_gb = cost.state_gb + PEAK * cost.activation_gb * cost.batch_size
         record = {"preset": cost.preset, "millions": cost.parameters / 1e6, "gflop": cost.gflop}
         record |= {"pair_ms": pair_ms, "first_ms": first, "range_ms": range_ms, "extrapolated": text}
@@ -36,7 +36,7 @@ def scaling_records(sweep: Sweep, costs: list[StepCost], devices: Sequence[str],
         record |= {"utilization": sweep.utilization(rows[devices[0]]) if first else None}
         record |= {"speedup": first / last if first and last and len(devices) > 1 else None}
         epoch_s = pairs * (first or range_ms[0]) / 1e3
-        records.append(record | {"epoch": duration(epoch_s) if epoch_s == epoch_s else "–"})
+        records.append(record | {"epoch": duration(epoch_s) if first or others[2:] else UNKNOWN})
     return records
 
 
