@@ -428,9 +428,11 @@ PRETRAINED_SHAPE = {
 
 def check_exclusive(given: Set[str]) -> None:
     """Refuse arguments of a training command that contradict each other."""
-    pairs = [("resume", "overwrite"), ("resume", "config"), ("resume", "preset"), ("config", "preset")]
-    for one, other in (*pairs, ("budget", "epochs"), ("budget", "steps")):
+    for one, other in (("resume", "overwrite"), ("resume", "config"), ("resume", "preset"), ("config", "preset")):
         require(not {one, other} <= given, f"--{one} and --{other} cannot be combined")
+    for end in ("epochs", "steps"):
+        message = f"--budget sets the length of the run; --{end} cannot be combined with it"
+        require(not {"budget", end} <= given, message)
 
 
 def select_settings(config: TrainConfig, paths: Iterable[str]) -> dict[str, Any]:
