@@ -260,8 +260,8 @@ def release(device: torch.device) -> None:
 def has_event_timer(device: torch.device) -> bool:
     """Whether timestamps can be taken in every step.
 
-    MPS events hang when read twice and can be out of order (pytorch#193578, #196395), so on MPS the host takes
-    timestamps after a synchronize, which is too slow for every step.
+    MPS events hang when read twice and can be out of order (pytorch#193578, #196395), so on MPS the host
+    takes timestamps after a synchronize, which is too slow for every step.
     """
     return device.type in ("cpu", "cuda")
 

@@ -20,8 +20,7 @@ from m1clip.devices import Plan
 TOLERANCE = {"fp32": (2e-3, 1e-2), "fp16": (1e-2, 5e-2), "bf16": (5e-2, 2e-1)}
 NEGLIGIBLE = 1e-6  # gradients below this fraction of the largest are rounding errors on both devices
 PARAMETER = "the gradient of "
-Recording = dict[str, Tensor]
-"""Tensors on the CPU by what they are, in the order of computation."""
+Recording = dict[str, Tensor]  # tensors on the CPU by what they are, in the order of computation
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,12 @@ def compare(run: Callable[[Plan], Recording], plan: Plan) -> Parity:
 def compare_recordings(expected: Recording, actual: Recording, precision: str) -> Parity:
     """The first tensor beyond its tolerance is the mismatch: later ones inherit the error."""
     worst, mismatch = 0.0, None
-    largest = max(float(tensor.norm()) for name, tensor in expected.items() if name.startswith(PARAMETER))
+    gradients = [float(tensor.norm()) for name, tensor in expected.items() if name.startswith(PARAMETER)]
+    negligible = NEGLIGIBLE * max(gradients, default=0.0)
     for name, tensor in expected.items():
         backward = "gradient" in name
         tolerance = TOLERANCE[precision][backward]
-        norm = max(float(tensor.norm()), largest * NEGLIGIBLE if backward else 1e-12)
+        norm = max(float(tensor.norm()), negligible if backward else 0.0, 1e-12)
         error = float((actual[name] - tensor).norm()) / norm if name in actual else float("inf")
         error = error if error == error else float("inf")  # NaN
         worst = max(worst, error / tolerance)

@@ -147,7 +147,9 @@ def test_a_device_with_a_queue_has_launch_and_transfer_times(monkeypatch):
 def test_bench_keeps_operations_without_flops_in_table_and_roofline(capsys, monkeypatch, tmp_path):
     texts = []
     monkeypatch.setattr(report, "annotate", lambda panel, text, *_, **__: texts.append(text))
-    code, out, _ = run_cli(capsys, "bench", "--quick", "--presets", "mini", "--batch-sizes", "4")
+    code, out, _ = run_cli(
+        capsys, "bench", "--quick", "--presets", "mini", "--batch-sizes", "4", "--threads", "1"
+    )
     assert code == 0
     names = ("empty call", "layer norm", "AdamW", "copy")
     lines = {name: line for line in out.splitlines() for name in names if line.startswith(name)}
@@ -285,7 +287,18 @@ def test_two_sweeps_at_once_are_refused(capsys):
 
 def test_an_interrupted_sweep_is_resumed(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "write_sweep", lambda *_: tmp_path)
-    arguments = ("bench", "--presets", "mini", "--batch-sizes", "4", "8", "--no-operations", "--quick")
+    arguments = (
+        "bench",
+        "--presets",
+        "mini",
+        "--batch-sizes",
+        "4",
+        "8",
+        "--no-operations",
+        "--quick",
+        "--threads",
+        "1",
+    )
     real, timed = timing.time_plans, []
 
     def interrupted(config, *rest):
@@ -313,7 +326,9 @@ def test_a_comparison_that_does_not_fit_into_memory_is_skipped(capsys, monkeypat
 
 def test_bench_prints_tables_and_writes_a_page(capsys, tmp_path):
     sizes = ("--batch-sizes", "4", "8", "16")
-    code, out, _ = run_cli(capsys, "bench", "--presets", "mini", *sizes, "--quick", "--out", "here")
+    code, out, _ = run_cli(
+        capsys, "bench", "--presets", "mini", *sizes, "--quick", "--out", "here", "--threads", "1"
+    )
     assert code == 0
     for text in ("operations", "training steps", "vision=cpu,text=cpu", "MFU", "crossover", "advise --preset nano"):
         assert text in out
@@ -381,7 +396,19 @@ def test_scaling_times_what_fits_and_extrapolates_the_rest(capsys, monkeypatch, 
 
 def test_advise_uses_the_timings_of_bench(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "write_sweep", lambda *_: tmp_path)
-    run_cli(capsys, "bench", "--presets", "mini", "--batch-sizes", "4", "16", "--no-operations", "--quick")
+    run_cli(
+        capsys,
+        "bench",
+        "--presets",
+        "mini",
+        "--batch-sizes",
+        "4",
+        "16",
+        "--no-operations",
+        "--quick",
+        "--threads",
+        "1",
+    )
     code, out, err = run_cli(capsys, "advise", "--preset", "mini", "--batch-size", "16", "--no-measure")
     assert (code, err) == (0, "")
     names = [line.split()[0] for line in out.splitlines()[2:] if line and line[0].isalpha()]
@@ -485,6 +512,7 @@ def test_compare_trains_on_each_device_in_a_process(tmp_path, tiny_run):
         (("bench", "--threads", "100000"), "--threads must be 1 to 1,024, not 100000"),
         (("bench", "--devices", "gpu"), "no device 'gpu'"),
         (("bench", "scaling", "--devices", "vision=cpu,text=cpu"), "--devices takes single devices here"),
+        (("bench", "scaling", "--devices", "gpu"), "no device 'gpu'"),
         (("bench", "scaling", "--pairs", "0"), "--pairs must be at least 1"),
         (("advise", "--batch-size", "20000"), "--batch-size 20,000 is larger than --pairs 12,000"),
         (("advise", "--preset", "huge"), "no preset 'huge'"),

@@ -192,7 +192,7 @@ def plot_roofline(sweep: Sweep, path: Path) -> Path:
         panel.plot(x, np.minimum(peak, max(bandwidths.values(), default=math.inf) * x), color="black", lw=1.2)
         roofs = [f"{name}: {number(gb_per_s)} GB/s" for name, gb_per_s in bandwidths.items()]
         roofs.append(f"fastest matmul: {number(peak)} GFLOP/s")
-        annotate(panel, "\n".join(roofs), (0.02, 0.98), (0, 0), xycoords="axes fraction", va="top")
+        annotate(panel, "\n".join(roofs), (0.02, 0.02), (0, 0), xycoords="axes fraction")
         points = [(row["operation"], row["size"], (row["flop_per_byte"], row["gflops"])) for row in rows]
         for row in (row for row in sweep.steps if row.plan == Plan(device)):
             points.append(("step", f"{row.preset} {row.batch_size}", (step_intensity(row), row.gflops)))

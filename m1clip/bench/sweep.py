@@ -32,10 +32,10 @@ SWEEP |= {"vit-b16-char": (4,), "base": (4,)}
 QUICK_SWEEP: dict[str, tuple[int, ...]] = {"nano": (4, 32, 256), "tiny": (8,)}
 COMPILED = {("nano", 256), ("tiny", 16)}  # compiling takes half a minute per model
 LARGE_GFLOP = 150  # larger steps are not repeated with other thread counts
-USABLE_MEMORY = 0.85
+USABLE_MEMORY = 0.85  # fraction of what is free
 OperationRow = dict[str, Any]
 Precisions = Mapping[str, Sequence[str]]  # by device, in addition to fp32
-Comparison = tuple[TrainConfig, Sequence[Plan]]  # a model with its batch size, and plans to time in alternation
+Comparison = tuple[TrainConfig, Sequence[Plan]]  # a model with its batch size, and the plans to compare
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,9 @@ class Session:
                     continue
                 states = len({plan.device for plan in plans})  # one TrainState per device or placement
                 need_gb = states * cost.state_gb + memory.PEAK * cost.activation_gb * config.batch_size
-                free_gb = sensors.available_gb()
-                if need_gb > USABLE_MEMORY * free_gb:
-                    reason = f"needs {need_gb:.1f} GB, {free_gb:.1f} GB are free"
+                usable_gb = USABLE_MEMORY * sensors.available_gb()
+                if need_gb > usable_gb:
+                    reason = f"needs {need_gb:.1f} GB, {usable_gb:.1f} GB are usable"
                     self.store.add("skipped", **key, item=item, reason=reason)
                     continue
                 chosen = [plan for plan in plans if cost.step_gflop < LARGE_GFLOP or not plan.threads]

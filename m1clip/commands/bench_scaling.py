@@ -42,10 +42,11 @@ def main(args: Args) -> int:
         from m1clip import devices
         from m1clip.bench import report, scaling, sweep
 
-    names, presets = args.devices or tuple(devices.available()), args.presets or tuple(PRESETS)
+    names = [devices.tower_devices(name)[0] for name in args.devices or devices.available()]
+    presets = args.presets or tuple(PRESETS)
     configs = [replace(get_preset(name), batch_size=BATCH_SIZE, optimizer="adamw") for name in presets]
     plans = tuple(devices.Plan(name) for name in names)
-    settings = {"presets": [*presets], "devices": [*names]}
+    settings = {"presets": [*presets], "devices": names}
     with sweep.open_session("scaling", settings, args.restart, args.out) as session:
         session.run_operations((1024, 2048), dict.fromkeys(names, ()), 0.5)
         costs = session.run_comparisons([(config, plans) for config in configs], 3.0)

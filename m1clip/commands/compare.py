@@ -83,9 +83,11 @@ def main(args: Args) -> int:
     warnings = load_warning([record["background_load"] for record in records], "runs")
     first, expected = records[0]["step_ms"], records[0]["losses"]
     for record in records[: len(paths)]:
-        losses = record["losses"]
-        record["speedup"] = first / record["step_ms"]
-        record["max_loss_difference"] = max(abs(losses[i] - expected[i]) for i in losses if i in expected)
+        differences = [abs(loss - expected[i]) for i, loss in record["losses"].items() if i in expected]
+        record |= {
+            "speedup": first / record["step_ms"],
+            "max_loss_difference": max(differences, default=None),
+        }
     if args.json:
         print(json.dumps({"runs": records, "warnings": warnings, "page": page}))
         return 0

@@ -36,8 +36,7 @@ KNOWN_BUGS = {  # of PyTorch on macOS
     "2.13.0": ("warn", "torch.compile on MPS is 9 times slower (pytorch#192551)"),
 }
 STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-Check = tuple[str, str, str]
-"""Name, status (ok, warn or fail) and result."""
+Check = tuple[str, str, str]  # name, status (ok, warn or fail), result
 
 
 @dataclass(frozen=True)

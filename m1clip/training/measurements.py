@@ -13,7 +13,7 @@ from m1clip import sensors
 from m1clip.config import TrainConfig, to_json
 from m1clip.files import cache_folder, json_safe, read_jsonl
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:
     from m1clip.devices import Plan
 
 MEASUREMENTS_FILE = "measurements-3.jsonl"  # a new number when rows or the training step change
@@ -77,7 +77,7 @@ class StepRow(StepCost):
 
     @property
     def plan(self) -> "Plan":
-        from m1clip.devices import Plan
+        from m1clip.devices import Plan  # imports torch
 
         return Plan(self.device, self.precision, self.compile, self.threads)
 
