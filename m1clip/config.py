@@ -4,8 +4,10 @@ Presets, recipes and budgets are functions of a TrainConfig; `override` puts the
 """
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields, replace
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -213,7 +215,7 @@ class TrainConfig(DataConfig, InitConfig):
     """Peak learning rate."""
     warmup: Fraction = 0.1
     """Fraction of the run with linear warm-up, followed by cosine decay to 0."""
-    weight_decay: Annotated[float, Ge(0)] = 0.1
+    weight_decay: Annotated[float, Ge(0), Lt(float("inf"))] = 0.1
     """Weight decay of matrices; biases, norms and embeddings have none."""
     grad_clip: Annotated[float, Gt(0), Lt(float("inf"))] = 1.0
     """Maximum gradient norm."""
@@ -266,7 +268,7 @@ class TrainConfig(DataConfig, InitConfig):
     @property
     def save_interval(self) -> tuple[float, int]:
         """Seconds and steps between checkpoints; 0 for the one that does not apply."""
-        if self.save_every.isdecimal():
+        if self.save_every.isdecimal() and int(self.save_every):
             return 0.0, int(self.save_every)
         return parse_duration(self.save_every, "save_every"), 0
 
@@ -284,15 +286,15 @@ def parse_duration(text: str, name: str) -> float:
 # Validation and JSON. Configs are plain values; whoever builds one from outside input checks it.
 
 
-def check_config(config: object) -> None:
-    """Raise ValueError for a setting that is out of range or cannot be combined, by its name."""
-    from_dict(type(config), asdict(config))  # type: ignore[call-overload]
+def check_config(config: T) -> T:
+    """The config with exact types (a path as text); a setting out of range or a contradiction is a ValueError."""
+    config = from_dict(type(config), asdict(config))  # type: ignore[call-overload]
     if isinstance(config, DataConfig):
         require("{}" in config.template, f"template needs a {{}} for the label: {config.template!r}")
     if isinstance(config, ModelConfig):
         check_model(config)
     if not isinstance(config, TrainConfig):
-        return
+        return config
     check_model(config.model)
     bag = isinstance(config.model.text, TextConfig) and config.model.text.encoder == "bag_of_words"
     require(bag or not config.word_dropout, "word_dropout needs --model.text.encoder bag_of_words")
@@ -302,6 +304,7 @@ def check_config(config: object) -> None:
         config.preset in {*PRESETS, "budget"}, f"no preset {config.preset!r}; {did_you_mean(config.preset, PRESETS)}"
     )
     _ = config.budget_s, config.save_interval
+    return config
 
 
 def check_model(model: ModelConfig) -> None:
@@ -328,9 +331,7 @@ def to_json(config: object) -> str:
 def from_json(kind: type[T], path: Path) -> T:
     """A valid config from a file; errors name the key."""
     try:
-        config = from_dict(kind, json.loads(path.read_text()))
-        check_config(config)
-        return config
+        return check_config(from_dict(kind, json.loads(path.read_text())))
     except FileNotFoundError:
         raise FileNotFoundError(f"no configuration at {path}") from None
     except (ValueError, TypeError, RecursionError) as error:  # ValueError covers bad JSON and bad UTF-8
@@ -341,21 +342,46 @@ def from_dict(kind: type[T], values: Any) -> T:
     """A dataclass from JSON values: unknown keys and values of the wrong type or range are errors."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-    towers = (VisionConfig, TimmConfig, TextConfig, HFConfig)
-    for one in (*towers, ModelConfig, kind):
+    for one in (*_TOWERS, ModelConfig, kind):
         one.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[union-attr]
     try:
         return TypeAdapter(kind).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
-        first = min(error.errors(), key=lambda one: one["type"] != "unexpected_keyword_argument")
-        hidden = {"constrained-int", "literal['auto']", *(tower.__name__ for tower in towers)}  # members of unions
-        key = ".".join(str(part) for part in first["loc"] if not str(part).startswith(tuple(hidden)))
-        if first["type"] == "unexpected_keyword_argument":
-            names = {field.name for one in (*towers, ModelConfig, kind) for field in fields(one)}  # type: ignore[arg-type]
-            raise ValueError(f"unknown key {key}; {did_you_mean(key.rpartition('.')[2], names)}") from None
-        message = first["msg"].removeprefix("Input ").replace("should", "must")
-        message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-        raise ValueError(f"{key or 'the file'} {message}, not {first['input']!r}"[:300]) from None
+        raise ValueError(_explain(error.errors(), kind)) from None
+
+
+_TOWERS = (VisionConfig, TimmConfig, TextConfig, HFConfig)
+_UNION_MEMBERS = {*(tower.__name__ for tower in _TOWERS), "constrained-int", "literal['auto']"}
+_PHRASES = {
+    "Input should be ": "",
+    "greater than or equal to": "at least",
+    "greater than": "above",
+    "less than or equal to": "at most",
+    "less than inf": "finite",
+    "less than": "below",
+}
+
+
+def _explain(errors: Sequence[Mapping[str, Any]], kind: type) -> str:
+    """The first error as a sentence that names the key. Of a union, the member with the fewest errors is meant."""
+
+    def key_of(error: Mapping[str, Any]) -> str:
+        return ".".join(str(part) for part in error["loc"] if part not in _UNION_MEMBERS)
+
+    counts = Counter(part for error in errors for part in error["loc"] if part in _UNION_MEMBERS)
+    unknown = "unexpected_keyword_argument"
+    first = min(errors, key=lambda error: (max(counts[part] for part in ("", *error["loc"])), error["type"] != unknown))
+    key, parent = key_of(first), first["loc"][:-1]
+    if first["type"] == unknown:
+        names = {field.name for one in (*_TOWERS, ModelConfig, kind) for field in fields(one)}
+        return f"unknown key {key}; {did_you_mean(key.rpartition('.')[2], names)}"
+    if first["type"] == "missing":
+        return f"{key} is missing"
+    same = [error["msg"] for error in errors if error["loc"][:-1] == parent and key_of(error) == key]
+    allowed = " or ".join(dict.fromkeys(same))
+    for phrase, short in _PHRASES.items():
+        allowed = allowed.replace(phrase, short)
+    return f"{key or 'the file'} must be {allowed}, not {first['input']!r}"[:300]
 
 
 # Overrides: settings by dotted path, such as {"lr": 1e-3, "model.vision.width": 256}.
@@ -371,6 +397,9 @@ def override(config: T, settings: Mapping[str, Any]) -> T:
             nested.setdefault(name, {})[rest] = value
         else:
             plain[name] = value
+    names = {field.name for field in fields(config)}  # type: ignore[arg-type]
+    for name in (*plain, *nested):
+        require(name in names, f"unknown setting {name}; {did_you_mean(name, names)}")
     config = replace(config, **plain)  # type: ignore[type-var]
     inner = {name: override(getattr(config, name), changes) for name, changes in nested.items()}
     return replace(config, **inner)  # type: ignore[type-var]
@@ -379,6 +408,68 @@ def override(config: T, settings: Mapping[str, Any]) -> T:
 def with_defaults(config: TrainConfig, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> TrainConfig:
     """The config with other defaults, where the user has not given a setting."""
     return override(override(config, defaults), given)
+
+
+# Requests: what the user gave, on top of where the defaults come from.
+
+FIXED_ON_RESUME = (
+    *("model", "data", "val_size", "image_column", "caption_column", "template", "allow", "seed", "batch_size"),
+    *("captions_per_image", "crop_scale", "hflip", "color_jitter", "tokenizer", "optimizer", "ema"),
+    *("best_metric", "recipe", "init", "vision", "text", "freeze", "lora_rank"),
+)
+"""Settings that data order, weights and optimizer state depend on."""
+PRETRAINED_SHAPE = {
+    "init": ("model.vision", "model.text", "model.embed_dim"),
+    "vision": ("model.vision",),
+    "text": ("model.text",),
+}
+"""Settings that come with pretrained weights."""
+
+
+def check_exclusive(given: Set[str]) -> None:
+    """Refuse arguments of a training command that contradict each other."""
+    pairs = [("resume", "overwrite"), ("resume", "config"), ("resume", "preset"), ("config", "preset")]
+    for one, other in (*pairs, ("budget", "epochs"), ("budget", "steps")):
+        require(not {one, other} <= given, f"--{one} and --{other} cannot be combined")
+
+
+def select_settings(config: TrainConfig, paths: Iterable[str]) -> dict[str, Any]:
+    """Some settings of a config by dotted path."""
+    return {path: reduce(getattr, path.split("."), config) for path in paths}
+
+
+def requested_config(
+    settings: Mapping[str, Any], config: TrainConfig | str | Path | None = None, resumed: Path | None = None
+) -> TrainConfig:
+    """The user's settings with defaults from a run folder to resume, a config or its file, or a preset."""
+    base = _base_config(settings, config, resumed)
+    requested = check_config(override(base, settings))
+    if base.budget and ("epochs" in settings or "steps" in settings):
+        requested = replace(requested, budget="")
+    changed = [key for key in FIXED_ON_RESUME if getattr(requested, key) != getattr(base, key)]
+    if resumed and changed:
+        raise ValueError(f"a resumed run cannot change {', '.join(changed)}: its weights and data order depend on it")
+    return requested
+
+
+def _base_config(
+    settings: Mapping[str, Any], config: TrainConfig | str | Path | None, resumed: Path | None
+) -> TrainConfig:
+    if resumed:
+        return from_json(TrainConfig, resumed / "config.json")
+    if isinstance(config, TrainConfig):
+        return config
+    if config is not None:
+        return from_json(TrainConfig, Path(config))
+    base = get_preset(settings.get("preset", "nano"))
+    for pretrained, shape in PRETRAINED_SHAPE.items():
+        fixed = [key for key in settings if key.startswith(shape)]
+        if settings.get(pretrained) and fixed:
+            flag = f"--{fixed[0].replace('_', '-')}"
+            raise ValueError(f"--{pretrained} brings a model with its own shape; {flag} cannot change it")
+    if settings.get("init"):
+        base = override(base, {"model.activation": "gelu"})  # the preset's is not a request
+    return base
 
 
 # Presets and recipe defaults.

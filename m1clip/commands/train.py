@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,14 +11,12 @@ import tyro
 from m1clip import console
 from m1clip.commands.eval import show_retrieval
 from m1clip.commands.flags import given_flags, parse_flags
-from m1clip.config import TrainConfig, get_preset
+from m1clip.config import TrainConfig, check_exclusive, get_preset, requested_config, select_settings
 from m1clip.format import duration
 from m1clip.run import Run, create_run, new_run_path, open_run
 
 if TYPE_CHECKING:  # imports torch
     from m1clip.training.loop import TrainResult
-
-EXCLUSIVE = (("resume", "overwrite"), ("resume", "config"), ("resume", "preset"), ("config", "preset"))
 
 
 @dataclass(frozen=True)
@@ -57,10 +54,7 @@ class Args:
 
 def parse(program: str, argv: list[str]) -> Args:
     args = parse_flags(Args, program, argv, default=Args(get_preset("nano"), argv=tuple(argv)))
-    given = given_flags(argv)
-    for one, other in EXCLUSIVE:
-        if one in given and other in given:
-            raise ValueError(f"--{one} and --{other} cannot be combined")
+    check_exclusive(given_flags(argv))
     if args.overwrite and args.name is None:
         raise ValueError("--overwrite starts a run again; --name says which")
     return args
@@ -68,8 +62,7 @@ def parse(program: str, argv: list[str]) -> Args:
 
 def given_settings(training: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:
     """The settings on the command line by dotted path; all others have their defaults elsewhere."""
-    given = given_flags(argv)
-    return {path: reduce(getattr, path.split("."), training) for path in setting_paths() & given}
+    return select_settings(training, setting_paths() & given_flags(argv))
 
 
 def setting_paths() -> set[str]:
@@ -85,8 +78,10 @@ def setting_paths() -> set[str]:
 
 def main(args: Args) -> int:
     settings = given_settings(args.training, args.argv)
+    resumed = open_run(args.runs, args.name).path if args.resume else None
+    requested = requested_config(settings, args.config, resumed)  # errors come before torch is imported
     if args.background:
-        return start_background(args, settings)
+        return start_background(args, requested.preset)
     with console.loading():
         from m1clip import api
     result = api.train(
@@ -96,7 +91,7 @@ def main(args: Args) -> int:
     return 0 if result.finished else 130
 
 
-def start_background(args: Args, settings: dict[str, Any]) -> int:
+def start_background(args: Args, preset: str) -> int:
     """Run the same command in another process, with the run named."""
     from m1clip.commands.background import spawn_training
 
@@ -104,7 +99,7 @@ def start_background(args: Args, settings: dict[str, Any]) -> int:
     if args.resume:
         run = open_run(args.runs, args.name)
     elif args.name is None:  # reserve the number now
-        run = create_run(args.runs, None, settings.get("preset", "nano"), overwrite=False)
+        run = create_run(args.runs, None, preset, overwrite=False)
     else:
         run = Run(new_run_path(args.runs, args.name, "", args.overwrite))
     return spawn_training(argv if args.name else [*argv, "--name", run.name], run)
@@ -117,7 +112,7 @@ def print_result(args: Args, result: "TrainResult") -> None:
         print()
         show_retrieval(result.scores)
         print(f"\ntrained in {duration(result.seconds)}; the model is {result.model}")
-        if result.best_step not in (None, result.step):
+        if result.best_step not in (None, result.step) and not result.restored:
             print(f"step {result.best_step} scored higher; it is {result.run / 'best'}")
         print(f"next:  {console.command('eval', result.run)}    the same scores, and accuracy by word")
         print(f"       {console.command('report', result.run)}  a report with curves and examples")

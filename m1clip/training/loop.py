@@ -46,6 +46,8 @@ class TrainResult:
     seconds: float
     scores: Retrieval | None
     best_step: int | None
+    restored: bool = False
+    """The model is that of best_step, not of the last step (--patience)."""
 
     @property
     def model(self) -> Path:
@@ -99,7 +101,8 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
         evaluation = evaluate_state(session)
     session.logger.write_status("finished" if completed else "stopped")
     final = evaluation.scores if completed and evaluation else None
-    return TrainResult(run.path, completed, progress.step, progress.seconds, final, progress.best_step)
+    restored = session.checkpoints.restored
+    return TrainResult(run.path, completed, progress.step, progress.seconds, final, progress.best_step, restored)
 
 
 def training_loop(s: Session, stop: "StopSignal") -> tuple[bool, Evaluation | None]:
