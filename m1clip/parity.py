@@ -96,11 +96,11 @@ def record_modules(model: nn.Module) -> Iterator[Recording]:
             if next(leaf.children(), None) is None:
                 # A wrong input is the fault of the parent: attention itself, for one, is not a module.
                 source = f"{name} (computed in {name.rpartition('.')[0] or 'the model'})"
-                for register, tensor_name, index in (
-                    (leaf.register_forward_pre_hook, f"the input of {source}", 0),
-                    (leaf.register_forward_hook, f"the output of {name}", 1),
-                    (leaf.register_full_backward_pre_hook, f"the output gradient of {source}", 0),
-                    (leaf.register_full_backward_hook, f"the input gradient of {name}", 0),
+                for hook in (
+                    leaf.register_forward_pre_hook(partial(save, f"the input of {source}", 0)),
+                    leaf.register_forward_hook(partial(save, f"the output of {name}", 1)),
+                    leaf.register_full_backward_pre_hook(partial(save, f"the output gradient of {source}", 0)),
+                    leaf.register_full_backward_hook(partial(save, f"the input gradient of {name}", 0)),
                 ):
-                    hooks.enter_context(register(partial(save, tensor_name, index)))
+                    hooks.enter_context(hook)
         yield recording
