@@ -54,18 +54,14 @@ def lock_folder(folder: Path, mode: int = fcntl.LOCK_EX) -> Iterator[bool]:
 
     An exclusive lock waits half a second: a reader that checks the state holds it for an instant.
     """
-    handle = os.open(folder, os.O_RDONLY)
-    end = time.monotonic() + (0.5 if mode == fcntl.LOCK_EX else 0.0)
-    acquired = False
+    handle, acquired = os.open(folder, os.O_RDONLY), False
     try:
-        while not acquired:
-            try:
+        for delay in (0.0, *[0.05] * (10 if mode == fcntl.LOCK_EX else 0)):
+            time.sleep(delay)
+            with suppress(BlockingIOError):
                 fcntl.flock(handle, mode | fcntl.LOCK_NB)
                 acquired = True
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    break
-                time.sleep(0.05)
+                break
         yield acquired
     finally:
         os.close(handle)

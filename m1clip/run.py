@@ -57,7 +57,6 @@ class Run:
             fsync(self.path / "metrics.jsonl")
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """The lines of metrics.jsonl."""
         lines = read_jsonl(self.path / "metrics.jsonl")
         return (record for record in lines if kind in (None, record.get("kind")))
 
@@ -69,10 +68,9 @@ class Run:
     def write_status(self, state: str, step: int, **values: Any) -> None:
         """Write the heartbeat: running, finished, stopped or failed. On a full disk the old one stays."""
         self.step, self.status_fields = step, values
-        process = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
-        process |= {"problem": self.problem} if self.problem else {}
+        status = {"state": state, "step": step, "pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
+        status |= {"problem": self.problem, **values} if self.problem else values
         with suppress(OSError):
-            status = {"state": state, "step": step, **process, **values}
             self.write("status.json", status, durable=state != "running")
 
     @property
@@ -128,13 +126,11 @@ class Run:
 
     def read(self, name: str) -> dict[str, Any]:
         """A JSON file of the run that holds one object."""
-        try:
+        with suppress(RecursionError):
             value = json.loads((self.path / name).read_text())
-        except RecursionError:
-            value = None
-        if not isinstance(value, dict):
-            raise ValueError(f"{self.path / name} is not a file written by m1clip")
-        return value
+            if isinstance(value, dict):
+                return value
+        raise ValueError(f"{self.path / name} is not a file written by m1clip")
 
     def read_or_empty(self, name: str) -> dict[str, Any]:
         """The same; {} if the file is missing or damaged."""
@@ -194,7 +190,6 @@ def all_runs(runs: Path) -> list[Run]:
 
 
 def run_summaries(runs: Path) -> list[dict[str, Any]]:
-    """Summaries of every run, oldest first."""
     summaries = []
     for run in all_runs(runs):
         with suppress(OSError):  # deleted since it was listed

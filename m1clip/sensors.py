@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,10 +38,7 @@ def machine() -> dict[str, Any]:
 
 def torch_version() -> str | None:
     """The installed version, without importing torch."""
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return None
+    return next((package.version for package in distributions(name="torch")), None)
 
 
 def _macos_output(*command: str) -> str | None:
