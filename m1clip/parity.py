@@ -1,6 +1,6 @@
 """Compare what a device computes with the CPU: loss, gradients and every module in between, tensor by tensor.
 
-CLIP's embeddings have been silently wrong on MPS (pixeltable#1314), so no device is used before it is checked.
+CLIP's embeddings have been silently wrong on MPS (pixeltable#1314), so every GPU is checked before its use.
 """
 
 import warnings
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from m1clip import devices
 from m1clip.devices import Plan
 
-# Largest relative L2 error of outputs and of gradients. Rounding alone gives 1e-6 in fp32, TF32 convolutions 1e-3.
+# Largest relative L2 error of outputs and of gradients. Rounding gives 1e-6 in fp32, TF32 convolutions 1e-3.
 # torch.testing.assert_close compares elements: in fp16 the smallest ones of a correct gradient fail it.
 TOLERANCE = {"fp32": (2e-3, 1e-2), "fp16": (1e-2, 5e-2), "bf16": (5e-2, 2e-1)}
 NEGLIGIBLE = 1e-6  # gradients below this fraction of the largest are rounding errors on both devices
@@ -27,11 +27,9 @@ Recording = dict[str, Tensor]
 @dataclass(frozen=True)
 class Parity:
     precision: str
-    worst: float
-    """Largest error as a fraction of its tolerance."""
+    worst: float  # largest error as a fraction of its tolerance
     tensors: int
-    mismatch: str | None = None
-    """The first tensor that differs, and by how much."""
+    mismatch: str | None = None  # the first tensor that differs, and by how much
 
     def __str__(self) -> str:
         forward, backward = TOLERANCE[self.precision]
@@ -67,7 +65,7 @@ def compare_recordings(expected: Recording, actual: Recording, precision: str) -
 
 
 def record(model: nn.Module, loss: Callable[[], Tensor]) -> Recording:
-    """The loss, inputs and outputs of every leaf module, forward and backward, and gradients of parameters."""
+    """The loss, inputs and outputs of all leaf modules, forward and backward, and gradients of parameters."""
     model.zero_grad()
     with record_modules(model) as recording:
         value = loss()

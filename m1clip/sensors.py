@@ -1,4 +1,4 @@
-"""Hardware facts and sensors: memory, load, temperature, energy. An unreadable value is None, never 0. No torch."""
+"""The machine and its sensors: memory, load, temperature, energy. None, never 0, if unreadable. No torch."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""bench, bench scaling, compare, advise and doctor: their measurements, their reports, and each as a command."""
+"""bench, bench scaling, compare, advise and doctor: measurements, reports, and each as a command."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ def small_and_separate(tmp_path, monkeypatch, tiny):
     """Own measurements, tiny presets, and next to no time per measurement."""
     monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(device_plan, "TRIAL_S", 0.05)
+    monkeypatch.setattr(device_plan, "PLAN_TRIAL_S", 0.05)
     monkeypatch.setattr(sweep, "QUICK_MATMULS", (64, 128))
     real_time_plans, real_time_operation = timing.time_plans, sweep.time_operation
     monkeypatch.setattr(timing, "time_plans", lambda *args: real_time_plans(*args[:3], 0.02))

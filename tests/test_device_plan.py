@@ -261,7 +261,7 @@ def test_with_a_cpu_alone_nothing_is_timed(tiny_run, monkeypatch):
 
 def test_with_two_devices_a_trial_of_real_steps_decides_and_is_stored(tiny_run, monkeypatch):
     fake_gpu(monkeypatch)
-    monkeypatch.setattr(device_plan, "TRIAL_S", 0.05)
+    monkeypatch.setattr(device_plan, "PLAN_TRIAL_S", 0.05)
     choice = choose(replace(tiny_run, device="auto"))
     timed = {row.device for row in open_store().steps()}
     assert {"cpu", "mps", "vision=cpu,text=mps", "vision=mps,text=cpu"} <= timed
@@ -272,7 +272,7 @@ def test_with_two_devices_a_trial_of_real_steps_decides_and_is_stored(tiny_run, 
 
 def test_a_device_that_fails_in_the_trial_is_reported_and_the_others_go_on(tiny_run, monkeypatch):
     fake_gpu(monkeypatch)
-    monkeypatch.setattr(device_plan, "TRIAL_S", 0.05)
+    monkeypatch.setattr(device_plan, "PLAN_TRIAL_S", 0.05)
     real = timing.warm_up
 
     def fail(plan_timing, *rest):

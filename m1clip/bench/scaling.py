@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from m1clip.bench.report import Sweep, table_rows
+from m1clip.bench.report import Sweep, make_table
 from m1clip.document import Document
 from m1clip.format import duration, number
 from m1clip.plots import COLORS, annotate, axes, log_axis, save_figure
@@ -12,9 +12,9 @@ from m1clip.training.advice import fit_step_time
 from m1clip.training.measurements import StepCost
 from m1clip.training.memory import PEAK
 
-SCALING_COLUMNS = {"model": "preset", "M parameters": "millions", "GFLOP/pair": "gflop", "ms/pair": "first_ms"}
-SCALING_COLUMNS |= {"extrapolated": "extrapolated", "MFU": "utilization", "GB": "memory_gb", "epoch": "epoch"}
-SCALING_COLUMNS |= {"GPU/CPU": "speedup"}
+SCALING_COLUMNS = {"model": "preset", "M parameters": "millions", "GFLOP/pair": "gflop"}
+SCALING_COLUMNS |= {"ms/pair": "first_ms", "extrapolated": "extrapolated", "MFU": "utilization"}
+SCALING_COLUMNS |= {"GB": "memory_gb", "epoch": "epoch", "GPU/CPU": "speedup"}
 ModelRecords = list[dict[str, Any]]
 
 
@@ -64,7 +64,6 @@ def plot_scaling(records: ModelRecords, devices: Sequence[str], ram_gb: float, p
 def write_scaling(sweep: Sweep, records: ModelRecords, devices: Sequence[str], folder: Path) -> Path:
     """Write scaling.md, scaling.html and a figure; return the path of the HTML file."""
     plot_scaling(records, devices, sweep.machine["ram_gb"], folder / "scaling.png")
-    table = list(SCALING_COLUMNS), table_rows(SCALING_COLUMNS, records)
-    document = Document("Training time and memory by model size")
-    document.template("bench/templates/scaling.md.j2", sweep=sweep, models=table, devices=devices)
+    document, models = (Document("Training time and memory by model size"), make_table(SCALING_COLUMNS, records))
+    document.template("bench/templates/scaling.md.j2", sweep=sweep, models=models, devices=devices)
     return document.write(folder, "scaling")

@@ -7,8 +7,8 @@ from typing import Annotated
 import tyro
 
 from m1clip.commands.flags import parse_flags
-from m1clip.config import check_config, get_preset
-from m1clip.console import command, loading, show, table
+from m1clip.config import check_config, get_preset, require
+from m1clip.console import command, loading, show_rows
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def parse(program: str, argv: list[str]) -> Args:
     config = get_preset(args.preset)
     args = replace(args, batch_size=args.batch_size or config.batch_size, epochs=args.epochs or config.epochs)
     check_config(replace(config, batch_size=args.batch_size, epochs=args.epochs))
-    if args.batch_size > args.pairs:
-        raise ValueError(f"--batch-size {args.batch_size:,} is larger than --pairs {args.pairs:,}")
+    sizes = f"--batch-size {args.batch_size:,} is larger than --pairs {args.pairs:,}"
+    require(args.batch_size <= args.pairs, sizes)
     return args
 
 
@@ -63,22 +63,21 @@ def main(args: Args) -> int:
         rows = measure_missing(config, batch, cost, store, Console())
     advice = advise(cost, rows, devices.available(), {}, args.epochs * (args.pairs // args.batch_size))
     predictions = predict_run(cost, advice, rows, memory.free_gb(advice.plan.devices[0]), args.pairs)
+    columns = ("setting", "value", "confidence", "reason")
     if args.json:
-        print(json.dumps({"cost": asdict(cost), **asdict(advice), "run": predictions}))
+        run = [dict(zip(columns, row, strict=True)) for row in predictions]
+        print(json.dumps({"cost": asdict(cost), **asdict(advice), "run": run}))
         return 0
-    choices = table("", "", "confidence", "reason")
-    for column in choices.columns:
-        column.justify = "left"
-    for row in (("plan", str(advice.plan), advice.confidence, advice.reason), *predictions):
-        choices.add_row(*row)
-    show(f"{args.preset}, batch size {args.batch_size:,}", choices)
+    plan = advice.plan
+    table = [("plan", str(plan), advice.confidence, advice.reason), *predictions]
+    show_rows(f"{args.preset}, batch size {args.batch_size:,}", columns, table)
     if advice.rejected:
         print("\nother plans", *(f"{plan}: {reason}" for plan, reason in advice.rejected.items()), sep="\n  ")
-    plan, model = advice.plan, ("--preset", args.preset, "--batch-size", args.batch_size)
     if advice.step is None or advice.step.confidence == "low":
         bench = command("bench", "--presets", args.preset, "--batch-sizes", args.batch_size)
         print(f"\nmeasure it:  {bench}")
-    chosen = ["--compile", "on"] * plan.compile + ["--threads", str(plan.threads)] * bool(plan.threads)
-    chosen = ["--device", plan.device, "--precision", plan.precision, *chosen]
+    chosen = ["--device", plan.device, "--precision", plan.precision] + ["--compile", "on"] * plan.compile
+    chosen += ["--threads", str(plan.threads)] if plan.threads else []
+    model = ("--preset", args.preset, "--batch-size", args.batch_size)
     print(f"\nnext:  {command('train', *model, *chosen)}")
     return 0

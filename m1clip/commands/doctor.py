@@ -15,7 +15,7 @@ import tyro
 from m1clip import sensors
 from m1clip.commands.flags import parse_flags
 from m1clip.config import get_preset
-from m1clip.console import loading, show, table
+from m1clip.console import loading, show_rows
 from m1clip.files import cache_folder
 
 REMEDIES = {
@@ -35,7 +35,7 @@ KNOWN_BUGS = {  # of PyTorch on macOS
     "2.8.0": ("fail", "attention on MPS gives wrong results (pytorch#163597)"),
     "2.13.0": ("warn", "torch.compile on MPS is 9 times slower (pytorch#192551)"),
 }
-STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 Check = tuple[str, str, str]
 """Name, status (ok, warn or fail) and result."""
 
@@ -63,24 +63,20 @@ def parse(program: str, argv: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
+    checks, rows = list[dict[str, str]](), []
     with loading("checking the machine and its devices"):
-        checks = [*check_versions(), *check_machine(), *check_devices(args.preset)]
-    statuses = [status for _, status, _ in checks]
-    findings = table("", "", "")
-    findings.show_header = False
-    for column in findings.columns:
-        column.justify = "left"
-    records = []
-    for name, status, result in checks:
-        remedy = "" if status == "ok" else REMEDIES.get(name, REMEDIES["gpu"])
-        records.append({"name": name, "status": status, "result": result, "remedy": remedy})
-        findings.add_row(f"[{STYLES[status]}]{status}[/]", name, result + (f"\n→ {remedy}" if remedy else ""))
+        for name, status, result in (*check_versions(), *check_machine(), *check_devices(args.preset)):
+            remedy = "" if status == "ok" else REMEDIES.get(name, REMEDIES["gpu"])
+            checks.append({"name": name, "status": status, "result": result, "remedy": remedy})
+            cell = f"{result}\n→ {remedy}" if remedy else result
+            rows.append((f"[{STATUS_STYLES[status]}]{status}[/]", name, cell))
+    statuses = [check["status"] for check in checks]
     if args.json:
-        machine = sensors.machine()
-        print(json.dumps({"ok": "fail" not in statuses, "machine": machine, "checks": records}))
+        print(json.dumps({"ok": "fail" not in statuses, "machine": sensors.machine(), "checks": checks}))
     else:
-        show("this machine", findings)
-        print("\n" + ", ".join(f"{statuses.count(status)} {status}" for status in STYLES if status in statuses))
+        show_rows("this machine", ("status", "check", "result"), rows)
+        counts = [f"{statuses.count(status)} {status}" for status in STATUS_STYLES if status in statuses]
+        print("\n" + ", ".join(counts))
     return int("fail" in statuses)
 
 
@@ -104,8 +100,9 @@ def check_machine() -> Iterator[Check]:
     yield "memory", "fail" if free_gb < 2 else "warn" if free_gb < 4 or swap_gb > 2 else "ok", text
 
     disks = {folder: shutil.disk_usage(folder).free / 1e9 for folder in (Path.cwd(), cache_folder())}
-    least, text = (min(disks.values()), ", ".join(f"{gb:.0f} GB free in {folder}" for folder, gb in disks.items()))
-    yield "disk", "ok" if least >= 10 else "warn" if least >= 2 else "fail", text
+    text = " and ".join(f"{gb:.0f} GB free in {folder}" for folder, gb in disks.items())
+    least_gb = min(disks.values())
+    yield "disk", "ok" if least_gb >= 10 else "warn" if least_gb >= 2 else "fail", text
 
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     on_battery = battery is not None and battery.power_plugged is False

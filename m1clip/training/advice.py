@@ -20,13 +20,13 @@ CHUNKED = 4 / 3  # GradCache runs forward twice
 LEVELS = ("low", "medium", "high")
 StepRows = Sequence[StepRow]
 RowPair = tuple[StepRow, StepRow]
+Setting = tuple[str, str, str, str]  # name, value, confidence, reason
 
 
 @dataclass(frozen=True)
-class Estimate:
+class StepEstimate:
     ms: float
-    factor: float
-    """The step should take between ms / factor and ms * factor."""
+    factor: float  # the step should take between ms / factor and ms * factor
     basis: str
     confidence: str
 
@@ -35,7 +35,7 @@ class Estimate:
         return f"{milliseconds(self.ms)} ({low} to {high})"
 
 
-def estimate_step(rows: StepRows, plan: Plan, cost: StepCost) -> Estimate | None:
+def estimate_step(rows: StepRows, plan: Plan, cost: StepCost) -> StepEstimate | None:
     """Step time by a plan: as measured, interpolated or extrapolated for this model, or from other models."""
     rows = [row for row in rows if row.plan == plan]
     rows = [row for row in rows if not row.is_loaded] or rows
@@ -47,12 +47,12 @@ def estimate_step(rows: StepRows, plan: Plan, cost: StepCost) -> Estimate | None
             basis = f"measured on {time.strftime('%d %B %Y', time.localtime(row.time))}"
             if row.is_loaded:
                 basis, confidence = f"{basis} under background load", "low"
-            return Estimate(row.step_ms, factor, basis, confidence)
+            return StepEstimate(row.step_ms, factor, basis, confidence)
     newest = {(row.model_id, row.batch_size, round(row.gflop, 4)): row for row in same_model or rows}
     return _fitted(list(newest.values()), cost, bool(same_model)) if same_model or len(newest) >= 3 else None
 
 
-def _fitted(rows: StepRows, cost: StepCost, is_same_model: bool) -> Estimate:
+def _fitted(rows: StepRows, cost: StepCost, is_same_model: bool) -> StepEstimate:
     gflop, (ms, factor) = [row.step_gflop for row in rows], fit_step_time(rows, cost, not is_same_model)
     # Doublings or halvings from the measured range.
     outside = max(0.0, math.log2(cost.step_gflop / max(gflop)), math.log2(min(gflop) / cost.step_gflop))
@@ -64,7 +64,7 @@ def _fitted(rows: StepRows, cost: StepCost, is_same_model: bool) -> Estimate:
         names = ", ".join(dict.fromkeys(row.preset for row in rows))
         basis = f"this model was not measured; {basis} from {names}"
     is_reliable = is_same_model and outside < 1 and len(rows) > 1
-    return Estimate(ms, factor + 0.1 * outside, basis, "medium" if is_reliable else "low")
+    return StepEstimate(ms, factor + 0.1 * outside, basis, "medium" if is_reliable else "low")
 
 
 def fit_step_time(rows: StepRows, cost: StepCost, per_parameter: bool = True) -> tuple[float, float]:
@@ -154,18 +154,15 @@ class Advice:
     plan: Plan
     reason: str
     confidence: str
-    step: Estimate | None
-    rejected: dict[str, str]
-    """Other measured plans, and why they were not chosen."""
+    step: StepEstimate | None
+    rejected: dict[str, str]  # other measured plans, and why they were not chosen
 
 
 def advise(
     cost: StepCost, rows: StepRows, available: Sequence[str], requested: Mapping[str, Any], steps: int
 ) -> Advice:
-    """The fastest measured plan; `requested` holds the fields of Plan that are decided already.
-
-    The fastest plain plan of a device is the reference. Another plan has to beat it in the same comparison.
-    """
+    """The fastest measured plan; `requested` holds the fields of Plan that are decided already."""
+    # The fastest plain plan of a device is the reference. Another plan has to beat it in the same comparison.
     names = [requested["device"]] if "device" in requested else available
     plain = [Plan(**{"device": name, **requested}) for name in names]
     estimates = {plan: estimate for plan in plain if (estimate := estimate_step(rows, plan, cost))}
@@ -203,10 +200,8 @@ def advise(
     return Advice(best[1].plan, reason, "high" if is_exact else "medium", measured, rejected)
 
 
-def predict_run(
-    cost: StepCost, advice: Advice, rows: StepRows, free_gb: float, pairs: int
-) -> list[tuple[str, str, str, str]]:
-    """Chunk, memory, step and epoch of a run by the advised plan: name, value, confidence, reason."""
+def predict_run(cost: StepCost, advice: Advice, rows: StepRows, free_gb: float, pairs: int) -> list[Setting]:
+    """Chunk, memory, step and epoch of a run by the advised plan."""
     usable_gb, pair_gb, chunk = USABLE * free_gb - cost.state_gb, PEAK * cost.activation_gb, cost.batch_size
     if pair_gb * chunk > usable_gb:
         chunk = power_of_two(usable_gb / pair_gb) if usable_gb >= pair_gb else 0

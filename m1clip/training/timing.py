@@ -22,8 +22,7 @@ from m1clip.training.measurements import MeasurementStore, StepCost, model_id, q
 from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
 
-MIN_ROUNDS, ROUNDS, MAX_ROUNDS = 3, 5, 15
-"""Samples per plan: at least (with little time, or slow rounds); at least otherwise; at most."""
+MIN_ROUNDS, ROUNDS, MAX_ROUNDS = 3, 5, 15  # at least with little time or slow rounds; at least; at most
 SLOW_ROUND_S = 20.0
 QUEUED_S = 0.1  # a GPU is timed over this many seconds of queued steps: training does not wait for each one
 
@@ -33,10 +32,8 @@ class PlanTiming:
     plan: Plan
     samples_ms: list[float] = field(default_factory=list)
     phases_ms: list[dict[str, float]] = field(default_factory=list)
-    setup_s: float = 0.0
-    """What the first step took beyond a later one: compilation, allocation."""
+    setup_s: float = 0.0  # what the first step took beyond a later one: compilation, allocation
     step_s: float = 0.0
-    """Roughly; the samples are exact."""
     steps_per_sample: int = 1
     peak_gb: float | None = None
     watts: float | None = None
@@ -45,11 +42,8 @@ class PlanTiming:
 
 
 def time_plans(config: TrainConfig, plans: Sequence[Plan], batch: Batch, seconds: float) -> list[PlanTiming]:
-    """Time steps of one model and batch by each plan, about `seconds` per plan.
-
-    Plans on the same devices share a TrainState: its weights do not change the cost of a step.
-    """
-    states: dict[str, TrainState] = {}
+    """Time steps of one model and batch by each plan, about `seconds` per plan."""
+    states: dict[str, TrainState] = {}  # by device: the weights do not change the cost of a step
     timings, load = [PlanTiming(plan) for plan in plans], sensors.BackgroundLoad()
     for timing in timings:
         catch_error(timing, lambda timing: warm_up(timing, states, config, batch))
@@ -168,13 +162,12 @@ def random_batch(config: TrainConfig, batch_size: int, tokens: int) -> Batch:
 def step_cost(config: TrainConfig, batch_size: int, tokens: int, store: MeasurementStore) -> StepCost:
     """The cost of a step; counted once per model and stored, because counting takes a second or more."""
     model, names = model_id(config), ("parameters", "gflop", "activation_gb")
-    rows = store.rows("cost", model_id=model, tokens=tokens)
-    if not rows:
+    if not (rows := store.rows("cost", model_id=model, tokens=tokens)):
         cost = model_cost(config.model, tokens=tokens, captions=config.captions_per_image)
         rows = [dict(zip(names, (cost.total, cost.step_gflop, cost.activation_mb / 1e3), strict=True))]
         store.add("cost", model_id=model, tokens=tokens, **rows[0])
-    parameters, gflop, activation_gb = (rows[0][name] for name in names)
-    return StepCost(model, config.preset, tokens, parameters, gflop, activation_gb, batch_size)
+    counts = {name: rows[0][name] for name in names}
+    return StepCost(model, config.preset, tokens, batch_size=batch_size, **counts)
 
 
 def add_comparison(store: MeasurementStore, cost: StepCost, timings: Sequence[PlanTiming], session: str = "") -> None:
