@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 UINT32 = 0xFFFFFFFF
-MASKS = 1021
-"""Dropout masks in the table; a prime, so that keys with a common factor still reach all of them."""
+MASKS = 1021  # dropout masks in the table; a prime, so that keys with a common factor still reach all of them
 
 
 def uniform(key_B: Tensor, salt: int, shape: tuple[int, ...]) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tokenizers
@@ -42,8 +42,9 @@ class Tokenizer:
         """33 tokens: pad, start, end, unknown, 26 letters, space, full stop, comma."""
         symbols = [PAD, START, END, UNK, *ascii_lowercase, " ", ".", ","]
         core = tokenizers.Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, UNK))
-        steps = [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
-        core.normalizer = normalizers.Sequence(steps)
+        core.normalizer = normalizers.Sequence(
+            [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
+        )
         core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         return cls(core)
 
@@ -68,9 +69,8 @@ class Tokenizer:
         merges = _read_merges(path)
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # one for each byte
         symbols = letters + [s + "</w>" for s in letters] + ["".join(m) for m in merges] + [START, END]
-        core = tokenizers.Tokenizer(
-            models.BPE({s: i for i, s in enumerate(symbols)}, merges, end_of_word_suffix="</w>")
-        )
+        vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
+        core = tokenizers.Tokenizer(models.BPE(vocabulary, merges, end_of_word_suffix="</w>"))
         core.normalizer = normalizers.Lowercase()
         words = pre_tokenizers.Split(Regex(CLIP_WORDS), "removed", invert=True)
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -78,11 +78,11 @@ class Tokenizer:
         return cls(core)
 
     @classmethod
-    def load(cls, path: Path) -> "Tokenizer":
+    def load(cls, path: Path, *options: Any) -> Self:
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
+            return cls(tokenizers.Tokenizer.from_file(str(path)), *options)
         except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{path} is not a tokenizer of m1clip: {error}") from None
+            raise ValueError(f"{path} is not a tokenizer: {error}") from None
 
     @classmethod
     def from_clip_json(cls, path: Path) -> "Tokenizer":
@@ -124,8 +124,7 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str], length: int) -> list[list[int]]:
         """Ids of each text, start and end included; too long ones are truncated and keep their end."""
-        full = self.encode_full(texts)
-        return [ids if len(ids) <= length else [*ids[: length - 1], ids[-1]] for ids in full]
+        return [ids if len(ids) <= length else [*ids[: length - 1], ids[-1]] for ids in self.encode_full(texts)]
 
     def encode_full(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self.core.encode_batch_fast([clean(text) for text in texts])
@@ -152,13 +151,6 @@ class HFTokenizer(Tokenizer):
         core.no_padding()
         core.no_truncation()
         self.core, self.pad_id = core, pad_id
-
-    @classmethod
-    def from_file(cls, path: Path, pad_id: int) -> "HFTokenizer":
-        try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)), pad_id)
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{path} is not a tokenizer: {error}") from None
 
     def encode_full(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self.core.encode_batch_fast(list(texts))]

@@ -6,8 +6,7 @@ from typing import Any, Literal
 import torch
 
 from m1clip.config import TrainConfig
-from m1clip.model.clip import CLIP, load
-from m1clip.model.heads import ProjectionHead
+from m1clip.model.clip import CLIP, ProjectionHead, load
 from m1clip.model.interop import import_clip
 from m1clip.model.pretrained import HFText, TimmVision, load_hf_text, load_timm
 from m1clip.model.tokenizer import Tokenizer

@@ -13,8 +13,7 @@ from m1clip.data.batches import BatchStream, Images, Tokens
 from m1clip.data.sources import Source
 from m1clip.devices import Plan
 from m1clip.format import duration
-from m1clip.model.clip import CLIP
-from m1clip.model.heads import ProjectionHead
+from m1clip.model.clip import CLIP, ProjectionHead
 from m1clip.model.lora import add_lora
 from m1clip.training.init import InitModel, build_model
 
