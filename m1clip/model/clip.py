@@ -84,22 +84,30 @@ class ProjectionHead(nn.Module):
 
 
 class CLIP(nn.Module):
+    vision: VisionTransformer | TimmVision
+    text: TextTransformer | BagOfWords | HFText
+
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None = None):
         super().__init__()
         check_model(config)
         if tokenizer is not None and len(tokenizer) > config.text.vocab_size:
             raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but vocab_size is {config.text.vocab_size}")
         self.config, self.tokenizer = config, tokenizer
-        self.vision = make_vision_tower(config)
-        self.text = make_text_tower(config, getattr(tokenizer, "end_id", END_ID))
-        self.vision_projection = make_head(config, config.vision.width, salt=2001)
-        self.text_projection = make_head(config, config.text.width, salt=2003)
+        vision, text, act = config.vision, config.text, config.activation
+        self.vision = TimmVision(vision) if isinstance(vision, TimmConfig) else VisionTransformer(vision, act)
+        if isinstance(text, HFConfig):
+            self.text = HFText(text)
+        else:
+            encoder = TextTransformer if text.encoder == "transformer" else BagOfWords
+            self.text = encoder(text, act, getattr(tokenizer, "end_id", END_ID))
+        self.vision_projection = make_head(config, vision.width, salt=2001)
+        self.text_projection = make_head(config, text.width, salt=2003)
         scale, bias = INITIAL_LOGITS[config.loss]
         self.logit_scale = nn.Parameter(torch.tensor(scale))
         self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(bias))
         for tower in (self.vision, self.text):
             if isinstance(tower, Tower):
-                init_tower(tower)
+                init_tower(make_fast(tower))
         for head in (self.vision_projection, self.text_projection):
             if isinstance(head, ProjectionHead):
                 head.initialize()
@@ -169,12 +177,11 @@ class CLIP(nn.Module):
         """Unit vectors of strings; one string gives one row."""
         return self.embed_tokens(self.tokenize(texts).to(self.devices[1]))
 
-    def tokenize(self, texts: str | Sequence[str], rows: Sequence[str] | None = None) -> Tensor:
-        """Token ids (B, L); `rows` names the source of each text in error messages."""
+    def tokenize(self, texts: str | Sequence[str]) -> Tensor:
+        """Token ids (B, L)."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer; pass one to CLIP(config, tokenizer)")
-        texts = [texts] if isinstance(texts, str) else texts
-        return self.tokenizer(texts, self.config.text.context_length, rows)
+        return self.tokenizer([texts] if isinstance(texts, str) else texts, self.config.text.context_length)
 
     def normalize(self, images_BHWC: Tensor) -> Tensor:
         """Input of the vision tower from uint8 images."""
@@ -199,19 +206,6 @@ class CLIP(nn.Module):
         (folder / "config.json").write_text(to_json(self.config))
         save_tensors(folder / "model.safetensors", weights)
         self.tokenizer.save(folder / "tokenizer.json")
-
-
-def make_vision_tower(config: ModelConfig) -> VisionTransformer | TimmVision:
-    if isinstance(config.vision, TimmConfig):
-        return TimmVision(config.vision)
-    return make_fast(VisionTransformer(config.vision, config.activation))
-
-
-def make_text_tower(config: ModelConfig, end_id: int) -> TextTransformer | BagOfWords | HFText:
-    if isinstance(config.text, HFConfig):
-        return HFText(config.text)
-    encoder = TextTransformer if config.text.encoder == "transformer" else BagOfWords
-    return make_fast(encoder(config.text, config.activation, end_id))
 
 
 def make_head(config: ModelConfig, width: int, salt: int) -> ProjectionHead | nn.Linear:

@@ -53,8 +53,8 @@ class Layout:
 
     marker: str  # a name that only this library's checkpoints contain
     replacements: dict[str, str]  # parts of our names and what they become, in this order
-    transposed: tuple[str, ...] = ()
-    ignored: str = "$^"  # pattern of names without weights
+    transposed: list[str]
+    ignored: str  # pattern of names without weights
 
     def names(self, ours: str) -> list[str]:
         """Their name of one of our weights, or of its parts along the first axis."""
@@ -79,39 +79,8 @@ class Layout:
         return converted
 
 
-OPEN_CLIP = Layout(
-    "visual.conv1.weight",
-    {
-        **{"vision_projection.weight": "visual.proj", "text_projection.weight": "text_projection"},
-        **{"vision.blocks.": "visual.transformer.resblocks.", "text.blocks.": "transformer.resblocks."},
-        **{"attn.qkv.": "attn.in_proj_", "attn.out.": "attn.out_proj."},
-        **{"mlp.wide.": "mlp.c_fc.", "mlp.narrow.": "mlp.c_proj."},
-        **{"vision.patch.": "visual.conv1.", "vision.class_token": "visual.class_embedding"},
-        **{"vision.position": "visual.positional_embedding", "vision.ln_": "visual.ln_"},
-        **{"text.token.": "token_embedding.", "text.position": "positional_embedding"},
-        "text.ln_post.": "ln_final.",
-    },
-    ("visual.proj", "text_projection"),
-    r"^(input_resolution|context_length|vocab_size)$|attn_mask$",
-)
-TRANSFORMERS = Layout(
-    "vision_model.embeddings.patch_embedding.weight",
-    {
-        "vision_projection.": "visual_projection.",
-        **{"vision.blocks.": "vision_model.encoder.layers.", "text.blocks.": "text_model.encoder.layers."},
-        **{"ln_1.": "layer_norm1.", "ln_2.": "layer_norm2."},
-        **{"attn.": "self_attn.", "attn.out.": "attn.out_proj."},
-        **{"mlp.wide.": "mlp.fc1.", "mlp.narrow.": "mlp.fc2."},
-        "vision.ln_pre.": "vision_model.pre_layrnorm.",  # transformers' spelling
-        "vision.ln_post.": "vision_model.post_layernorm.",
-        "text.ln_post.": "text_model.final_layer_norm.",
-        **{"vision.": "vision_model.embeddings.", "text.": "text_model.embeddings."},
-        **{".patch.": ".patch_embedding.", ".token.": ".token_embedding."},
-        ".class_token": ".class_embedding",
-        "embeddings.position": "embeddings.position_embedding.weight",
-    },
-    ignored=r"position_ids$",
-)
+LAYOUTS = json.loads(Path(__file__).with_name("layouts.json").read_text())
+OPEN_CLIP, TRANSFORMERS = Layout(**LAYOUTS["open_clip"]), Layout(**LAYOUTS["transformers"])
 
 
 def import_clip(spec: str, tokenizer: str = "", quick_gelu: bool = False) -> tuple[CLIP, str]:

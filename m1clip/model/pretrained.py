@@ -5,12 +5,13 @@ function of its batch, however it is split or resumed.
 """
 
 import copy
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from torch import Tensor, nn
 
 from m1clip import devices
 from m1clip.config import HFConfig, TimmConfig
-from m1clip.model import safe_load
-from m1clip.model.safe_load import check_weights, read_json
+from m1clip.model.safe_load import check_weights, download_from_hub, load_folder_tensors, load_tensors, read_json
 from m1clip.model.tokenizer import HFTokenizer
 
 MAX_STAGES = 5  # last stages of a timm model whose mean outputs are features
@@ -38,6 +38,7 @@ def require_extra(library: str, extra: str, reason: str) -> None:
 
 class PretrainedTower(nn.Module):
     net: Any
+    layer_numbers: Any  # dict: the layer of each parameter of `net`, counted from the input
     blocks: tuple[nn.Module, ...] = ()  # torch.compile is only tried on our own blocks
     patch_dropout, grad_checkpointing = 0.0, False  # not supported here
 
@@ -48,11 +49,6 @@ class PretrainedTower(nn.Module):
     def layers_from_top(self, parameter: str) -> int:
         """Layers from a parameter to the output, its own included."""
         return 1 + max(self.layer_numbers.values()) - self.layer_numbers[parameter.removeprefix("net.")]
-
-    @cached_property
-    def layer_numbers(self) -> dict[str, int]:
-        """The layer of each parameter of `net`, counted from the input."""
-        raise NotImplementedError
 
 
 class TimmVision(PretrainedTower):
@@ -138,7 +134,7 @@ def create_timm(name: str, pretrained: bool = False) -> Any:
     try:
         return timm.create_model(name, num_classes=0, pretrained=pretrained)
     except (RuntimeError, ValueError, TypeError) as error:
-        close = timm.list_models(f"*{name.split('.')[0]}*")[:3] or timm.list_models(f"*{name[:8]}*")[:3]
+        close = difflib.get_close_matches(name, timm.list_models(), cutoff=0.5)
         hint = f"; did you mean {' or '.join(close)}?" if close and name not in close else ""
         raise ValueError(f"timm cannot create {name!r} ({error}){hint}") from None
 
@@ -147,14 +143,12 @@ def create_hf(config: Mapping[str, Any]) -> Any:
     hf_config, reason = parse_hf_config(config), ""
     from transformers import AutoModel
 
-    for attention in (devices.attention_kind(), "eager"):  # some encoders have only eager attention
-        for options in ({"add_pooling_layer": False}, {}):  # some have no pooling layer
-            try:
-                return AutoModel.from_config(
-                    hf_config, attn_implementation=attention, trust_remote_code=False, **options
-                )
-            except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-                reason = str(error)
+    # Some encoders have only eager attention, and some have no pooling layer.
+    for attention, options in product((devices.attention_kind(), "eager"), ({"add_pooling_layer": False}, {})):
+        try:
+            return AutoModel.from_config(hf_config, attn_implementation=attention, trust_remote_code=False, **options)
+        except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+            reason = str(error)
     raise ValueError(f"transformers cannot create a {config['model_type']} encoder: {reason}")
 
 
@@ -163,9 +157,8 @@ def parse_hf_config(config: Mapping[str, Any]) -> Any:
     require_extra("transformers", "hf", f"a {config['model_type']} text tower")
     from transformers import AutoConfig
 
-    values = dict(config)
     try:
-        return AutoConfig.for_model(values.pop("model_type"), **values)
+        return AutoConfig.for_model(**config)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"transformers has no {config['model_type']} encoder: {error}") from None
 
@@ -212,7 +205,7 @@ def download_timm(name: str) -> Any:
 
 def read_timm_file(path: Path, net: Any) -> dict[str, Tensor]:
     """Weights without the classifier; those of the efficientnet_pytorch package get timm's names."""
-    expected, weights = net.state_dict(), safe_load.load_tensors(path)
+    expected, weights = net.state_dict(), load_tensors(path)
     if "_conv_stem.weight" in weights:  # efficientnet_pytorch, which has the same layers in the same order
         backbone = [name for name in weights if not name.startswith("_fc.")]
         kinds = [[name.rpartition(".")[2] for name in names] for names in (expected, backbone)]
@@ -232,12 +225,12 @@ def load_hf_text(spec: str) -> tuple[HFText, HFTokenizer]:
         raise ValueError(f"--text takes hf:FOLDER or hf:NAME, such as {example}, not {spec!r}")
     require_extra("transformers", "hf", f"--text {spec}")
     folder = Path(name).expanduser()
-    folder = folder if folder.is_dir() else safe_load.download_from_hub(name, owner_optional=True)
+    folder = folder if folder.is_dir() else download_from_hub(name, owner_optional=True)
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder} has no tokenizer.json")
     tower = HFText(hf_text_config(folder))
     expected = tower.net.state_dict()
-    weights = safe_load.load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"])
+    weights = load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"])
     # Old BERT checkpoints call the weight and bias of a norm gamma and beta.
     weights = {re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)): t for name, t in weights.items()}
     prefix = f"{tower.net.base_model_prefix}."

@@ -32,18 +32,14 @@ class WeightMismatch(ValueError):  # noqa: N818
     def __init__(self, source: object, missing: Names, unexpected: Names = (), misshapen: Iterable[Misshapen] = ()):
         self.missing, self.unexpected, self.misshapen = sorted(missing), sorted(unexpected), sorted(misshapen)
         lines = [f"the weights in {source} do not fit the model, and none were loaded:"]
-        shapes = [
-            f"{name}  {_shape(found)} in the file, {_shape(expected)} in the model"
-            for name, found, expected in self.misshapen
-        ]
+        shapes = []
+        for name, *both in self.misshapen:
+            found, expected = (" × ".join(map(str, shape)) or "scalar" for shape in both)
+            shapes.append(f"{name}  {found} in the file, {expected} in the model")
         for kind, names in {"missing": self.missing, "unexpected": self.unexpected, "misshapen": shapes}.items():
             more = [f"… and {len(names) - MAX_LISTED} more"] if len(names) > MAX_LISTED else []
             lines += [f"  {kind:<11} {name}" for name in [*names[:MAX_LISTED], *more]]
         super().__init__("\n".join(lines))
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " × ".join(map(str, shape)) or "scalar"
 
 
 def check_weights(source: object, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

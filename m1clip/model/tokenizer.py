@@ -115,11 +115,11 @@ class Tokenizer:
     def __len__(self) -> int:
         return self.core.get_vocab_size()
 
-    def __call__(self, texts: Sequence[str], length: int, rows: Sequence[str] | None = None) -> Tensor:
-        """Padded ids (B, L) of at most `length` tokens; `rows` names the source of each text in errors."""
+    def __call__(self, texts: Sequence[str], length: int) -> Tensor:
+        """Padded ids (B, L) of at most `length` tokens."""
         for i, text in enumerate(texts):
             if not text.strip():
-                raise ValueError(f"empty caption in {rows[i] if rows else f'text {i}'}: {text!r}")
+                raise ValueError(f"text {i} is empty: {text!r}")
         return self.pad(self.encode(texts, length), length)
 
     def encode(self, texts: Sequence[str], length: int) -> list[list[int]]:
