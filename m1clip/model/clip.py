@@ -27,7 +27,6 @@ from m1clip.model.safe_load import load_checked, save_tensors
 from m1clip.model.tokenizer import HFTokenizer, Tokenizer
 from m1clip.model.towers import BagOfWords, TextTransformer, Tower, VisionTransformer, init_tower
 
-MAX_LOGIT_SCALE = math.log(100)
 # logit_scale and logit_bias as CLIP and SigLIP start them
 INITIAL_LOGITS = {"softmax": (math.log(1 / 0.07), None), "sigmoid": (math.log(10), -10.0)}
 END_ID = 2  # of a model without a tokenizer: the end token of our own ones
@@ -35,10 +34,7 @@ MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 class ProjectionHead(nn.Module):
-    """Learns from few pairs: standardized features times a matrix; with `hidden`, a residual MLP on the result.
-
-    The MLP starts at zero, and it is cheap because it works on the embedding, not on the wider features.
-    """
+    """Learns from few pairs: standardized features times a matrix; with `hidden`, a residual MLP on the result."""
 
     mean: Tensor
     std: Tensor
@@ -48,6 +44,7 @@ class ProjectionHead(nn.Module):
         self.register_buffer("mean", torch.zeros(width))
         self.register_buffer("std", torch.ones(width))
         self.linear = nn.Linear(width, embed_dim)
+        # The MLP starts at zero, and it is cheap because it works on the embedding, not on the wider features.
         self.wide = nn.Linear(embed_dim, hidden) if hidden else None
         self.narrow = nn.Linear(hidden, embed_dim) if hidden else None
         self.salt, self.dropout = salt, 0.0
@@ -191,7 +188,7 @@ class CLIP(nn.Module):
 
     def clamp_logit_scale(self) -> None:
         """Keep the temperature at 0.01 or above, as CLIP does for stability."""
-        self.logit_scale.data.clamp_(max=MAX_LOGIT_SCALE)
+        self.logit_scale.data.clamp_(max=math.log(100))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write or replace a model folder atomically; LoRA adapters are merged into the weights."""

@@ -19,12 +19,9 @@ PARTS = {"vision": "vision", "text": "text", "vision_projection": "projections",
 @dataclass(frozen=True)
 class ModelCost:
     parameters: dict[str, int]
-    forward_gflop: float
-    """Per pair."""
-    step_gflop: float
-    """Per pair, forward and backward."""
-    activation_mb: float
-    """Per pair, stored for the backward pass."""
+    forward_gflop: float  # per pair
+    step_gflop: float  # per pair, forward and backward
+    activation_mb: float  # per pair, stored for the backward pass
 
     @property
     def total(self) -> int:
@@ -64,9 +61,5 @@ def model_cost(config: ModelConfig, pairs: int = 2, tokens: int | None = None, c
     parameters = dict.fromkeys([*PARTS.values(), "temperature"], 0)
     for name, weight in model.named_parameters():
         parameters[PARTS.get(name.split(".")[0], "temperature")] += weight.numel()
-    return ModelCost(
-        parameters,
-        forward_gflop=forward_flop / pairs / 1e9,
-        step_gflop=counter.get_total_flops() / pairs / 1e9,
-        activation_mb=sum(saved.values()) / pairs / 1e6,
-    )
+    step_flop, activation_bytes = counter.get_total_flops(), sum(saved.values())
+    return ModelCost(parameters, forward_flop / pairs / 1e9, step_flop / pairs / 1e9, activation_bytes / pairs / 1e6)

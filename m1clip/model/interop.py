@@ -21,7 +21,7 @@ from m1clip.config import OPENAI_MEAN, OPENAI_STD, ModelConfig, TextConfig, Visi
 from m1clip.files import atomic_folder
 from m1clip.model import safe_load
 from m1clip.model.clip import CLIP, load
-from m1clip.model.safe_load import WEIGHT_SUFFIXES, WeightMismatch, read_json
+from m1clip.model.safe_load import WEIGHT_SUFFIXES, WeightMismatch, load_folder_tensors, read_json
 from m1clip.model.tokenizer import END, PAD, START, Tokenizer
 
 VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
@@ -29,21 +29,12 @@ OPENAI_VOCAB_SIZE = 49408
 # Width of an attention head by the width of the vision tower, where it is not 64 (ViT-H, g and bigG).
 HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104}
 QUICK_GELU_NAMES = ("openai", "quickgelu", "metaclip", "dfn")  # in names of checkpoints trained with quick_gelu
-# Keys and values of an OpenCLIP configuration that leave CLIP's equations as they are; others are refused.
-OPEN_CLIP_KEYS = {
-    *("image_size", "patch_size", "width", "layers", "heads", "head_width", "mlp_ratio", "patch_dropout"),
-    *("context_length", "vocab_size", "hf_tokenizer_name", "tokenizer_kwargs"),
-    *("size", "mean", "std", "interpolation", "mode", "fill_color"),
-}
-OPEN_CLIP_VALUES: dict[str, tuple[Any, ...]] = {
-    **{"pool_type": ("tok", "argmax"), "resize_mode": ("shortest",), "eos_id": (2,), "pad_id": (0, 1)}
-}
-OPEN_CLIP_FILES = [
-    f"{stem}{suffix}"
-    for stem in ("open_clip_model", "open_clip_pytorch_model", "model", "pytorch_model")
-    for suffix in WEIGHT_SUFFIXES
-]
+OPEN_CLIP_STEMS = ("open_clip_model", "open_clip_pytorch_model", "model", "pytorch_model")  # of weight files
+# The weight names of both libraries, and the keys and values of an OpenCLIP configuration that leave CLIP's
+# equations as they are; others are refused.
+TABLES = json.loads(Path(__file__).with_name("interop.json").read_text())
 Weights = Mapping[str, Tensor]
+Files = dict[str, dict[str, Any]]
 Hints = dict[str, Any]  # settings of a ModelConfig by path (vision.heads, activation, …), and end_id
 
 
@@ -79,15 +70,13 @@ class Layout:
         return converted
 
 
-LAYOUTS = json.loads(Path(__file__).with_name("layouts.json").read_text())
-OPEN_CLIP, TRANSFORMERS = Layout(**LAYOUTS["open_clip"]), Layout(**LAYOUTS["transformers"])
+OPEN_CLIP, TRANSFORMERS = Layout(**TABLES["open_clip"]), Layout(**TABLES["transformers"])
 
 
 def import_clip(spec: str, tokenizer: str = "", quick_gelu: bool = False) -> tuple[CLIP, str]:
     """The model that `--init` names, and a note on what had to be assumed.
 
-    `tokenizer` is a vocabulary file for weights that come without one. `quick_gelu` is the activation of
-    weights that come without a configuration.
+    For weights that come without them: `tokenizer` is a vocabulary file, `quick_gelu` is the activation.
     """
     path = Path(spec).expanduser()
     if not path.exists():
@@ -112,13 +101,14 @@ def is_foreign(folder: Path) -> bool:
 def read_checkpoint(path: Path) -> tuple[Weights, Hints]:
     """The weights of a file or folder, and the settings of the configuration beside them."""
     folder = path if path.is_dir() else path.parent
-    open_clip = folder / "open_clip_config.json"
-    if path.is_dir() and not open_clip.is_file():
+    config = folder / "open_clip_config.json"
+    if path.is_dir() and not config.is_file():
         hints = transformers_hints(folder)
-        return safe_load.load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"]), hints
-    hints = open_clip_hints(read_json(open_clip)) if open_clip.is_file() else {}
+        return load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"]), hints
+    hints = open_clip_hints(read_json(config)) if config.is_file() else {}
     if path.is_dir():
-        return safe_load.load_folder_tensors(folder, OPEN_CLIP_FILES), hints
+        names = [f"{stem}{suffix}" for stem in OPEN_CLIP_STEMS for suffix in WEIGHT_SUFFIXES]
+        return load_folder_tensors(folder, names), hints
     if path.suffix not in WEIGHT_SUFFIXES:
         raise ValueError(f"{path} is not a checkpoint; expected a {', '.join(WEIGHT_SUFFIXES)} file")
     weights = safe_load.load_tensors(path)
@@ -132,10 +122,11 @@ def open_clip_hints(config: dict[str, Any]) -> Hints:
     vision, text = model.get("vision_cfg", {}), model.get("text_cfg", {})
     if "timm_model_name" in vision or "hf_model_name" in text:
         raise ValueError("OpenCLIP models with a timm or transformers tower cannot be imported")
-    for section, values in (("vision_cfg", vision), ("text_cfg", text), ("preprocess_cfg", preprocess)):
-        for key, value in values.items():
+    keys, values = TABLES["open_clip_keys"], TABLES["open_clip_values"]
+    for section, settings in (("vision_cfg", vision), ("text_cfg", text), ("preprocess_cfg", preprocess)):
+        for key, value in settings.items():
             unset = value in (None, False, 0, "", {})
-            if not (unset or key in OPEN_CLIP_KEYS or value in OPEN_CLIP_VALUES.get(key, ())):
+            if not (unset or key in keys or value in values.get(key, ())):
                 raise ValueError(f"OpenCLIP models with {section} {key} = {value!r} cannot be imported")
     return {
         "vision.heads": vision.get("width", 768) // vision.get("head_width", 64),
@@ -303,9 +294,7 @@ def is_openai(tokenizer: Tokenizer) -> bool:
     return len(tokenizer) == OPENAI_VOCAB_SIZE and tokenizer.end_id == OPENAI_VOCAB_SIZE - 1
 
 
-def transformers_files(
-    config: ModelConfig, vision: VisionConfig, text: TextConfig, tokenizer: Tokenizer
-) -> dict[str, dict[str, Any]]:
+def transformers_files(config: ModelConfig, vision: VisionConfig, text: TextConfig, tokenizer: Tokenizer) -> Files:
     """config.json, and what is not the default of CLIPImageProcessor: bicubic scaling, center crop, RGB in 0 to 1."""
     projection = {"projection_dim": config.embed_dim}
 

@@ -54,10 +54,7 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
-    """Write the adapters and the projection heads as `PeftModel.save_pretrained` does.
-
-    `PeftModel.from_pretrained(initial_model, folder)` then gives the embeddings of this model.
-    """
+    """Write adapters and projection heads for `PeftModel.from_pretrained(initial_model, folder)`."""
     from peft import get_peft_model_state_dict
 
     config: Any = copy.copy(model.peft_config[ADAPTER])  # type: ignore[index]

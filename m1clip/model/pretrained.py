@@ -72,10 +72,7 @@ class TimmVision(PretrainedTower):
 
 
 class HFText(PretrainedTower):
-    """A bidirectional text encoder of transformers.
-
-    Its features are the mean over tokens of every layer, and the first token and the maximum of the last one.
-    """
+    """A text encoder of transformers: means over the tokens of every layer, first token and maximum of the last."""
 
     def __init__(self, config: HFConfig):
         super().__init__()
@@ -258,10 +255,8 @@ def hf_text_config(folder: Path) -> HFConfig:
 
 
 def fold_batch_norm(net: Any) -> Any:
-    """A copy for inference whose batch norms are folded into the convolutions before them.
-
-    On 2 AVX2 cores this makes EfficientNet-lite0 1.6 times as fast (November 2026).
-    """
+    """A copy for inference whose batch norms are folded into the convolutions before them."""
+    # On 2 AVX2 cores this makes EfficientNet-lite0 1.6 times as fast (November 2026).
     from torch.nn.utils.fusion import fuse_conv_bn_eval
 
     net = copy.deepcopy(net).eval()

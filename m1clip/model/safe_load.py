@@ -10,6 +10,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -149,15 +150,6 @@ def _load_archive(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-class _ModuleState:
-    """Stands for any TorchScript module; keeps its attributes and never loads its code."""
-
-    attributes: Mapping[str, Any] = {}
-
-    def __setstate__(self, state: Any) -> None:
-        self.attributes = state if isinstance(state, dict) else {}
-
-
 class _TorchScriptUnpickler(pickle.Unpickler):
     """Reads the tensors of a TorchScript archive; refuses every class but tensors, dicts and modules."""
 
@@ -168,10 +160,10 @@ class _TorchScriptUnpickler(pickle.Unpickler):
         super().__init__(archive.open(data))
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("__torch__"):
-            return _ModuleState
-        if module == "torch.jit._pickle" and name.startswith(("build_", "restore_type_tag")):
-            return _first
+        if module.startswith("__torch__"):  # a TorchScript module: its attributes are kept, its code is never loaded
+            return SimpleNamespace
+        if module == "torch.jit._pickle":  # wraps a value in its type
+            return lambda value, *_: value
         if f"{module}.{name}" not in UNPICKLED:
             raise pickle.UnpicklingError(f"{module}.{name} is not a weight")
         return UNPICKLED[f"{module}.{name}"]
@@ -193,10 +185,10 @@ class _TorchScriptUnpickler(pickle.Unpickler):
             if id(module) in visited:  # a module that contains itself would never end
                 continue
             visited.add(id(module))
-            for name, value in getattr(module, "attributes", {}).items():
+            for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     tensors[prefix + name] = value
-                elif isinstance(value, _ModuleState):
+                elif isinstance(value, SimpleNamespace):
                     queue.append((f"{prefix}{name}.", value))
         return tensors
 
@@ -207,16 +199,10 @@ def _rebuild_tensor(storage: Tensor, offset: int, size: Any, stride: Any, *_: An
     return storage.as_strided(tuple(size), tuple(stride), offset)
 
 
-def _first(value: Any, *_: Any) -> Any:
-    return value
-
-
+STORAGE_TYPES = ("Float", "Half", "BFloat16", "Double", "Long", "Int", "Short", "Bool")
 UNPICKLED: dict[str, Any] = {
     "collections.OrderedDict": OrderedDict,
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
-    "torch._utils._rebuild_parameter": _first,
-    **{  # FloatStorage: torch.float, …
-        f"torch.{dtype}Storage": getattr(torch, dtype.lower())
-        for dtype in ("Float", "Half", "BFloat16", "Double", "Long", "Int", "Short", "Bool")
-    },
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    **{f"torch.{kind}Storage": getattr(torch, kind.lower()) for kind in STORAGE_TYPES},
 }

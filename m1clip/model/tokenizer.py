@@ -42,9 +42,8 @@ class Tokenizer:
         """33 tokens: pad, start, end, unknown, 26 letters, space, full stop, comma."""
         symbols = [PAD, START, END, UNK, *ascii_lowercase, " ", ".", ","]
         core = tokenizers.Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, UNK))
-        core.normalizer = normalizers.Sequence(
-            [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
-        )
+        steps = [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
+        core.normalizer = normalizers.Sequence(steps)
         core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         return cls(core)
 
@@ -66,11 +65,18 @@ class Tokenizer:
     @classmethod
     def from_clip_vocabulary(cls, path: Path) -> "Tokenizer":
         """OpenAI's tokenizer from its `bpe_simple_vocab_16e6.txt.gz`."""
-        merges = _read_merges(path)
+        try:
+            data = path.read_bytes()
+            lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().split("\n")
+        except (OSError, EOFError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read {path} as a CLIP vocabulary: {error}") from None
+        merges = [tuple(line.split()) for line in lines[1 : CLIP_MERGES + 1]]  # after a version line
+        if not merges or any(len(merge) != 2 for merge in merges):
+            raise ValueError(f"{path} is not a CLIP vocabulary: a version line, then two symbols per line")
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # one for each byte
         symbols = letters + [s + "</w>" for s in letters] + ["".join(m) for m in merges] + [START, END]
         vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
-        core = tokenizers.Tokenizer(models.BPE(vocabulary, merges, end_of_word_suffix="</w>"))
+        core = tokenizers.Tokenizer(models.BPE(vocabulary, merges, end_of_word_suffix="</w>"))  # type: ignore[arg-type]
         core.normalizer = normalizers.Lowercase()
         words = pre_tokenizers.Split(Regex(CLIP_WORDS), "removed", invert=True)
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -178,16 +184,3 @@ def clean(text: str) -> str:
 
         text = html.unescape(html.unescape(ftfy.fix_text(text)))
     return " ".join(text.split()).lower()  # in Python, because Rust lowers a final sigma differently
-
-
-def _read_merges(path: Path) -> list[tuple[str, str]]:
-    try:
-        opener = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8") as file:
-            lines = file.read().split("\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path} as a CLIP vocabulary: {error}") from None
-    merges = [tuple(line.split()) for line in lines[1 : CLIP_MERGES + 1]]  # after a version line
-    if not merges or any(len(merge) != 2 for merge in merges):
-        raise ValueError(f"{path} is not a CLIP vocabulary: a version line, then two symbols per line")
-    return merges  # type: ignore[return-value]
