@@ -13,7 +13,7 @@ import numpy as np
 from m1clip import sensors
 from m1clip.bench.sweep import OperationRow, Session, peak_gflops
 from m1clip.devices import Plan, tower_devices
-from m1clip.document import Document
+from m1clip.document import write_document
 from m1clip.format import milliseconds, number
 from m1clip.plots import COLORS, annotate, axes, legend, log_axis, save_figure
 from m1clip.training.advice import RowPair, is_significant
@@ -223,7 +223,5 @@ def write_sweep(sweep: Sweep, folder: Path) -> Path:
     steps = list(STEP_COLUMNS), table_rows(STEP_COLUMNS, sweep.step_records())
     operations = list(OPERATION_COLUMNS), table_rows(OPERATION_COLUMNS, sweep.operations)
     plain = [row for row in sweep.steps if row.plan == Plan(row.device)]
-    document = Document("Training steps on this machine")
-    tables = {"steps": steps, "operations": operations, "plain": plain}
-    document.template("bench/templates/bench.md.j2", sweep=sweep, **tables)
-    return document.write(folder, "bench")
+    values = {"sweep": sweep, "steps": steps, "operations": operations, "plain": plain}
+    return write_document(folder, "bench", "Training steps on this machine", "bench/templates/bench.md.j2", **values)

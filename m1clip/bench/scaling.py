@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from m1clip.bench.report import Sweep, table_rows
-from m1clip.document import Document
+from m1clip.document import write_document
 from m1clip.format import duration, number
 from m1clip.plots import COLORS, annotate, axes, log_axis, save_figure
 from m1clip.training.advice import fit_step_time
@@ -65,6 +65,5 @@ def write_scaling(sweep: Sweep, records: Sequence[ModelRecord], devices: Sequenc
     """Write scaling.md, scaling.html and a figure; return the path of the HTML file."""
     plot_scaling(records, devices, sweep.machine["ram_gb"], folder / "scaling.png")
     table = list(SCALING_COLUMNS), table_rows(SCALING_COLUMNS, records)
-    document = Document("Training time and memory by model size")
-    document.template("bench/templates/scaling.md.j2", sweep=sweep, models=table, devices=devices)
-    return document.write(folder, "scaling")
+    title, template = "Training time and memory by model size", "bench/templates/scaling.md.j2"
+    return write_document(folder, "scaling", title, template, sweep=sweep, models=table, devices=devices)
