@@ -14,7 +14,7 @@ from rich.console import Console
 
 from long_log import MEMORY_GB, write_record, write_run, write_step
 from m1clip.cli import run_command
-from m1clip.monitor import curves, terminal_views, text_plot
+from m1clip.monitor import curves, terminal_views
 from m1clip.monitor.log import Log, RunView
 from m1clip.monitor.terminal import Monitor
 from m1clip.run import Run, create_run
@@ -225,8 +225,8 @@ def test_minutes_are_those_of_the_steps(night):
 
 
 def test_a_line_plot_has_ticks_and_a_dotted_chance_level():
-    line = text_plot.Line(np.arange(10.0), np.arange(10.0), "blue")
-    plot = text_plot.line_plot("title", [line], 40, 8, lambda value, digits: f"{value:.0f}", [0.0])
+    line = terminal_views.Line(np.arange(10.0), np.arange(10.0), "blue")
+    plot = terminal_views.line_plot("title", [line], 40, 8, lambda value, digits: f"{value:.0f}", [0.0])
     rows = plot.plain.split("\n")
     assert len(rows) == 8
     assert rows[1].strip().startswith("9")
@@ -238,9 +238,12 @@ def test_a_line_plot_has_ticks_and_a_dotted_chance_level():
 
 
 def test_a_line_without_points_is_drawn_beside_others():
-    full, empty = (text_plot.Line(np.arange(9.0), np.arange(9.0), ""), text_plot.Line(np.empty(0), np.empty(0), ""))
+    full, empty = (
+        terminal_views.Line(np.arange(9.0), np.arange(9.0), ""),
+        terminal_views.Line(np.empty(0), np.empty(0), ""),
+    )
     plots = [
-        text_plot.line_plot("", lines, 40, 8, lambda value, _: f"{value:.0f}").plain
+        terminal_views.line_plot("", lines, 40, 8, lambda value, _: f"{value:.0f}").plain
         for lines in ([full], [empty, full])
     ]
     assert plots[0] == plots[1]
@@ -248,7 +251,7 @@ def test_a_line_without_points_is_drawn_beside_others():
 
 def test_a_line_plot_is_connected_between_points_and_broken_at_a_gap():
     x, y = np.array([0.0, 40.0, 60.0, 100.0]), np.array([0.0, 1.0, np.nan, 1.0])
-    plot = text_plot.line_plot("", [text_plot.Line(x, y, "blue")], 60, 8, lambda value, _: f"{value:.0f}")
+    plot = terminal_views.line_plot("", [terminal_views.Line(x, y, "blue")], 60, 8, lambda value, _: f"{value:.0f}")
     rows = [row[2:] for row in plot.plain.split("\n")[1:7]]
     drawn = [any(row[column : column + 1].strip() for row in rows) for column in range(57)]
     assert all(drawn[:22])

@@ -1,23 +1,25 @@
-"""The views of the terminal monitor: a run as Rich text and tables."""
+"""The views of the terminal monitor: a run as Rich text, tables, and line plots of Braille characters."""
 
 import math
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from m1clip.format import UNKNOWN, ago, duration, file_size, number, percent, printable
-from m1clip.monitor.curves import CURVES, chance_level, current_value, curve_points, format_tick, format_value
-from m1clip.monitor.log import STEP_PHASES, Record, RunView, event_text, float_or_nan
-from m1clip.monitor.text_plot import Line, line_plot
+from m1clip.monitor.curves import CURVES, chance_level, current_value, curve_points, format_value
+from m1clip.monitor.log import STEP_PHASES, Column, Record, RunView, event_text, float_or_nan
 
+Range = tuple[float, float]
+Dots = NDArray[np.bool_]
 # The terminal's own colors are readable on its background, dark or light.
 COLORS = ("blue", "red", "green", "magenta", "yellow", "cyan")
 LINE_STYLES = (*COLORS, *(f"bright_{color}" for color in COLORS))
@@ -31,13 +33,14 @@ EMBEDDING_STATISTICS = {
 }
 ROUTINE_EVENTS = ("start", "resume", "chunk", "saved again", "loss scale halved")
 RECENT_STEPS = 50
+# Bits of the 4 x 2 dots of a Braille character.
+BRAILLE_BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 
 
 def header_view(run: RunView, width: int) -> Text:
     """Name, state, progress and device; then problems, if any; then the scores."""
     summary = run.summary
-    state, total = summary.get("state", "unknown"), summary.get("total")
-    step = summary.get("step") or 0
+    state, total, step = summary.get("state", "unknown"), summary.get("total"), summary.get("step") or 0
     if state != "running":
         step = max(step, run.log.last_step)  # the status may be older than the log
     parts = [printable(summary.get("device") or ""), f"step {step:,}" + (f" of {total:,}" if total else "")]
@@ -55,13 +58,13 @@ def header_view(run: RunView, width: int) -> Text:
 
 def problem_lines(run: RunView, width: int) -> list[Text]:
     """What is wrong with a run, and the command that resumes it if it is dead; never truncated."""
-    summary = run.summary
-    if not (summary.get("problem") or summary.get("reason")):
+    state, problem = run.summary.get("state"), run.summary.get("problem") or run.summary.get("reason")
+    if not problem:
         return []
-    text = printable(summary.get("problem") or summary["reason"]).replace("\n", " ")
-    if summary.get("state") in ("dead", "failed"):
+    text = printable(problem).replace("\n", " ")
+    if state in ("dead", "failed"):
         text += f"; resume: m1clip train --resume --name {printable(shlex.quote(str(run.path)))}"
-    style = "yellow" if summary.get("state") == "stopped" else "red"
+    style = "yellow" if state == "stopped" else "red"
     return [Text(line, style) for line in textwrap.wrap(text, width, break_on_hyphens=False)]
 
 
@@ -114,18 +117,125 @@ def curves_view(runs: Sequence[RunView], width: int, height: int, smooth: int = 
 
 def curve_plot(runs: Sequence[RunView], key: str, width: int, height: int, smooth: int = 0) -> Text:
     """One curve of all runs; `smooth` is the averaging window in steps, 0 is 1 % of all steps."""
-    curve, lines, levels = CURVES[key], [], dict[float, None]()
+    curve, lines = CURVES[key], []
     for run, style in zip(runs, LINE_STYLES, strict=False):
         x, y = curve_points(run.log, key, window=smooth)
         lines.append(Line(x, np.log10(np.where(y > 0, y, np.nan)) if curve.log_axis else y, style))
-        if (level := chance_level(run.log, key)) is not None:
-            levels[level] = None
+    chances = [chance_level(run.log, key) for run in runs]
+    levels = list(dict.fromkeys(level for level in chances if level is not None))
     title = f"{curve.title} {format_value(key, current_value(runs[0].log, key))}"
     title += f"  (chance {', '.join(format_value(key, level) for level in levels)})" if levels else ""
-    if curve.log_axis:
-        log_tick = lambda exponent, digits: format_tick(key, 10**exponent, digits)  # noqa: E731
-        return line_plot(f"{title}  (log axis)", lines, width, height, log_tick)
-    return line_plot(title, lines, width, height, partial(format_tick, key), list(levels))
+    title += "  (log axis)" if curve.log_axis else ""
+
+    def tick(value: float, digits: int) -> str:
+        value = 10**value if curve.log_axis else 100 * value if curve.unit == "%" else value
+        return number(value, digits, curve.unit)
+
+    return line_plot(title, lines, width, height, tick, levels)
+
+
+class Line(NamedTuple):
+    x: Column
+    y: Column
+    style: str
+
+
+def line_plot(
+    title: str,
+    lines: Sequence[Line],
+    width: int,
+    height: int,
+    tick: Callable[[float, int], str],
+    levels: Sequence[float] = (),
+) -> Text:
+    """A title, the lines with ticks on the left, and the range of x below; `levels` are dotted.
+
+    `tick` formats a y value with a number of significant digits.
+    """
+    rows, x_range = height - 2, value_range([line.x for line in lines])
+    y_range = value_range([*(without_outliers(line.y) for line in lines), np.array(levels)])
+    if x_range is None or y_range is None or rows < 1:
+        return Text.assemble((title[:width], "bold"), ("\n  no data yet", "dim"), "\n" * (height - 2))
+    top, middle, bottom = tick_labels(y_range, tick)
+    label_width = max(map(len, (top, middle, bottom))) + 1
+    plot_width = max(4, width - label_width - 1)
+    labels = {0: top}
+    labels |= {rows - 1: bottom} if rows > 2 else {}
+    labels |= {(rows - 1) // 2: middle} if rows >= 5 else {}
+    level_dots = np.zeros((4 * rows, 2 * plot_width), bool)
+    level_dots[np.rint(dot_rows(np.array(levels), y_range, 4 * rows)).astype(int), ::4] = True
+    # The first line is drawn last, over the others.
+    drawn = [(line_dots(line, x_range, y_range, level_dots.shape), line.style) for line in reversed(lines)]
+    body = [
+        Text.assemble((f"{labels.get(index, ''):>{label_width - 1}} ", "dim"), row)
+        for index, row in enumerate(braille_rows([(level_dots, "dim"), *drawn]))
+    ]
+    first, last = f"{x_range[0]:,.0f}", f"{x_range[1]:,.0f}"
+    x_labels = " " * label_width + first + last.rjust(max(1, plot_width - len(first)))
+    return Text("\n").join([Text(title[:width], "bold"), *body, Text(x_labels, "dim")])
+
+
+def tick_labels(y_range: Range, tick: Callable[[float, int], str]) -> list[str]:
+    """The top, the middle and the bottom of the axis, with enough digits to differ."""
+    low, high = y_range
+    for digits in (3, 4, 5, 6):
+        labels = [tick(value, digits) for value in (high, (low + high) / 2, low)]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
+
+
+def line_dots(line: Line, x_range: Range, y_range: Range, shape: tuple[int, ...]) -> Dots:
+    """Each column of dots spans its values and reaches to the column before it, unless there is a gap."""
+    height, width = shape
+    if not len(line.x):
+        return np.zeros(shape, bool)
+    position = (line.x - x_range[0]) / (x_range[1] - x_range[0]) * (width - 1)
+    rows = dot_rows(line.y, y_range, height)
+    between = np.interp(np.arange(width), position, rows, math.nan, math.nan)  # NaN next to a NaN
+    before = np.where(np.isfinite(between), np.concatenate([[math.nan], between[:-1]]), math.nan)
+    low, high = np.fmin(between, before), np.fmax(between, before)
+    columns = np.clip(position + 0.5, 0, width - 1).astype(int)
+    np.fmin.at(low, columns, rows)
+    np.fmax.at(high, columns, rows)
+    row = np.arange(height)[:, None]
+    return (np.rint(low) <= row) & (row <= np.rint(high))
+
+
+def dot_rows(y: Column, y_range: Range, height: int) -> Column:
+    """Rows of dots from the bottom; NaN where y is."""
+    return np.clip((y - y_range[0]) / (y_range[1] - y_range[0]), 0, 1) * (height - 1)
+
+
+def braille_rows(layers: Sequence[tuple[Dots, str]]) -> list[Text]:
+    """Characters of 4 x 2 dots from the top; each has the style of the last layer with a dot in it."""
+    height, width = layers[0][0].shape
+    blocks = [(dots[::-1].reshape(height // 4, 4, width // 2, 2), style) for dots, style in layers]
+    styles = np.full((height // 4, width // 2), "", object)
+    for dots, style in blocks:
+        styles[dots.any((1, 3))] = style
+    bits = np.einsum("hrwc,rc->hw", np.any([dots for dots, _ in blocks], axis=0), BRAILLE_BITS)
+    return [
+        Text.assemble(*((chr(0x2800 + bit) if bit else " ", style) for bit, style in zip(*row, strict=True)))
+        for row in zip(bits.tolist(), styles.tolist(), strict=True)
+    ]
+
+
+def without_outliers(y: Column) -> Column:
+    """The range of the values without the 1 % that would flatten the curve."""
+    known: Column = y[np.isfinite(y)]
+    return known if len(known) < 50 else np.array([*np.quantile(known, [0.005, 0.995]), known[-1]])
+
+
+def value_range(arrays: Sequence[Column]) -> Range | None:
+    """Minimum and maximum of the known values, never equal; None if there are none."""
+    values = np.concatenate([[], *arrays])
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return None
+    low, high = float(known.min()), float(known.max())
+    margin = 0.0 if high > low else 0.5 * (abs(high) or 1.0)
+    return low - margin, high + margin
 
 
 def speed_view(run: RunView, width: int) -> Group:

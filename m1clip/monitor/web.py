@@ -13,7 +13,6 @@ import webbrowser
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -21,13 +20,13 @@ from urllib.parse import quote
 import numpy as np
 import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Request, Response
-from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse, StreamingResponse
+from fastapi.responses import PlainTextResponse, RedirectResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
 from m1clip.files import json_safe
 from m1clip.monitor import LOOPBACK_HOSTS
 from m1clip.monitor.curves import CURVES, chance_level, current_value, curve_points, downsample, gradient_norms
-from m1clip.monitor.log import STEP_PHASES, Column, RunView, event_text, number_or_none
+from m1clip.monitor.log import STEP_PHASES, RunView, event_text, number_or_none, read_object
 from m1clip.monitor.terminal_views import RECENT_STEPS
 from m1clip.run import Run, is_run, run_summaries
 
@@ -51,14 +50,11 @@ class RunCache:
 
     def rows(self) -> list[dict[str, Any]]:
         """A summary of each run, the newest first."""
-        return [{**row, **self._data_and_preset(row["run"])} for row in run_summaries(self.folder)[::-1]]
-
-    def _data_and_preset(self, name: str) -> dict[str, str]:
-        try:
-            config = Run(self.folder / name).read("config.json")
-        except (OSError, ValueError):
-            config = {}
-        return {key: str(config.get(key, "")) for key in ("data", "preset")}
+        rows = []
+        for row in run_summaries(self.folder)[::-1]:
+            config = read_object(Run(self.folder / row["run"]), "config.json", {})
+            rows.append({**row, "data": str(config.get("data", "")), "preset": str(config.get("preset", ""))})
+        return rows
 
     @contextmanager
     def open(self, name: str) -> Iterator[RunView]:
@@ -103,25 +99,10 @@ def create_app(runs: RunCache, token: str | None = None) -> FastAPI:
         response.headers.setdefault("Cache-Control", "no-store" if is_api else "no-cache")
         return response
 
-    add_pages(app)
     add_api(app, runs)
+    # plotly is located without its import, which takes a second.
+    app.mount("/", StaticFiles(directory=PAGE, packages=[("plotly", "package_data")], html=True))
     return app
-
-
-def add_pages(app: FastAPI) -> None:
-    app.mount("/page", StaticFiles(directory=PAGE))
-
-    @app.get("/")
-    def index() -> FileResponse:
-        return FileResponse(PAGE / "index.html")
-
-    @app.get("/plotly.js")
-    def plotly() -> FileResponse:
-        spec = find_spec("plotly")  # located without the import, which takes a second
-        assert spec is not None
-        assert spec.origin is not None
-        path = Path(spec.origin).parent / "package_data" / "plotly.min.js"
-        return FileResponse(path, headers={"Cache-Control": "max-age=86400"})
 
 
 def add_api(app: FastAPI, runs: RunCache) -> None:
@@ -239,12 +220,9 @@ def curve_json(
     if 0 < len(inside) < len(x):  # with one point beyond each end, so that lines reach the edges
         cut = slice(max(0, inside[0] - 1), inside[-1] + 2)
         x, y = x[cut], y[cut]
-    x, y = downsample(x, y, max_points)
-    return {"x": short_numbers(x), "y": short_numbers(y), "chance": chance_level(run.log, key)}
-
-
-def short_numbers(values: Column) -> list[float]:
-    return [float(f"{value:.7g}") for value in values.tolist()]
+    columns = zip("xy", downsample(x, y, max_points), strict=True)
+    points = {axis: [float(f"{value:.7g}") for value in values.tolist()] for axis, values in columns}
+    return {**points, "chance": chance_level(run.log, key)}
 
 
 async def live_events(request: Request, runs: RunCache, names: list[str]) -> AsyncIterator[str]:
