@@ -1,101 +1,65 @@
 """Curves of a run: which there are, smoothed, and downsampled to what a screen can show."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from m1clip.format import number, percent
-from m1clip.monitor.log import Column, Log, evenly_spaced, float_or_nan
+from m1clip.monitor.log import Array, Log, evenly_spaced, float_or_nan
+
+PAGE = Path(__file__).parent / "page"
 
 
 @dataclass(frozen=True)
 class Curve:
     key: str  # field of the log records
     title: str
-    kind: str = "step"  # of the log records
+    kind: str  # of the log records
     chance: str | None = None  # field with the value of random guessing
     unit: str = ""  # "%" for fractions of 1, else the unit written after the number
     log_axis: bool = False
     recent: int = 50  # steps that are averaged for the current value
 
+    def points(self, log: Log, x_axis: str = "step", window: int = 1) -> tuple[Array, Array]:
+        """The curve over steps or minutes of training.
 
-CURVES = {
-    curve.key: curve
-    for curve in (
-        Curve("loss", "loss", chance="chance_loss", recent=10),
-        Curve("accuracy", "batch accuracy", chance="chance_accuracy", unit="%", recent=10),
-        Curve("mean_r1", "validation R@1", "eval", "chance_r1", "%"),
-        Curve("i2t_r1", "validation R@1, image→text", "eval", "chance_i2t_r1", "%"),
-        Curve("t2i_r1", "validation R@1, text→image", "eval", "chance_t2i_r1", "%"),
-        Curve("i2t_r10", "validation R@10, image→text", "eval", "chance_i2t_r10", "%"),
-        Curve("t2i_r10", "validation R@10, text→image", "eval", "chance_t2i_r10", "%"),
-        Curve("temperature", "temperature", recent=1),
-        Curve("lr", "learning rate", recent=1),
-        Curve("grad_norm", "gradient norm", log_axis=True, recent=10),
-        Curve("pairs_per_s", "pairs per second"),
-        Curve("step_ms", "step time", unit="ms"),
-        Curve("rss_gb", "process memory (RSS)", "diagnostics", unit="GB"),
-        Curve("available_gb", "available memory", "diagnostics", unit="GB"),
-        Curve("device_gb", "peak device memory", "diagnostics", unit="GB"),
-        Curve("temperature_c", "CPU temperature", "diagnostics", unit="°C"),
-        Curve("power_w", "power", "diagnostics", unit="W"),
-        Curve("wh_so_far", "energy so far", "epoch", unit="Wh"),
-        Curve("mean_r1_per_wh", "R@1 per Wh", "epoch"),
-        Curve("alignment", "alignment (0 is perfect)", "diagnostics"),
-        Curve("modality_gap", "modality gap", "diagnostics"),
-        Curve("effective_rank_image", "effective rank, images", "diagnostics"),
-        Curve("effective_rank_text", "effective rank, captions", "diagnostics"),
-    )
-}
+        Step curves have a NaN at each gap, which is three times the usual distance between logged steps, and are
+        averaged over the last `window` steps since a gap; 0 averages 1 % of all steps.
+        """
+        steps, y = log.column("step", self.kind), log.column(self.key, self.kind)
+        x = minutes_at(log, steps) if x_axis == "minutes" else steps
+        if self.kind != "step" or len(steps) < 2:
+            return x, y
+        distances = np.diff(steps)
+        gaps = np.flatnonzero(distances > 3 * np.median(distances)) + 1
+        y = np.concatenate([moving_average(part, window or len(y) // 100) for part in np.split(y, gaps)])
+        return np.insert(x, gaps, x[gaps]), np.insert(y, gaps, np.nan)
+
+    def current(self, log: Log) -> float | None:
+        return log.recent_mean(self.key, self.recent) if self.kind == "step" else log.last(self.kind).get(self.key)
+
+    def chance_level(self, log: Log) -> float | None:
+        """The value of random guessing, from the last record that has it."""
+        known = log.known_column(self.chance, self.kind).tolist() if self.chance else []
+        return known[-1] if known else None
+
+    def text(self, value: float | None) -> str:
+        return percent(value) if self.unit == "%" else number(value, unit=self.unit)
 
 
-def curve_points(log: Log, key: str, x_axis: str = "step", window: int = 1) -> tuple[Column, Column]:
-    """The curve over steps or minutes of training, with a NaN at each gap in the steps.
-
-    Step curves are averaged over the last `window` steps since a gap; 0 averages 1 % of all steps.
-    """
-    kind = CURVES[key].kind
-    steps, y = log.column("step", kind), log.column(key, kind)
-    x = minutes_at(log, steps) if x_axis == "minutes" else steps
-    if kind != "step":
-        return x, y
-    gaps = gap_ends(steps)
-    y = np.concatenate([moving_average(part, window or len(y) // 100) for part in np.split(y, gaps)])
-    return np.insert(x, gaps, x[gaps]), np.insert(y, gaps, np.nan)
+CURVES = {row["key"]: Curve(**row) for row in json.loads((PAGE / "curves.json").read_bytes())}  # the page reads it too
 
 
-def gap_ends(steps: Column) -> NDArray[np.int64]:
-    """Indices of the steps after a gap, which is three times the usual distance between logged steps."""
-    distances = np.diff(steps)
-    usual = np.median(distances) if len(distances) else 0.0
-    return np.flatnonzero(distances > 3 * usual) + 1
-
-
-def minutes_at(log: Log, steps: Column) -> Column:
+def minutes_at(log: Log, steps: Array) -> Array:
     """Minutes of training up to each step, without evaluation, checkpoints and pauses."""
     step_ms = np.nan_to_num(log.column("step_ms")) + np.nan_to_num(log.column("between_ms"))
     minutes = np.concatenate([[0.0], np.cumsum(step_ms) / 60_000])
     return minutes[np.searchsorted(log.column("step"), steps, "right")]
 
 
-def chance_level(log: Log, key: str) -> float | None:
-    """The value of random guessing, from the last record that has it."""
-    curve = CURVES[key]
-    known = log.known_column(curve.chance, curve.kind).tolist() if curve.chance else []
-    return known[-1] if known else None
-
-
-def current_value(log: Log, key: str) -> float | None:
-    curve = CURVES[key]
-    return log.recent_mean(key, curve.recent) if curve.kind == "step" else log.last(curve.kind).get(key)
-
-
-def format_value(key: str, value: float | None) -> str:
-    return percent(value) if CURVES[key].unit == "%" else number(value, unit=CURVES[key].unit)
-
-
-def moving_average(y: Column, window: int) -> Column:
+def moving_average(y: Array, window: int) -> Array:
     """The mean of the known values among each value and the window - 1 before it; unknown values stay NaN.
 
     The sum over a window is the end of one block plus the start of the next: without the subtraction of a
@@ -113,7 +77,7 @@ def moving_average(y: Column, window: int) -> Column:
     return np.where(known, total / np.maximum(count, 1), np.nan)
 
 
-def downsample(x: Column, y: Column, max_points: int) -> tuple[Column, Column]:
+def downsample(x: Array, y: Array, max_points: int) -> tuple[Array, Array]:
     """About `max_points` points that look the same: minimum, maximum and gaps of each bucket."""
     if len(x) <= max_points:
         return x, y
@@ -127,7 +91,7 @@ def downsample(x: Column, y: Column, max_points: int) -> tuple[Column, Column]:
     return x[kept], y[kept]
 
 
-def gradient_norms(log: Log, max_steps: int) -> tuple[list[int], list[str], Column]:
+def gradient_norms(log: Log, max_steps: int) -> tuple[list[int], list[str], Array]:
     """Steps, blocks and gradient norms (block x step) of at most `max_steps` diagnostics records."""
     records = evenly_spaced(log.known_records("diagnostics", "grad_norms"), max_steps)
     blocks = list(records[-1]["grad_norms"]) if records else []

@@ -7,23 +7,21 @@ from array import array
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from m1clip.config import PRESETS
+from m1clip.config import PRESETS, to_json
 from m1clip.format import printable
 from m1clip.run import Run
 
-T = TypeVar("T")
 Record = dict[str, Any]
-Column = NDArray[np.float64]
+Array = NDArray[np.float64]
 STEP_PHASES = ("data", "copy", "forward", "backward", "optimizer")
 RECORD_KINDS = ("diagnostics", "eval", "epoch")
 BLOCK_SIZE = 1 << 16  # blocks that stay in the CPU cache are parsed twice as fast as blocks of 4 MB
@@ -47,7 +45,7 @@ class Log:
 
     def _clear(self) -> None:
         self.offset, self.line_count = 0, 0
-        self.size, self.size_at_end = 0, -1  # of the file: at the last refresh, and when its end was reached
+        self.size = self.size_at_end = 0  # of the file: at the last refresh, and when its end was reached
         self.tail = b""  # the last bytes read, which tell whether the file was replaced
         self.last_step, self.restarts = 0, 0
         self.columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
@@ -66,24 +64,22 @@ class Log:
                 if self.size == self.size_at_end:
                     return False
                 file.seek(self.offset)
-                return self._read_blocks(file, max_bytes)
+                return self._read_lines(file, max_bytes)
         except OSError:  # not written yet, or deleted with the run
             was_read = self.offset > 0
             self._clear()
             return was_read
 
-    def _read_blocks(self, file: IO[bytes], max_bytes: float) -> bool:
-        start, pending, block = self.offset, list[bytes](), b"?"
-        while self.offset - start < max_bytes and (block := file.read(BLOCK_SIZE)):
-            head, newline, rest = block.rpartition(b"\n")
-            pending.append(head if newline else rest)
-            if newline:
-                text = b"".join(pending)
-                self.offset += len(text) + 1
-                self.tail = (text + newline)[-256:]
-                self._add_lines(text.split(b"\n"))
-                pending = [rest]
-        if not block:
+    def _read_lines(self, file: IO[bytes], max_bytes: float) -> bool:
+        start, at_end = self.offset, False
+        while not at_end and self.offset - start < max_bytes:
+            lines = file.readlines(BLOCK_SIZE)
+            at_end = not (lines and lines[-1].endswith(b"\n"))
+            complete = lines[:-1] if at_end else lines
+            self.offset += sum(map(len, complete))
+            self.tail = b"".join(complete)[-256:] or self.tail
+            self._add_lines(complete)
+        if at_end:
             self.size_at_end = file.tell()
         return self.offset > start
 
@@ -132,18 +128,17 @@ class Log:
             except (KeyError, TypeError, OverflowError):  # missing, null or not a number
                 column.extend([float_or_nan(step.get(name)) for step in steps])
 
-    def column(self, name: str, kind: str = "step") -> Column:
+    def column(self, name: str, kind: str = "step") -> Array:
         """A field of every record of a kind; NaN where it is unknown."""
         if kind != "step":
             return np.array([float_or_nan(record.get(name)) for record in self.records[kind]], np.float64)
         values = np.array(self.columns[name]) if name in self.columns else np.full(len(self), np.nan)
         return np.where(np.abs(values) < MAX_VALUE, values, np.nan)
 
-    def known_column(self, name: str, kind: str = "step", last: int = 0) -> Column:
+    def known_column(self, name: str, kind: str = "step", last: int = 0) -> Array:
         """The known values among the last records of a kind; by default, among all."""
         values = self.column(name, kind)[-last:]
-        known: Column = values[np.isfinite(values)]
-        return known
+        return np.extract(np.isfinite(values), values)
 
     def known_records(self, kind: str, name: str) -> list[Record]:
         """The records in which a field is known and not empty; 0 is known."""
@@ -175,10 +170,8 @@ def parse_record(line: bytes) -> Record | None:
             record = json.loads(line)  # accepts NaN, which strict JSON does not
         except (ValueError, RecursionError):
             return None
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-        return None
-    step = record.get("step")
-    return record if type(step) is int and 0 <= step < 2**53 else None
+    kind, step = (record.get("kind"), record.get("step")) if isinstance(record, dict) else (None, None)
+    return record if isinstance(kind, str) and type(step) is int and 0 <= step < 2**53 else None
 
 
 def float_or_nan(value: Any) -> float:
@@ -207,13 +200,12 @@ def clean_value(value: Any, depth: int) -> Any:
     return {key: clean_value(item, depth - 1) for key, item in value.items()} if isinstance(value, dict) else {}
 
 
-def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
+def evenly_spaced(items: Sequence[Any], count: int) -> list[Any]:
     """At most `count` items at equal distances, with the first and the last."""
     return [items[index] for index in np.linspace(0, len(items) - 1, min(count, len(items))).astype(int)]
 
 
 def event_text(event: Record) -> str:
-    """An event as one line: its name and its fields."""
     name = event.get("event")
     if name == "diagnosis":
         return printable(f"{event.get('about')}: {event.get('text')}")
@@ -263,18 +255,12 @@ class RunView:
         self.data = read_object(self.run, "data.json", self.data)
         return changed
 
-    @property
-    def parameter_count(self) -> int | None:
-        counts = [number_or_none(event.get("parameters")) for event in self.log.events]
-        return next((int(count) for count in reversed(counts) if count), None)
-
     def changed_settings(self) -> Record:
         """Settings that differ from the preset, with the preset's value; empty for an unknown preset."""
         preset = PRESETS.get(str(self.config.get("preset")))
         if preset is None:
             return {}
-        defaults = flatten(json.loads(json.dumps(asdict(preset))))  # tuples become lists, as in the file
-        settings = flatten(self.config)
+        defaults, settings = flatten(json.loads(to_json(preset))), flatten(self.config)
         return {key: value for key, value in defaults.items() if key in settings and settings[key] != value}
 
     def retrievals(self) -> Record:

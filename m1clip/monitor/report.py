@@ -7,7 +7,7 @@ import base64
 import io
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,13 @@ from PIL import Image
 
 from m1clip.document import write_document
 from m1clip.format import UNKNOWN, duration, number, percent
-from m1clip.monitor.curves import CURVES, chance_level, curve_points, downsample, gradient_norms, minutes_at
-from m1clip.monitor.log import STEP_PHASES, Column, Record, RunView, evenly_spaced, event_text, flatten, number_or_none
+from m1clip.monitor.curves import CURVES, downsample, gradient_norms, minutes_at
+from m1clip.monitor.log import STEP_PHASES, Array, Record, RunView, evenly_spaced, event_text, flatten, number_or_none
 from m1clip.monitor.terminal_views import gigabytes, local_time, watt_hours
 from m1clip.plots import COLORS, axes, legend, log_axis, save_figure
 
 MAX_POINTS = 1500
 PHASE_COLORS = dict(zip(STEP_PHASES, (COLORS[index] for index in (3, 6, 5, 0, 4)), strict=True))
-
 TRAINING_CURVES = [(key, "step") for key in ("loss", "accuracy", "mean_r1", "lr", "grad_norm", "pairs_per_s")]
 COMPARISON_CURVES = [("loss", "step"), ("loss", "minutes"), ("mean_r1", "minutes"), ("temperature", "step")]
 
@@ -43,7 +42,7 @@ def write_report(run: RunView, folder: Path) -> Path:
     if gradients:
         draw_gradient_flow(run, folder / "gradients.png")
     values = {"run": run, "log": run.log, "phases": phases, "temperatures": temperatures, "gradients": gradients}
-    values |= {"examples": draw_examples(run, folder), **TEMPLATE_FUNCTIONS}
+    values |= {"examples": draw_examples(run, folder), **TEMPLATE_VALUES}
     template = "monitor/templates/report.md.j2"
     return write_document(folder, "report", f"{run.name}: training report", template, **values)
 
@@ -53,10 +52,10 @@ def write_comparison(runs: Sequence[RunView], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     has_curves, comparable = any(len(run.log) > 1 for run in runs), is_comparable(runs)
     if has_curves:
-        draw_curves(runs, COMPARISON_CURVES, folder / "comparison.png", 5.6, 2.9, columns=2)
+        draw_curves(runs, COMPARISON_CURVES, folder / "comparison.png", 5.6, 2.9)
     values = {"runs": runs, "has_curves": has_curves, "differences": setting_differences(runs)}
     values |= {"comparable": comparable, "goal": common_score(runs) if comparable else None}
-    values |= {"ranking": ranking(runs) if comparable else None, **TEMPLATE_FUNCTIONS}
+    values |= {"ranking": ranking(runs) if comparable else None, **TEMPLATE_VALUES}
     title = " and ".join(run.name for run in runs) + ": comparison"
     return write_document(folder, "comparison", title, "monitor/templates/comparison.md.j2", **values)
 
@@ -68,11 +67,8 @@ def step_seconds(run: RunView) -> float | None:
 
 def elapsed_seconds(run: RunView) -> float | None:
     """From the start of the first step to the end of the last, pauses included."""
-    times = run.log.known_column("time")
-    if not len(times):
-        return None
-    first_step_s = np.nan_to_num(run.log.column("step_ms")[:1]).sum() / 1e3  # a step is logged at its end
-    return float(times.max() - times.min() + first_step_s)
+    times, first_step_ms = run.log.known_column("time"), run.log.known_column("step_ms")[:1].sum()
+    return float(np.ptp(times) + first_step_ms / 1e3) if len(times) else None  # a step is logged at its end
 
 
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
@@ -94,7 +90,7 @@ def with_interval(fraction: float | None, count: float | None) -> str:
     return f"{percent(fraction)} ({100 * low:.1f}–{100 * high:.1f})"
 
 
-def median_range(values: Column) -> tuple[float | None, ...]:
+def median_range(values: Array) -> tuple[float | None, ...]:
     """Median, 5th and 95th percentile."""
     return tuple(np.quantile(values, [0.5, 0.05, 0.95]).tolist()) if len(values) else (None, None, None)
 
@@ -120,10 +116,7 @@ def temperature_extremes(run: RunView) -> list[list[float]] | None:
     """Value, step and line of the first, the last and the lowest temperature."""
     columns = np.stack([run.log.column(name) for name in ("temperature", "step", "line")])
     known = columns[:, np.isfinite(columns[0])]
-    if known.shape[1] < 2:
-        return None
-    extremes: list[list[float]] = known[:, [0, -1, known[0].argmin()]].T.tolist()
-    return extremes
+    return list(known[:, [0, -1, known[0].argmin()]].T.tolist()) if known.shape[1] > 1 else None
 
 
 def gradient_flow(run: RunView) -> Record | None:
@@ -141,11 +134,6 @@ def gradient_flow(run: RunView) -> Record | None:
     by_norm = sorted((norm, name) for name, norm in last["grad_norms"].items() if norm)
     extremes = (by_norm[0], by_norm[-1]) if by_norm else None
     return {"rows": rows, "first": first, "last": last, "count": len(records), "extremes": extremes}
-
-
-def largest(records: Iterable[Record], key: str) -> float | None:
-    known = [value for record in records if (value := number_or_none(record.get(key))) is not None]
-    return max(known, default=None)
 
 
 def step_gaps(run: RunView) -> list[str]:
@@ -189,9 +177,8 @@ def ranking(runs: Sequence[RunView]) -> Record | None:
 
 def common_score(runs: Sequence[RunView]) -> float | None:
     """The highest mean R@1 that every run reached."""
-    scores = [largest(run.log.records["eval"], "mean_r1") for run in runs]
-    known = [score for score in scores if score is not None]
-    return min(known) if len(known) == len(scores) else None
+    scores = [run.log.known_column("mean_r1", "eval") for run in runs]
+    return min(float(column.max()) for column in scores) if all(map(len, scores)) else None
 
 
 def seconds_to_score(run: RunView, goal: float | None) -> float | None:
@@ -212,17 +199,15 @@ def repeat_command(run: RunView) -> str:
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(number, percent, duration, gigabytes, watt_hours, local_time, thousands, event_text, with_interval),
-    *(chance_level, wilson_interval, median_range, largest, evenly_spaced, flatten, step_gaps),
+    *(wilson_interval, median_range, evenly_spaced, flatten, step_gaps),
     *(step_seconds, elapsed_seconds, seconds_to_score, repeat_command),
 )
-TEMPLATE_FUNCTIONS = {function.__name__: function for function in FUNCTIONS}
+TEMPLATE_VALUES = {function.__name__: function for function in FUNCTIONS} | {"curves": CURVES}
 
 
-def draw_curves(
-    runs: Sequence[RunView], shown: Sequence[tuple[str, str]], path: Path, width: float, height: float, columns: int = 3
-) -> None:
+def draw_curves(runs: Sequence[RunView], shown: list[tuple[str, str]], path: Path, width: float, height: float) -> None:
     """A panel for each curve and its x axis, with all runs."""
-    figure, panels = axes(len(shown), width, height, columns)
+    figure, panels = axes(len(shown), width, height, columns=2 if len(shown) == 4 else 3)
     for panel, (key, x_axis) in zip(panels, shown, strict=True):
         draw_curve(panel, runs, key, x_axis)
     if len(panels) > 1:
@@ -237,16 +222,16 @@ def draw_curve(panel: Axes, runs: Sequence[RunView], key: str, x_axis: str = "st
     for index, run in enumerate(runs):
         style: dict[str, Any] = {"color": COLORS[index % 6], "ls": "-" if index < 6 else ":"}
         if curve.kind == "step":
-            x, y = downsample(*curve_points(run.log, key, x_axis), MAX_POINTS)
+            x, y = downsample(*curve.points(run.log, x_axis), MAX_POINTS)
             panel.plot(x, scale * y, lw=0.7, alpha=0.25, **style)
-        x, y = downsample(*curve_points(run.log, key, x_axis, 0), MAX_POINTS)
+        x, y = downsample(*curve.points(run.log, x_axis, 0), MAX_POINTS)
         panel.plot(x, scale * y, lw=1.5, marker="" if curve.kind == "step" else "o", ms=3, label=run.name, **style)
     if key == "mean_r1" and len(runs) == 1:  # the intervals of several runs would hide each other
         records = [record for record in runs[0].log.known_records("eval", key) if record.get("images")]
         bounds = [wilson_interval(record[key], int(record["images"])) for record in records]
         low, high = 100 * np.array(bounds).reshape(-1, 2).T
         panel.fill_between([record["step"] for record in records], low, high, color=COLORS[0], alpha=0.15, lw=0)
-    for level in {chance_level(run.log, key) for run in runs} - {None}:
+    for level in {curve.chance_level(run.log) for run in runs} - {None}:
         panel.axhline(scale * (level or 0.0), color=COLORS[6], lw=1, ls="--", label="chance")
     panel.set_title(curve.title, fontsize=10)
     panel.set_xlabel("minutes of training" if x_axis == "minutes" else "step")
@@ -259,7 +244,6 @@ def draw_curve(panel: Axes, runs: Sequence[RunView], key: str, x_axis: str = "st
 
 
 def draw_step_time(run: RunView, path: Path) -> None:
-    """The time of each step, and the median step by phase."""
     figure, (times, phases) = axes(2, 5.2, 2.9)
     draw_curve(times, [run], "step_ms")
     times.set_ylim(0, 1.3 * float(np.quantile(run.log.known_column("step_ms"), 0.99)))
@@ -277,7 +261,6 @@ def draw_step_time(run: RunView, path: Path) -> None:
 
 
 def draw_gradient_flow(run: RunView, path: Path) -> None:
-    """Gradient norms by block over the steps."""
     steps, blocks, norms = gradient_norms(run.log, 200)
     figure, (panel,) = axes(1, 8.0, 1.2 + 0.22 * len(blocks))
     log_norms = np.log10(np.where(norms > 0, norms, np.nan))
