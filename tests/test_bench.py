@@ -147,9 +147,7 @@ def test_a_device_with_a_queue_has_launch_and_transfer_times(monkeypatch):
 def test_bench_keeps_operations_without_flops_in_table_and_roofline(capsys, monkeypatch, tmp_path):
     texts = []
     monkeypatch.setattr(report, "annotate", lambda panel, text, *_, **__: texts.append(text))
-    code, out, _ = run_cli(
-        capsys, "bench", "--quick", "--presets", "mini", "--batch-sizes", "4", "--threads", "1"
-    )
+    code, out, _ = run_cli(capsys, "bench", "--quick", "--presets", "mini", "--batch-sizes", "4", "--threads", "1")
     assert code == 0
     names = ("empty call", "layer norm", "AdamW", "copy")
     lines = {name: line for line in out.splitlines() for name in names if line.startswith(name)}
@@ -326,9 +324,7 @@ def test_a_comparison_that_does_not_fit_into_memory_is_skipped(capsys, monkeypat
 
 def test_bench_prints_tables_and_writes_a_page(capsys, tmp_path):
     sizes = ("--batch-sizes", "4", "8", "16")
-    code, out, _ = run_cli(
-        capsys, "bench", "--presets", "mini", *sizes, "--quick", "--out", "here", "--threads", "1"
-    )
+    code, out, _ = run_cli(capsys, "bench", "--presets", "mini", *sizes, "--quick", "--out", "here", "--threads", "1")
     assert code == 0
     for text in ("operations", "training steps", "vision=cpu,text=cpu", "MFU", "crossover", "advise --preset nano"):
         assert text in out
@@ -397,17 +393,7 @@ def test_scaling_times_what_fits_and_extrapolates_the_rest(capsys, monkeypatch, 
 def test_advise_uses_the_timings_of_bench(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "write_sweep", lambda *_: tmp_path)
     run_cli(
-        capsys,
-        "bench",
-        "--presets",
-        "mini",
-        "--batch-sizes",
-        "4",
-        "16",
-        "--no-operations",
-        "--quick",
-        "--threads",
-        "1",
+        capsys, "bench", "--presets", "mini", "--batch-sizes", "4", "16", "--no-operations", "--quick", "--threads", "1"
     )
     code, out, err = run_cli(capsys, "advise", "--preset", "mini", "--batch-size", "16", "--no-measure")
     assert (code, err) == (0, "")

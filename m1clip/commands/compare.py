@@ -84,10 +84,7 @@ def main(args: Args) -> int:
     first, expected = records[0]["step_ms"], records[0]["losses"]
     for record in records[: len(paths)]:
         differences = [abs(loss - expected[i]) for i, loss in record["losses"].items() if i in expected]
-        record |= {
-            "speedup": first / record["step_ms"],
-            "max_loss_difference": max(differences, default=None),
-        }
+        record |= {"speedup": first / record["step_ms"], "max_loss_difference": max(differences, default=None)}
     if args.json:
         print(json.dumps({"runs": records, "warnings": warnings, "page": page}))
         return 0
