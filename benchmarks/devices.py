@@ -1,7 +1,7 @@
-"""Measure this machine and write it down: its section of docs/devices.md, made anew.
+"""Measure this machine and write its section of docs/devices.md.
 
 python benchmarks/devices.py            doctor, bench, bench scaling, compare: about a quarter of an hour
-python benchmarks/devices.py --quick    a first look, in a few minutes
+python benchmarks/devices.py --quick    a few minutes
 
 Or `make devices`. Sections of other machines stay as they are.
 """
@@ -12,105 +12,77 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-TokenizedCaptions = dict[str, Any]
+from m1clip.bench.report import STEP_COLUMNS, make_table
+from m1clip.bench.scaling import SCALING_COLUMNS
+from m1clip.commands.compare import COMPARE_COLUMNS
+from m1clip.document import markdown_table
+
 DOCS = Path(__file__).parent.parent / "docs" / "devices.md"
 START, END = "<!-- measured: {} -->", "<!-- end -->"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer sizes, and no scaling beyond small")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, and no model larger than small")
     parser.add_argument("--docs", type=Path, default=DOCS)
     args = parser.parse_args()
-    quick = ["--quick"] if args.quick else []
-    few = ["--presets", "nano", "tiny", "small"] if args.quick else []
-    told = {"doctor": asked("doctor"), "bench": asked("bench", *quick)}
-    told |= {"scaling": asked("bench", "scaling", *few), "compare": asked("compare")}
-    write(args.docs, told["doctor"]["machine"], section(**told))
+    doctor, bench = run_m1clip("doctor"), run_m1clip("bench", *["--quick"] * args.quick)
+    scaling = run_m1clip("bench", "scaling", *(["--presets", "nano", "tiny", "small"] if args.quick else []))
+    section = describe_machine(doctor, bench, scaling, run_m1clip("compare"))
+    replace_section(args.docs, doctor["machine"], section)
     print(f"written to {args.docs}")
 
 
-def asked(*words: str) -> dict[str, Any]:
-    """One verb in a process of its own; its progress is shown, its result is JSON."""
-    print(f"m1clip {' '.join(words)}", file=sys.stderr)
-    command = [sys.executable, "-m", "m1clip", *words, "--json"]
+def run_m1clip(*arguments: str) -> dict[str, Any]:
+    """The JSON of a command; its progress is shown."""
+    print(f"m1clip {' '.join(arguments)}", file=sys.stderr)
+    command = [sys.executable, "-m", "m1clip", *arguments, "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if not done.stdout:
-        sys.exit(f"m1clip {' '.join(words)} ended with {done.returncode}")
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+        sys.exit(f"m1clip {' '.join(arguments)} ended with exit code {done.returncode}")
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
-def section(
-    doctor: TokenizedCaptions, bench: TokenizedCaptions, scaling: TokenizedCaptions, compare: TokenizedCaptions
+def describe_machine(
+    doctor: dict[str, Any], bench: dict[str, Any], scaling: dict[str, Any], compare: dict[str, Any]
 ) -> str:
     machine = doctor["machine"]
-    name = f"{machine['chip']}, {machine['cores']} cores, {machine['ram_gb']:.0f} GB"
-    peaks = [f"{one['device']} {one['gflops']:,.0f} GFLOP/s in {one['precision']}" for one in bench["peaks"]]
-    day = f"{time.strftime('%d %B %Y')}, {machine['os']}, torch {machine['torch']}"
-    lines = [f"### {name}", f"{day}. Best product: {', '.join(peaks)}."]
-    trust = [one for one in doctor["checks"] if one["about"] in ("cuda", "mps")]
-    lines += [f"{one['about']}: {one['state']}, {one['found']}." for one in trust]
-    columns = ("model", "batch", "plan", "ms a step", "middle half", "pairs/s", "of peak", "GB")
-    lines.append(table(columns, [step_row(row) for row in bench["steps"]]))
-    lines.append("\n".join(f"- {one['text']}" for one in bench["crossings"]))
-    columns = ("model", "parameters", "batch", "ms a pair", "extrapolated", "GB", "documents' GPU/CPU")
-    lines.append(table(columns, [size_row(one) for one in scaling["sizes"]]))
-    columns = ("trained on", "ms a step", "pairs/s", "speed", "GB", "losses apart")
-    lines.append(table(columns, [run_row(one) for one in compare["runs"]]))
-    return "\n\n".join(lines)
+    peaks = [f"{peak['device']} {peak['gflops']:,.0f} GFLOP/s in {peak['precision']}" for peak in bench["peaks"]]
+    day = f"{time.strftime('%d %B %Y')}, {machine['os']}, PyTorch {machine['torch']}"
+    gpus = [check for check in doctor["checks"] if check["name"] in ("cuda", "mps")]
+    blocks = [
+        f"### {machine['chip']}, {machine['cores']} cores, {machine['ram_gb']:.0f} GB",
+        f"{day}. Fastest matrix product: {', '.join(peaks)}.",
+        *(f"{check['name']}: {check['status']}, {check['result']}." for check in gpus),
+        markdown_table(*make_table(STEP_COLUMNS, bench["steps"])),
+        bullets([crossover["text"] for crossover in bench["crossovers"]]),
+        markdown_table(*make_table(SCALING_COLUMNS, scaling["models"])),
+        bullets(scaling["skipped"]),
+        markdown_table(*make_table(COMPARE_COLUMNS, compare["runs"])),
+        bullets(compare["warnings"]),
+    ]
+    return "\n\n".join(block for block in blocks if block)
 
 
-def step_row(row: dict[str, Any]) -> list[str]:
-    plan = [row["device"], *([row["precision"]] if row["precision"] != "fp32" else [])]
-    plan += ["compiled"] if row["compile"] else []
-    plan += [f"{row['threads']} thread{'s' * (row['threads'] > 1)}"] if row["threads"] else []
-    used = "–" if row["utilization"] is None else f"{100 * row['utilization']:.0f} %"
-    spread = f"{number(row['low_ms'])}–{number(row['high_ms'])}"
-    speeds = (number(row["step_ms"]), spread, number(row["pairs_per_s"]), used, f"{row['peak_gb']:.2f}")
-    return [row["preset"], f"{row['batch']}", ", ".join(plan), *speeds]
+def bullets(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
 
 
-def size_row(one: dict[str, Any]) -> list[str]:
-    times = [row["step_ms"] / row["batch"] for row in one["measured"].values()]
-    told = "–"
-    if one["fitted_ms"]:
-        told = f"{number(one['fitted_ms'])} ({number(one['low_ms'])}–{number(one['high_ms'])})"
-    real = number(times[0]) if times else f"not run: {one['reason']}"
-    batch = str(one["batch"]) if times else "–"
-    rest = (batch, real, told, f"{one['memory_gb']:.2f}", f"{one['documents_speedup']:g}")
-    return [one["name"], f"{number(one['parameters'] / 1e6)} M", *rest]
-
-
-def run_row(one: dict[str, Any]) -> list[str]:
-    if "failed" in one:
-        return [one["requested"], one["failed"], *["–"] * 4]
-    speeds = (number(one["step_ms"]), number(one["pairs_per_s"]), f"{one['speed']:.2f}×")
-    return [one["requested"], *speeds, f"{one['peak_gb']:.2f}", f"{one['losses_apart']:.1e}"]
-
-
-def number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def table(columns: tuple[str, ...], rows: list[list[str]]) -> str:
-    lines = [list(columns), ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def write(docs: Path, machine: dict[str, Any], text: str) -> None:
-    """In place of what the page has of this machine, or after the others."""
+def replace_section(docs: Path, machine: dict[str, Any], text: str) -> None:
+    """Replace the section of this machine, or append one."""
     name = re.sub(r"[^a-z0-9]+", "-", f"{machine['chip']} {machine['cores']} {machine['ram_gb']:.0f}".lower())
     start, old = START.format(name), docs.read_text()
-    whole = f"{start}\n\n{text}\n\n{END}"
+    section = f"{start}\n\n{text}\n\n{END}"
     if start in old:
         before, after = old.split(start, 1)
-        docs.write_text(before + whole + after.split(END, 1)[1])
+        docs.write_text(before + section + after.split(END, 1)[1])
     else:
-        docs.write_text(old.rstrip() + "\n\n" + whole + "\n")
+        docs.write_text(old.rstrip() + "\n\n" + section + "\n")
 
 
 if __name__ == "__main__":

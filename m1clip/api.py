@@ -10,7 +10,16 @@ import numpy as np
 import torch
 
 from m1clip import devices
-from m1clip.config import RECIPES, TrainConfig, check_config, from_json, get_preset, override
+from m1clip.config import (
+    RECIPES,
+    TrainConfig,
+    check_config,
+    check_exclusive,
+    from_json,
+    override,
+    requested_config,
+    select_settings,
+)
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.data.rows import BadRows, PairDataset
@@ -25,13 +34,6 @@ from m1clip.run import Run, create_run, is_run, new_run_path, open_run
 from m1clip.training.device_plan import PlanChoice, check_parity
 from m1clip.training.loop import TrainResult, fit
 from m1clip.training.setup import prepare
-
-FIXED_ON_RESUME = (
-    *("model", "data", "val_size", "image_column", "caption_column", "template", "allow", "seed", "batch_size"),
-    *("captions_per_image", "crop_scale", "hflip", "color_jitter", "tokenizer", "optimizer", "ema"),
-    *("best_metric", "recipe", "init", "vision", "text", "freeze", "lora_rank"),
-)
-"""Settings that data order, weights and optimizer state depend on."""
 
 
 def train(
@@ -50,16 +52,18 @@ def train(
     run `name` (by default the newest). Nested settings have dotted names: **{"model.vision.width": 256}.
     """
     started, console, runs = time.monotonic(), console or Console(), Path(runs)
+    options = {**settings, "config": config, "resume": resume, "overwrite": overwrite}
+    check_exclusive({option for option, value in options.items() if value})
     resumed = open_run(runs, name) if resume else None
     with ExitStack() as stack:
         if resumed:
             stack.enter_context(resumed.locked())  # before its checkpoints are read
-        base = base_config(resumed, config, settings)
-        requested = requested_config(base, settings, resume)
+        requested = requested_config(settings, config, resumed.path if resumed else None)
         if not resumed:
             new_run_path(runs, name, requested.preset, overwrite)  # refused at once if it will be
         is_final = config is not None
-        setup = prepare(requested, settings, runs, resumed, console, started, is_final)
+        given = select_settings(requested, settings)
+        setup = prepare(requested, given, runs, resumed, console, started, is_final)
         run = resumed or create_run(runs, name, setup.config.preset, overwrite)
         if not resumed:
             stack.enter_context(run.locked())
@@ -67,39 +71,6 @@ def train(
     if result.finished and setup.config.recipe == "frozen" and setup.config.unfreeze:
         return train_unfrozen(setup.config, run, resume, time.monotonic() - started, console)
     return result
-
-
-def base_config(resumed: Run | None, config: TrainConfig | str | Path | None, settings: dict[str, Any]) -> TrainConfig:
-    """Where the defaults come from: a resumed run, a config, or a preset."""
-    if resumed:
-        return from_json(TrainConfig, resumed.path / "config.json")
-    if isinstance(config, TrainConfig):
-        return config
-    if config is not None:
-        return from_json(TrainConfig, Path(config))
-    base = get_preset(settings.get("preset", "nano"))
-    if settings.get("init"):
-        fixed = [key for key in settings if key.startswith(("model.vision", "model.text", "model.embed_dim"))]
-        if fixed:
-            flag = f"--{fixed[0].replace('_', '-')}"
-            raise ValueError(f"--init brings a model with its own shape; {flag} cannot change it")
-        base = override(base, {"model.activation": "gelu"})  # the preset's is not a request
-    return base
-
-
-def requested_config(base: TrainConfig, settings: dict[str, Any], resume: bool) -> TrainConfig:
-    """The base with the user's settings, if they can be combined."""
-    ends = [key for key in ("epochs", "steps") if key in settings]
-    if settings.get("budget") and ends:
-        raise ValueError(f"--budget sets the length of the run; --{ends[0]} cannot be combined with it")
-    requested = override(base, settings)
-    if base.budget and ends:
-        requested = replace(requested, budget="")
-    changed = [key for key in FIXED_ON_RESUME if getattr(requested, key) != getattr(base, key)]
-    if resume and changed:
-        raise ValueError(f"a resumed run cannot change {', '.join(changed)}: its weights and data order depend on it")
-    check_config(requested)
-    return requested
 
 
 def train_unfrozen(config: TrainConfig, run: Run, resume: bool, elapsed_s: float, console: Console) -> TrainResult:
@@ -141,8 +112,7 @@ def evaluate(
     folder, config = find_model(Path(runs), None if model is None else str(model))
     if "data" in settings:  # column names and split need not be the run's
         config = replace(config, image_column="auto", caption_column="auto", val_size="auto")
-    config = override(config, settings)
-    check_config(config)
+    config = check_config(override(config, settings))
     chosen, reason = devices.default_device(device)
     clip, bad_rows = load(folder), BadRows()
     datasets: list[PairDataset] = []

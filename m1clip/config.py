@@ -4,8 +4,10 @@ Presets, recipes and budgets are functions of a TrainConfig; `override` puts the
 """
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields, replace
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -213,7 +215,7 @@ class TrainConfig(DataConfig, InitConfig):
     """Peak learning rate."""
     warmup: Fraction = 0.1
     """Fraction of the run with linear warm-up, followed by cosine decay to 0."""
-    weight_decay: Annotated[float, Ge(0)] = 0.1
+    weight_decay: Annotated[float, Ge(0), Lt(float("inf"))] = 0.1
     """Weight decay of matrices; biases, norms and embeddings have none."""
     grad_clip: Annotated[float, Gt(0), Lt(float("inf"))] = 1.0
     """Maximum gradient norm."""
@@ -266,7 +268,7 @@ class TrainConfig(DataConfig, InitConfig):
     @property
     def save_interval(self) -> tuple[float, int]:
         """Seconds and steps between checkpoints; 0 for the one that does not apply."""
-        if self.save_every.isdecimal():
+        if self.save_every.isdecimal() and int(self.save_every):
             return 0.0, int(self.save_every)
         return parse_duration(self.save_every, "save_every"), 0
 
@@ -284,24 +286,24 @@ def parse_duration(text: str, name: str) -> float:
 # Validation and JSON. Configs are plain values; whoever builds one from outside input checks it.
 
 
-def check_config(config: object) -> None:
-    """Raise ValueError for a setting that is out of range or cannot be combined, by its name."""
-    from_dict(type(config), asdict(config))  # type: ignore[call-overload]
+def check_config(config: T) -> T:
+    """The config with exact types (a path as text); a setting out of range or a contradiction is a ValueError."""
+    config = from_dict(type(config), asdict(config))  # type: ignore[call-overload]
     if isinstance(config, DataConfig):
         require("{}" in config.template, f"template needs a {{}} for the label: {config.template!r}")
     if isinstance(config, ModelConfig):
         check_model(config)
     if not isinstance(config, TrainConfig):
-        return
+        return config
     check_model(config.model)
     bag = isinstance(config.model.text, TextConfig) and config.model.text.encoder == "bag_of_words"
     require(bag or not config.word_dropout, "word_dropout needs --model.text.encoder bag_of_words")
     both = config.init and (config.vision or config.text)
     require(not both, "--init provides both towers; --vision and --text cannot be combined with it")
-    require(
-        config.preset in {*PRESETS, "budget"}, f"no preset {config.preset!r}; {did_you_mean(config.preset, PRESETS)}"
-    )
+    if config.preset != "budget":
+        get_preset(config.preset)
     _ = config.budget_s, config.save_interval
+    return config
 
 
 def check_model(model: ModelConfig) -> None:
@@ -328,9 +330,7 @@ def to_json(config: object) -> str:
 def from_json(kind: type[T], path: Path) -> T:
     """A valid config from a file; errors name the key."""
     try:
-        config = from_dict(kind, json.loads(path.read_text()))
-        check_config(config)
-        return config
+        return check_config(from_dict(kind, json.loads(path.read_text())))
     except FileNotFoundError:
         raise FileNotFoundError(f"no configuration at {path}") from None
     except (ValueError, TypeError, RecursionError) as error:  # ValueError covers bad JSON and bad UTF-8
@@ -341,21 +341,40 @@ def from_dict(kind: type[T], values: Any) -> T:
     """A dataclass from JSON values: unknown keys and values of the wrong type or range are errors."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-    towers = (VisionConfig, TimmConfig, TextConfig, HFConfig)
-    for one in (*towers, ModelConfig, kind):
+    for one in (*_TOWERS, ModelConfig, kind):
         one.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[union-attr]
     try:
         return TypeAdapter(kind).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
-        first = min(error.errors(), key=lambda one: one["type"] != "unexpected_keyword_argument")
-        hidden = {"constrained-int", "literal['auto']", *(tower.__name__ for tower in towers)}  # members of unions
-        key = ".".join(str(part) for part in first["loc"] if not str(part).startswith(tuple(hidden)))
-        if first["type"] == "unexpected_keyword_argument":
-            names = {field.name for one in (*towers, ModelConfig, kind) for field in fields(one)}  # type: ignore[arg-type]
-            raise ValueError(f"unknown key {key}; {did_you_mean(key.rpartition('.')[2], names)}") from None
-        message = first["msg"].removeprefix("Input ").replace("should", "must")
-        message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-        raise ValueError(f"{key or 'the file'} {message}, not {first['input']!r}"[:300]) from None
+        raise ValueError(_explain(error.errors(), kind)) from None
+
+
+_TOWERS = (VisionConfig, TimmConfig, TextConfig, HFConfig)
+_UNION_MEMBERS = {*(tower.__name__ for tower in _TOWERS), "constrained-int", "literal['auto']"}
+_PHRASES = {"Input should be ": "", "greater than or equal to": "at least", "less than or equal to": "at most"}
+_PHRASES |= {"greater than": "above", "less than inf": "finite", "less than": "below"}
+
+
+def _explain(errors: Sequence[Mapping[str, Any]], kind: type) -> str:
+    """The first error as a sentence that names the key. Of a union, the member with the fewest errors is meant."""
+
+    def key_of(error: Mapping[str, Any]) -> str:
+        return ".".join(str(part) for part in error["loc"] if part not in _UNION_MEMBERS)
+
+    counts = Counter(part for error in errors for part in error["loc"] if part in _UNION_MEMBERS)
+    unknown = "unexpected_keyword_argument"
+    first = min(errors, key=lambda error: (max(counts[part] for part in ("", *error["loc"])), error["type"] != unknown))
+    key, parent = key_of(first), first["loc"][:-1]
+    if first["type"] == unknown:
+        names = {field.name for one in (*_TOWERS, ModelConfig, kind) for field in fields(one)}
+        return f"unknown key {key}; {did_you_mean(key.rpartition('.')[2], names)}"
+    if first["type"] == "missing":
+        return f"{key} is missing"
+    same = [error["msg"] for error in errors if error["loc"][:-1] == parent and key_of(error) == key]
+    allowed = " or ".join(dict.fromkeys(same))
+    for phrase, short in _PHRASES.items():
+        allowed = allowed.replace(phrase, short)
+    return f"{key or 'the file'} must be {allowed}, not {first['input']!r}"[:300]
 
 
 # Overrides: settings by dotted path, such as {"lr": 1e-3, "model.vision.width": 256}.
@@ -363,22 +382,75 @@ def from_dict(kind: type[T], values: Any) -> T:
 
 def override(config: T, settings: Mapping[str, Any]) -> T:
     """The same config with these settings changed."""
-    nested: dict[str, dict[str, Any]] = {}
-    plain: dict[str, Any] = {}
-    for path, value in settings.items():
-        name, _, rest = path.partition(".")
-        if rest:
-            nested.setdefault(name, {})[rest] = value
-        else:
-            plain[name] = value
-    config = replace(config, **plain)  # type: ignore[type-var]
-    inner = {name: override(getattr(config, name), changes) for name, changes in nested.items()}
-    return replace(config, **inner)  # type: ignore[type-var]
+    names = [field.name for field in fields(config)]  # type: ignore[arg-type]
+    for path, value in sorted(settings.items()):  # model before model.head
+        name, _, inner = path.partition(".")
+        require(name in names, f"unknown setting {name}; {did_you_mean(name, names)}")
+        new = override(getattr(config, name), {inner: value}) if inner else value
+        config = replace(config, **{name: new})  # type: ignore[type-var]
+    return config
 
 
 def with_defaults(config: TrainConfig, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> TrainConfig:
     """The config with other defaults, where the user has not given a setting."""
     return override(override(config, defaults), given)
+
+
+# Requests: what the user gave, on top of where the defaults come from.
+
+FIXED_ON_RESUME = (
+    *("model", "data", "val_size", "image_column", "caption_column", "template", "allow", "seed", "batch_size"),
+    *("captions_per_image", "crop_scale", "hflip", "color_jitter", "tokenizer", "optimizer", "ema"),
+    *("best_metric", "recipe", "init", "vision", "text", "freeze", "lora_rank"),
+)
+"""Settings that data order, weights and optimizer state depend on."""
+PRETRAINED_SHAPE = {
+    "init": ("model.vision", "model.text", "model.embed_dim"),
+    "vision": ("model.vision",),
+    "text": ("model.text",),
+}
+"""Settings that come with pretrained weights."""
+
+
+def check_exclusive(given: Set[str]) -> None:
+    """Refuse arguments of a training command that contradict each other."""
+    for one, other in (("resume", "overwrite"), ("resume", "config"), ("resume", "preset"), ("config", "preset")):
+        require(not {one, other} <= given, f"--{one} and --{other} cannot be combined")
+    for end in ("epochs", "steps"):
+        message = f"--budget sets the length of the run; --{end} cannot be combined with it"
+        require(not {"budget", end} <= given, message)
+
+
+def select_settings(config: TrainConfig, paths: Iterable[str]) -> dict[str, Any]:
+    """Some settings of a config by dotted path."""
+    return {path: reduce(getattr, path.split("."), config) for path in paths}
+
+
+def requested_config(
+    settings: Mapping[str, Any], config: TrainConfig | str | Path | None = None, resumed: Path | None = None
+) -> TrainConfig:
+    """The user's settings with defaults from a run folder to resume, a config or its file, or a preset."""
+    source = resumed / "config.json" if resumed else config
+    if isinstance(source, str | Path):
+        source = from_json(TrainConfig, Path(source))
+    base = source or _requested_preset(settings)
+    requested = check_config(override(base, settings))
+    if base.budget and ("epochs" in settings or "steps" in settings):
+        requested = replace(requested, budget="")
+    changed = [key for key in FIXED_ON_RESUME if getattr(requested, key) != getattr(base, key)]
+    if resumed and changed:
+        raise ValueError(f"a resumed run cannot change {', '.join(changed)}: its weights and data order depend on it")
+    return requested
+
+
+def _requested_preset(settings: Mapping[str, Any]) -> TrainConfig:
+    for pretrained, shape in PRETRAINED_SHAPE.items():
+        fixed = [f"--{key.replace('_', '-')}" for key in settings if key.startswith(shape)]
+        if settings.get(pretrained) and fixed:
+            raise ValueError(f"--{pretrained} brings a model with its own shape; {fixed[0]} cannot change it")
+    preset = get_preset(settings.get("preset", "nano"))
+    # A pretrained CLIP has its own activation; the preset's is not a request.
+    return override(preset, {"model.activation": "gelu"}) if settings.get("init") else preset
 
 
 # Presets and recipe defaults.
@@ -410,66 +482,29 @@ def get_preset(name: str) -> TrainConfig:
     return PRESETS[name]
 
 
-TowerShape = tuple[int, int, int, int, int]
-
-
-def _clip(vision: TowerShape, text: TowerShape, embed_dim: int, **settings: Any) -> ModelConfig:
-    """vision: image_size, patch_size, width, layers, heads; text: vocab_size, context_length, width, layers, heads."""
-    return ModelConfig(VisionConfig(*vision), TextConfig(*text), embed_dim, **settings)
-
-
-def _conv_stem(model: ModelConfig) -> ModelConfig:
-    """The same with a convolutional stem and mean pooling; docs/log.md has what the stem gains."""
-    return override(model, {"vision.stem": "conv", "vision.pool": "mean"})
-
-
-def _preset(name: str, model: ModelConfig, **settings: Any) -> TrainConfig:
-    return TrainConfig(model=model, preset=name, **settings)
-
-
-_OPENAI = (49408, 77)
-
 # nano, tiny and small are sized for hundreds to thousands of pairs per second on a laptop. vit-b16-char is a
 # ViT-B/16 with a small character-level text tower. base, large and 1b have the shapes of OpenAI's ViT-B/32 and
 # ViT-L/14 and of OpenCLIP's ViT-H/14, so their weights fit; medium lies between them for the scaling study.
-PRESETS: dict[str, TrainConfig] = {
-    config.preset: config
-    for config in [
-        _preset(
-            "nano",
-            _conv_stem(_clip((64, 16, 128, 4, 2), (1024, 32, 128, 2, 2), 128)),
-            optimizer="muon",  # the largest single gain in docs/log.md
-            lr=3e-3,
-            epochs=3,
-        ),
-        _preset("tiny", _conv_stem(_clip((112, 16, 256, 6, 4), (4096, 48, 256, 4, 4), 256))),
-        _preset("small", _clip((112, 16, 384, 12, 6), (16384, 64, 384, 6, 6), 384), batch_size=128, lr=5e-4),
-        _preset(
-            "vit-b16-char",
-            _clip((224, 16, 768, 12, 12), (33, 77, 512, 6, 8), 512),
-            data="synthetic:216",
-            val_size=24,
-            tokenizer="char",
-            epochs=15,
-            batch_size=12,
-            lr=3e-4,
-            warmup=0.0,
-            weight_decay=0.01,
-            log_every=1,
-        ),
-        _preset(
-            "base",
-            _clip((224, 32, 768, 12, 12), (*_OPENAI, 512, 12, 8), 512, activation="quick_gelu"),
-            batch_size=32,
-            lr=5e-4,
-        ),
-        _preset("medium", _clip((224, 16, 896, 14, 14), (*_OPENAI, 640, 12, 10), 640), batch_size=16, lr=4e-4),
-        _preset(
-            "large",
-            _clip((224, 14, 1024, 24, 16), (*_OPENAI, 768, 12, 12), 768, activation="quick_gelu"),
-            batch_size=8,
-            lr=4e-4,
-        ),
-        _preset("1b", _clip((224, 14, 1280, 32, 16), (*_OPENAI, 1024, 24, 16), 1024), batch_size=4, lr=3e-4),
-    ]
+# Columns: image_size, patch_size, width, layers, heads; vocab_size, context_length, width, layers, heads; embed_dim.
+TowerShape = tuple[int, int, int, int, int]
+_CONV_STEM = {"model.vision.stem": "conv", "model.vision.pool": "mean"}  # docs/log.md has what the stem gains
+_MUON = {"optimizer": "muon", "lr": 3e-3}  # the largest single gain in docs/log.md
+_QUICK_GELU = {"model.activation": "quick_gelu"}
+_FEW_SCENES = {"data": "synthetic:216", "val_size": 24, "tokenizer": "char", "epochs": 15, "batch_size": 12, "lr": 3e-4}
+_FEW_SCENES |= {"warmup": 0.0, "weight_decay": 0.01, "log_every": 1}
+_PRESETS: dict[str, tuple[TowerShape, TowerShape, int, dict[str, Any]]] = {
+    "nano": ((64, 16, 128, 4, 2), (1024, 32, 128, 2, 2), 128, {**_CONV_STEM, **_MUON, "epochs": 3}),
+    "tiny": ((112, 16, 256, 6, 4), (4096, 48, 256, 4, 4), 256, _CONV_STEM),
+    "small": ((112, 16, 384, 12, 6), (16384, 64, 384, 6, 6), 384, {"batch_size": 128, "lr": 5e-4}),
+    "vit-b16-char": ((224, 16, 768, 12, 12), (33, 77, 512, 6, 8), 512, _FEW_SCENES),
+    "base": ((224, 32, 768, 12, 12), (49408, 77, 512, 12, 8), 512, {**_QUICK_GELU, "batch_size": 32, "lr": 5e-4}),
+    "medium": ((224, 16, 896, 14, 14), (49408, 77, 640, 12, 10), 640, {"batch_size": 16, "lr": 4e-4}),
+    "large": ((224, 14, 1024, 24, 16), (49408, 77, 768, 12, 12), 768, {**_QUICK_GELU, "batch_size": 8, "lr": 4e-4}),
+    "1b": ((224, 14, 1280, 32, 16), (49408, 77, 1024, 24, 16), 1024, {"batch_size": 4, "lr": 3e-4}),
+}
+PRESETS = {
+    name: override(
+        TrainConfig(model=ModelConfig(VisionConfig(*vision), TextConfig(*text), embed_dim), preset=name), settings
+    )
+    for name, (vision, text, embed_dim, settings) in _PRESETS.items()
 }

@@ -112,8 +112,8 @@ DEFAULT_THREADS = torch.get_num_threads()
 def retain_freed_memory() -> None:
     """Make malloc keep freed memory for the next step instead of returning it to the system.
 
-    Memory that was returned costs page faults when it is allocated again. With glibc on 2 cores, a step of nano
-    took a tenth longer, and a forward pass of EfficientNet-lite0 at batch size 32 three times as long (November 2026).
+    Returned memory costs page faults when it is allocated again. With glibc on 2 cores, a step of nano took a
+    tenth longer, a forward pass of EfficientNet-lite0 at batch size 32 three times as long (November 2026).
     """
     with suppress(AttributeError, OSError):  # another C library
         library = ctypes.CDLL(None)
@@ -260,8 +260,8 @@ def release(device: torch.device) -> None:
 def has_event_timer(device: torch.device) -> bool:
     """Whether timestamps can be taken in every step.
 
-    MPS events hang when read twice and can be out of order (pytorch#193578, #196395), so on MPS timestamps are
-    taken on the host after a synchronize, which is too slow for every step.
+    MPS events hang when read twice and can be out of order (pytorch#193578, #196395), so on MPS the host
+    takes timestamps after a synchronize, which is too slow for every step.
     """
     return device.type in ("cpu", "cuda")
 

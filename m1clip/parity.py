@@ -1,12 +1,13 @@
 """Compare what a device computes with the CPU: loss, gradients and every module in between, tensor by tensor.
 
-CLIP's embeddings have been silently wrong on MPS (pixeltable#1314), so no device is used before it is checked.
+CLIP's embeddings have been silently wrong on MPS (pixeltable#1314), so every GPU is checked before its use.
 """
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,27 +15,20 @@ from torch import Tensor, nn
 from m1clip import devices
 from m1clip.devices import Plan
 
-# Largest relative L2 error of outputs and of gradients. Rounding alone gives 1e-6 in fp32, TF32 convolutions 1e-3.
+# Largest relative L2 error of outputs and of gradients. Rounding gives 1e-6 in fp32, TF32 convolutions 1e-3.
 # torch.testing.assert_close compares elements: in fp16 the smallest ones of a correct gradient fail it.
 TOLERANCE = {"fp32": (2e-3, 1e-2), "fp16": (1e-2, 5e-2), "bf16": (5e-2, 2e-1)}
 NEGLIGIBLE = 1e-6  # gradients below this fraction of the largest are rounding errors on both devices
 PARAMETER = "the gradient of "
-Recording = dict[str, Tensor]
-"""Tensors on the CPU by what they are, in the order of computation."""
+Recording = dict[str, Tensor]  # tensors on the CPU by what they are, in the order of computation
 
 
 @dataclass(frozen=True)
 class Parity:
     precision: str
-    worst: float
-    """Largest error as a fraction of its tolerance."""
+    worst: float  # largest error as a fraction of its tolerance
     tensors: int
-    mismatch: str | None = None
-    """The first tensor that differs, and by how much."""
-
-    @property
-    def ok(self) -> bool:
-        return self.mismatch is None
+    mismatch: str | None = None  # the first tensor that differs, and by how much
 
     def __str__(self) -> str:
         forward, backward = TOLERANCE[self.precision]
@@ -56,11 +50,12 @@ def compare(run: Callable[[Plan], Recording], plan: Plan) -> Parity:
 def compare_recordings(expected: Recording, actual: Recording, precision: str) -> Parity:
     """The first tensor beyond its tolerance is the mismatch: later ones inherit the error."""
     worst, mismatch = 0.0, None
-    largest = max(float(tensor.norm()) for name, tensor in expected.items() if name.startswith(PARAMETER))
+    gradients = [float(tensor.norm()) for name, tensor in expected.items() if name.startswith(PARAMETER)]
+    negligible = NEGLIGIBLE * max(gradients, default=0.0)
     for name, tensor in expected.items():
         backward = "gradient" in name
         tolerance = TOLERANCE[precision][backward]
-        norm = max(float(tensor.norm()), largest * NEGLIGIBLE if backward else 1e-12)
+        norm = max(float(tensor.norm()), negligible if backward else 0.0, 1e-12)
         error = float((actual[name] - tensor).norm()) / norm if name in actual else float("inf")
         error = error if error == error else float("inf")  # NaN
         worst = max(worst, error / tolerance)
@@ -70,7 +65,7 @@ def compare_recordings(expected: Recording, actual: Recording, precision: str) -
 
 
 def record(model: nn.Module, loss: Callable[[], Tensor]) -> Recording:
-    """The loss, inputs and outputs of every leaf module, forward and backward, and gradients of parameters."""
+    """The loss, inputs and outputs of all leaf modules, forward and backward, and gradients of parameters."""
     model.zero_grad()
     with record_modules(model) as recording:
         value = loss()
@@ -85,28 +80,25 @@ def record(model: nn.Module, loss: Callable[[], Tensor]) -> Recording:
 
 @contextmanager
 def record_modules(model: nn.Module) -> Iterator[Recording]:
-    recording, hooks = dict[str, Tensor](), []
+    recording: Recording = {}
 
-    def save(name: str, value: Any) -> None:
+    def save(name: str, index: int, module: nn.Module, *values: Any) -> None:
+        value = values[index]
         tensor = value[0] if isinstance(value, tuple) else value
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             recording[name] = tensor.detach().float().cpu()
 
-    for name, leaf in model.named_modules():
-        if next(leaf.children(), None) is not None:
-            continue
-        # A wrong input is the fault of the parent: attention itself, for one, is not a module.
-        source = f"{name} (computed in {name.rpartition('.')[0] or 'the model'})"
-        hooks += [
-            leaf.register_forward_pre_hook(lambda m, x, key=f"the input of {source}": save(key, x)),
-            leaf.register_forward_hook(lambda m, x, y, key=f"the output of {name}": save(key, y)),
-            leaf.register_full_backward_pre_hook(lambda m, dy, key=f"the output gradient of {source}": save(key, dy)),
-            leaf.register_full_backward_hook(lambda m, dx, dy, key=f"the input gradient of {name}": save(key, dx)),
-        ]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the inputs of the first layers need no gradient
-            yield recording
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the inputs of the first layers need no gradient
+        for name, leaf in model.named_modules():
+            if next(leaf.children(), None) is None:
+                # A wrong input is the fault of the parent: attention itself, for one, is not a module.
+                source = f"{name} (computed in {name.rpartition('.')[0] or 'the model'})"
+                for hook in (
+                    leaf.register_forward_pre_hook(partial(save, f"the input of {source}", 0)),
+                    leaf.register_forward_hook(partial(save, f"the output of {name}", 1)),
+                    leaf.register_full_backward_pre_hook(partial(save, f"the output gradient of {source}", 0)),
+                    leaf.register_full_backward_hook(partial(save, f"the input gradient of {name}", 0)),
+                ):
+                    hooks.enter_context(hook)
+        yield recording

@@ -3,18 +3,19 @@
 import io
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from m1clip.config import TrainConfig
+from m1clip.config import TrainConfig, from_json
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
-from m1clip.run import Run, create_run
+from m1clip.run import Run, create_run, is_run
 from m1clip.training.loop import TrainResult, fit
 from m1clip.training.setup import prepare
 from m1clip.training.state import TrainState
@@ -41,7 +42,9 @@ def train_run(
     config: TrainConfig, path: Path, stop_at: int | None = None, console: QuietConsole | None = None
 ) -> TrainResult:
     """Train the run at `path`, or resume it; the config is final."""
-    resumed = Run(path) if path.exists() else None
+    resumed = Run(path) if is_run(path) else None
+    if resumed:
+        config = replace(config, recipe=from_json(TrainConfig, path / "config.json").recipe)
     run = resumed or create_run(path.parent, path.name, "x", False)
     with run.locked():
         console = console or QuietConsole(stop_at)

@@ -11,9 +11,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import torch._dynamo  # noqa: F401  the optimizers import it at their first step, which would take seconds in every attempt
+import torch._dynamo  # noqa: F401  imported by the optimizers at their first step: seconds in every attempt
 
 from helpers import train_run
 from m1clip import files
@@ -21,7 +22,7 @@ from m1clip.config import TrainConfig, from_json
 
 
 def main(config_file: str, folder: str, seed: str, kills: str) -> None:
-    config, path, rng = (from_json(TrainConfig, Path(config_file)), Path(folder) / "r", random.Random(int(seed)))
+    config, path, rng = from_json(TrainConfig, Path(config_file)), Path(folder) / "r", random.Random(int(seed))
     ends = []
     for attempt in range(int(kills) + 1):
         method = rng.choice(["clock", "fsync", "rename", "replace", "rmtree"]) if attempt < int(kills) else "never"
@@ -29,8 +30,7 @@ def main(config_file: str, folder: str, seed: str, kills: str) -> None:
         pid = os.fork()
         if pid == 0:
             arm(method, when)
-            done = train_run(config, path).finished
-            os._exit(0 if done else 1)
+            os._exit(0 if train_run(config, path).finished else 1)
         _, status = os.waitpid(pid, 0)
         ends.append("killed" if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}")
         if ends[-1] == "exit 0":
@@ -39,30 +39,27 @@ def main(config_file: str, folder: str, seed: str, kills: str) -> None:
 
 
 def arm(method: str, when: float) -> None:
+    """Let this process die after `when` seconds, or at that call of a function that saving uses."""
+
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if method == "clock":
         threading.Thread(target=lambda: (time.sleep(when), die()), daemon=True).start()
-    elif method == "fsync":
-        count_down(files, "fsync", int(when), die)
-    elif method == "rename":
-        count_down(Path, "rename", int(when), die)
-    elif method == "replace":
-        count_down(os, "replace", int(when), die)
-    elif method == "rmtree":
-        count_down(shutil, "rmtree", int(when), die)
+    elif method != "never":
+        owner = {"fsync": files, "rename": Path, "replace": os, "rmtree": shutil}[method]
+        count_down(owner, method, int(when), die)
 
 
-def count_down(owner: object, name: str, calls: int, die) -> None:
+def count_down(owner: object, name: str, calls: int, die: Callable[[], None]) -> None:
     """Die at the given call of a function: for odd numbers just before it does its work, for even ones after."""
-    plain, left = getattr(owner, name), [calls]
+    original, left = getattr(owner, name), [calls]
 
     def counted(*args, **kwargs):
         left[0] -= 1
         if left[0] == 0 and calls % 2:
             die()
-        result = plain(*args, **kwargs)
+        result = original(*args, **kwargs)
         if left[0] == 0:
             die()
         return result

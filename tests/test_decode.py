@@ -1,4 +1,4 @@
-"""Unusual images become RGB, broken ones one sentence. All files are image by real encoders."""
+"""Unusual images become RGB, broken ones one sentence. All files come from real encoders."""
 
 import io
 import random

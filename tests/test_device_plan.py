@@ -5,6 +5,7 @@ from threading import Barrier
 
 import pytest
 import torch
+from trained import Quiet, some_batch, some_state, trained
 
 from fakes import fake_gpu
 from m1clip import devices, parity
@@ -17,7 +18,6 @@ from m1clip.training import device_plan, timing
 from m1clip.training.measurements import open_store
 from m1clip.training.state import LOSS_SCALE, TrainState
 from m1clip.training.step import train_step
-from trained import Quiet, some_batch, some_state, trained
 
 SPLIT = Plan("vision=cpu,text=cpu")
 
@@ -126,7 +126,7 @@ def test_an_impossible_device_is_an_error(monkeypatch, requested, message):
 def test_a_device_that_computes_the_same_matches(tiny, monkeypatch):
     fake_gpu(monkeypatch)
     result = device_plan.compare_with_cpu(CLIP(tiny), some_batch(8), Plan("mps"))
-    assert (result.ok, result.worst) == (True, 0)
+    assert (result.mismatch, result.worst) == (None, 0)
     assert result.tensors > 100
     assert str(result).startswith(f"{result.tensors} tensors match the CPU: outputs within 0.002")
 
@@ -144,7 +144,7 @@ def test_a_device_that_computes_the_same_matches(tiny, monkeypatch):
 def test_a_device_that_computes_something_else_is_caught_with_the_module(tiny, monkeypatch, module, fault, message):
     fake_gpu(monkeypatch, module, fault)
     result = device_plan.compare_with_cpu(CLIP(tiny), some_batch(8), Plan("mps"))
-    assert not result.ok
+    assert result.mismatch
     assert str(result).startswith(message)
 
 
@@ -158,7 +158,7 @@ def test_wrong_attention_is_blamed_on_the_attention(tiny, monkeypatch):
 
     fake_gpu(monkeypatch)
     monkeypatch.setattr(devices, "attention", attention)
-    assert device_plan.compare_with_cpu(CLIP(tiny), some_batch(8), Plan("mps")).ok
+    assert device_plan.compare_with_cpu(CLIP(tiny), some_batch(8), Plan("mps")).mismatch is None
     wrong_call = len(calls) + len(calls) // 2 + 1  # the next time, the first call on mps
     result = device_plan.compare_with_cpu(CLIP(tiny), some_batch(8), Plan("mps"))
     expected = "the input of vision.blocks.0.attn.out (computed in vision.blocks.0.attn) differs"
@@ -168,9 +168,9 @@ def test_wrong_attention_is_blamed_on_the_attention(tiny, monkeypatch):
 def test_nan_is_a_mismatch():
     good = {"the loss": torch.ones(()), "the gradient of w": torch.ones(3)}
     bad = {**good, "the loss": torch.tensor(float("nan"))}
-    assert parity.compare_recordings(good, good, "fp32").ok
+    assert parity.compare_recordings(good, good, "fp32").mismatch is None
     assert parity.compare_recordings(good, bad, "fp32").mismatch.startswith("the loss differs")
-    assert not parity.compare_recordings(good, {"the loss": torch.ones(())}, "fp32").ok
+    assert parity.compare_recordings(good, {"the loss": torch.ones(())}, "fp32").mismatch
 
 
 def test_the_dropout_of_the_training_step_is_compared_too(tiny, monkeypatch):
@@ -207,7 +207,7 @@ def test_parity_leaves_the_weights_unchanged(tiny, monkeypatch):
     fake_gpu(monkeypatch)
     model, config = CLIP(tiny), TrainConfig(model=tiny, optimizer="muon")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    assert device_plan.compare_with_cpu(model, some_batch(8), Plan("mps"), config).ok
+    assert device_plan.compare_with_cpu(model, some_batch(8), Plan("mps"), config).mismatch is None
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
     assert all(weight.grad is None for weight in model.parameters())
 
@@ -261,7 +261,7 @@ def test_with_a_cpu_alone_nothing_is_timed(tiny_run, monkeypatch):
 
 def test_with_two_devices_a_trial_of_real_steps_decides_and_is_stored(tiny_run, monkeypatch):
     fake_gpu(monkeypatch)
-    monkeypatch.setattr(device_plan, "TRIAL_S", 0.05)
+    monkeypatch.setattr(device_plan, "PLAN_TRIAL_S", 0.05)
     choice = choose(replace(tiny_run, device="auto"))
     timed = {row.device for row in open_store().steps()}
     assert {"cpu", "mps", "vision=cpu,text=mps", "vision=mps,text=cpu"} <= timed
@@ -272,7 +272,7 @@ def test_with_two_devices_a_trial_of_real_steps_decides_and_is_stored(tiny_run, 
 
 def test_a_device_that_fails_in_the_trial_is_reported_and_the_others_go_on(tiny_run, monkeypatch):
     fake_gpu(monkeypatch)
-    monkeypatch.setattr(device_plan, "TRIAL_S", 0.05)
+    monkeypatch.setattr(device_plan, "PLAN_TRIAL_S", 0.05)
     real = timing.warm_up
 
     def fail(plan_timing, *rest):

@@ -1,271 +1,389 @@
-"""What a run tells about itself: steps, looks inside, scores, epochs, findings, trackers."""
+"""What a run records: step metrics, diagnostics, evaluations, epochs, events, sensors and trackers."""
 
 import json
 import math
 import sys
 import time
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from helpers import QuietConsole, make_state, random_pairs, train_run
-from m1clip import run as runs
 from m1clip import sensors
 from m1clip.evals.health import effective_rank, health, uniformity
-from m1clip.training import logger, trackers
-from m1clip.training.diagnose import History, diagnose
-from m1clip.training.metrics import PHASES, StepMetrics
+from m1clip.model.towers import VisionTransformer
+from m1clip.run import Run
+from m1clip.training import trackers
+from m1clip.training.diagnose import WINDOW, History, diagnose
+from m1clip.training.logger import PHASES, StepMetrics, norms_by_block
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """Every line of a small run, read as a stranger would: nothing but JSON."""
+def records(tmp_path_factory) -> list[dict]:
+    """Every line of metrics.jsonl of a small run, read as strict JSON."""
     from conftest import tiny_config, tiny_run_config
 
-    path = tmp_path_factory.mktemp("told") / "r"
-    train_run(replace(tiny_run_config(tiny_config()), epochs=3), path)
+    path = tmp_path_factory.mktemp("records") / "r"
+    train_run(replace(tiny_run_config(tiny_config()), epochs=3, log_every=1), path)
     lines = (path / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
 
-def of_kind(told, kind):
-    return [row for row in told if row["kind"] == kind]
+def of_kind(records: list[dict], kind: str) -> list[dict]:
+    return [record for record in records if record["kind"] == kind]
 
 
-def test_every_step_is_told_with_its_chance_and_phases(told):
-    steps = of_kind(told, "step")
-    assert [row["step"] for row in steps] == list(range(1, 13))
+def test_every_step_is_recorded_with_its_chance_level(records):
+    steps = of_kind(records, "step")
+    assert [record["step"] for record in steps] == list(range(1, 13))
     assert {"loss", "i2t_accuracy", "t2i_accuracy", "temperature", "lr", "grad_norm"} <= steps[0].keys()
     assert steps[0]["chance_loss"] == pytest.approx(math.log(16))
     assert steps[0]["chance_accuracy"] == 1 / 16
     assert steps[0]["accuracy"] == (steps[0]["i2t_accuracy"] + steps[0]["t2i_accuracy"]) / 2
-    times = [row["time"] for row in steps]
+    times = [record["time"] for record in steps]
     assert times == sorted(times)
 
 
-def test_the_phases_add_up_to_the_step(told):
-    for row in of_kind(told, "step"):
-        assert sum(row[f"{phase}_ms"] for phase in PHASES) == pytest.approx(row["step_ms"], rel=0.03)
-        assert row["pairs_per_s"] == pytest.approx(16e3 / (row["step_ms"] + row["between_ms"]), rel=0.01)
+def test_the_phases_add_up_to_the_step(records):
+    for record in of_kind(records, "step"):
+        assert sum(record[f"{phase}_ms"] for phase in PHASES) == pytest.approx(record["step_ms"], abs=0.01)
+        seconds = (record["step_ms"] + record["between_ms"]) / 1e3
+        assert record["pairs_per_s"] == pytest.approx(16 / seconds, rel=1e-3)
 
 
-def test_the_steps_add_up_to_the_clock(tiny_run):
-    """Waiting, working and pausing of known length: what is told is what a clock outside has seen."""
-    metrics, batch = StepMetrics(tiny_run, torch.device("cpu")), random_pairs(16)
-    spent = {"waiting": 0.0, "working": 0.0, "pausing": 0.0}  # sleep may take longer than it was asked to
+class Clock:
+    """A clock that only the test moves."""
 
-    def sleep(seconds, what):
-        began = time.perf_counter()
-        time.sleep(seconds)
-        spent[what] += time.perf_counter() - began
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 100.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+
+def test_step_times_are_those_of_the_clock_without_pauses(tiny_run, monkeypatch):
+    """Each step waits 30 ms for data and has four phases of 5 ms; 2 ms pass between steps, evaluations pause."""
+    clock, batch = Clock(monkeypatch), random_pairs(16)
+    metrics = StepMetrics(tiny_run, torch.device("cpu"))
 
     def slow_batches():
         for _ in range(6):
-            sleep(0.03, "waiting")
+            clock.now += 0.03
             yield batch
 
-    began = time.perf_counter()
     for step, _ in enumerate(metrics.timed(slow_batches()), 1):
         for phase in PHASES[1:]:
-            sleep(0.005, "working")
+            clock.now += 0.005
             metrics.mark(phase)
         metrics.add(step, 1e-3, torch.ones(5), batch, 16)
+        clock.now += 0.002
         if step % 2 == 0:
             metrics.read()
             with metrics.paused():
-                sleep(0.05, "pausing")
-    told = metrics.epoch()
-    assert told["seconds"] == pytest.approx(time.perf_counter() - began - spent["pausing"], rel=0.1)
-    assert told["data_ms"] == pytest.approx(1e3 * spent["waiting"] / 6, rel=0.1)
-    assert told["step_ms"] == pytest.approx(1e3 * (spent["waiting"] + spent["working"]) / 6, rel=0.1)
+                clock.now += 7.0
+    means = metrics.epoch_means()
+    assert means["data_ms"] == pytest.approx(30)
+    assert means["forward_ms"] == pytest.approx(5)
+    assert means["step_ms"] == pytest.approx(50)
+    assert means["seconds"] == pytest.approx(0.31)  # 6 steps, and the 5 times between them
+    assert means["pairs_per_s"] == pytest.approx(6 * 16 / 0.31, rel=1e-3)
 
 
-def test_a_look_inside_has_norms_by_block_health_memory_and_the_machine(told):
-    look = of_kind(told, "logger")[0]
-    assert look["step"] == 5
+def test_diagnostics_have_norms_by_block_and_the_state_of_the_machine(records):
+    first, second = of_kind(records, "diagnostics")
+    assert (first["step"], second["step"]) == (5, 10)
     blocks = {f"{tower}.blocks.{i}" for tower in ("vision", "text") for i in range(2)}
-    for norms in (look["grad_norms"], look["weight_norms"]):
+    for norms in (first["grad_norms"], first["weight_norms"]):
         assert blocks | {"vision.patch", "text.token", "vision_projection", "logit_scale"} <= norms.keys()
         assert all(norm > 0 for norm in norms.values())
-    whole = math.sqrt(sum(norm**2 for norm in look["grad_norms"].values()))
-    assert whole == pytest.approx(of_kind(told, "step")[4]["grad_norm"], rel=1e-3)  # as before clipping
-    memory = look["memory_gb"]
-    assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=0.01)
-    assert memory["gradients"] == memory["parameters"]
-    assert memory["activations"] > memory["data"] > 0
-    assert look["rss_gb"] > 0.1
-    assert len(look["cpu_percent"]) >= 1
-    assert {"temperature_c", "power_w", "joules", "swap_used_gb", "disk_free_gb", "peak_rss_gb"} <= look.keys()
+    total = math.sqrt(sum(norm**2 for norm in first["grad_norms"].values()))
+    assert total == pytest.approx(of_kind(records, "step")[4]["grad_norm"], rel=1e-3)  # before clipping
+    assert first["rss_gb"] > 0.1
+    assert len(first["cpu_percent"]) >= 1
+    assert {"temperature_c", "power_w", "joules", "swap_used_gb", "disk_free_gb", "peak_rss_gb"} <= first.keys()
 
 
-def test_scores_come_with_the_health_of_the_val_embeddings_and_epochs_with_energy(told):
-    score, epoch = of_kind(told, "eval")[-1], of_kind(told, "epoch")[-1]
-    assert score["chance_r1"] == 1 / 16
-    assert 0 < score["alignment"] < 4
-    assert 1 <= score["effective_rank_text"] <= 24
-    assert {"joules", "wh_so_far", "mean_r1_per_wh", "seconds", "loss", "forward_ms"} <= epoch.keys()
-    last = of_kind(told, "step")[-4:]
-    assert epoch["loss"] == pytest.approx(sum(row["loss"] for row in last) / 4)
+def test_diagnostics_name_the_parts_of_memory(records):
+    parts = of_kind(records, "diagnostics")[0]["memory_gb"]
+    assert parts["optimizer"] == pytest.approx(2 * parts["parameters"], rel=0.01)
+    assert parts["gradients"] == parts["parameters"]
+    assert parts["activations"] > parts["batch"] > 0
+    assert parts["ema"] == 0
+    assert parts["libraries"] > 0.1
 
 
-def test_health_of_known_spaces():
+def test_evaluations_come_with_chance_and_embedding_statistics(records):
+    evals = of_kind(records, "eval")
+    assert [record["epoch"] for record in evals] == [1, 2, 3]
+    assert evals[-1]["chance_r1"] == 1 / 16
+    assert 0 < evals[-1]["alignment"] < 4
+    assert 1 <= evals[-1]["effective_rank_text"] <= 24
+
+
+def test_epochs_have_the_means_of_their_steps_and_unknown_energy_is_none(records):
+    epoch, steps = of_kind(records, "epoch")[-1], of_kind(records, "step")[-4:]
+    for key in ("loss", "accuracy", "step_ms", "forward_ms"):
+        assert epoch[key] == pytest.approx(sum(record[key] for record in steps) / 4)
+    seconds = sum(record["step_ms"] + record["between_ms"] for record in steps) / 1e3
+    assert epoch["seconds"] == pytest.approx(seconds, abs=0.01)
+    if not sensors.EnergyMeter().counters:
+        assert (epoch["joules"], epoch["wh_so_far"], epoch["mean_r1_per_wh"]) == (None, None, None)
+
+
+class FakeMeter:
+    """10 J more at every reading."""
+
+    def __init__(self):
+        self.total = 0.0
+
+    def joules(self):
+        self.total += 10
+        return self.total
+
+
+def test_energy_is_recorded_per_epoch_and_in_total(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sensors, "EnergyMeter", FakeMeter)
+    train_run(replace(tiny_run, epochs=3), tmp_path / "r")
+    epochs, evals = (list(Run(tmp_path / "r").records(kind)) for kind in ("epoch", "eval"))
+    totals = [epoch["wh_so_far"] for epoch in epochs]
+    assert all(epoch["joules"] > 0 for epoch in epochs)
+    assert totals == sorted(totals)
+    assert sum(epoch["joules"] for epoch in epochs) >= 3600 * totals[-1]
+    for epoch, evaluation in zip(epochs, evals, strict=True):
+        assert epoch["mean_r1_per_wh"] == pytest.approx(evaluation["mean_r1"] / epoch["wh_so_far"])
+
+
+def test_total_energy_is_unknown_if_one_session_was_not_measured(tiny_run, tmp_path, monkeypatch):
+    if sensors.EnergyMeter().counters:
+        pytest.skip("this machine measures energy")
+    train_run(tiny_run, tmp_path / "r", stop_at=2)
+    monkeypatch.setattr(sensors, "EnergyMeter", FakeMeter)
+    train_run(tiny_run, tmp_path / "r")
+    *_, last = Run(tmp_path / "r").records("epoch")
+    assert last["wh_so_far"] is None
+    assert last["joules"] > 0  # the last epoch began in the measured session
+
+
+def test_embedding_statistics_of_known_distributions():
     torch.manual_seed(0)
     spread = torch.nn.functional.normalize(torch.randn(400, 32), dim=1)
     assert health(spread, spread)["alignment"] == 0
     assert uniformity(spread) < -3.5
     assert effective_rank(spread) > 28
-    point = spread[:1].expand(400, 32)
-    assert uniformity(point) == pytest.approx(0)
-    assert effective_rank(point) == 0
+    collapsed = spread[:1].expand(400, 32)
+    assert uniformity(collapsed) == pytest.approx(0)
+    assert effective_rank(collapsed) == 0
     line = torch.nn.functional.normalize(torch.randn(400, 1) * spread[:1], dim=1)
     assert effective_rank(line) == pytest.approx(1, abs=0.01)
-    apart = health(point, -point)
-    assert apart["modality_gap"] == pytest.approx(2)
-    assert apart["alignment"] == pytest.approx(4)
+    opposite = health(collapsed, -collapsed)
+    assert opposite["modality_gap"] == pytest.approx(2)
+    assert opposite["alignment"] == pytest.approx(4)
 
 
-def test_norms_are_those_written_out(tiny_run):
+def test_norms_by_block_are_sums_of_squares(tiny_run):
     state = make_state(tiny_run)
     for weight in state.weights.values():
         weight.grad = torch.full_like(weight, 2.0)
     state.weights["logit_scale"].grad = None
-    grads, weights = logger.norms(state)
+    gradients, weights = norms_by_block(state)
     block = [weight for name, weight in state.weights.items() if name.startswith("text.blocks.1.")]
-    assert grads["text.blocks.1"] == pytest.approx(2 * math.sqrt(sum(weight.numel() for weight in block)))
+    assert gradients["text.blocks.1"] == pytest.approx(2 * math.sqrt(sum(weight.numel() for weight in block)))
     assert weights["text.blocks.1"] == pytest.approx(torch.cat([w.flatten() for w in block]).norm().item())
-    assert grads["logit_scale"] == 0
+    assert gradients["logit_scale"] == 0
 
 
-def rows(count: int, start: int = 0, **values) -> list[dict]:
-    plain = {
+def step_records(count: int, start: int = 0, **values) -> list[dict]:
+    normal = {
         **{"loss": 2.0, "chance_loss": math.log(256), "accuracy": 0.5, "chance_accuracy": 1 / 256},
         **{"temperature": 0.07, "data_ms": 0.0, "step_ms": 100.0, "image_size": 64, "chunk": 256},
     }
-    return [{"step": start + i + 1, **plain, **values} for i in range(count)]
+    return [{"step": start + i + 1, **normal, **values} for i in range(count)]
 
 
-LOOK = {"grad_norms": {"vision.blocks.0": 1.0}, "swapped_out_gb": 0.0, "swap_used_gb": 0.0}
-EVAL = {"images": 1000}
+DIAGNOSTICS = {"grad_norms": {"vision.blocks.0": 1.0}, "swapped_out_gb": 0.0, "swap_used_gb": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("finding", "seen"),
-    [
-        ("loss at chance", {"steps": rows(60, loss=5.55, accuracy=0.004)}),
-        ("accuracy at chance", {"steps": rows(60, loss=5.0, accuracy=0.004)}),
-        ("temperature rising", {"steps": rows(30) + rows(30, 30, temperature=0.12)}),
-        ("waiting for data", {"steps": rows(60, wait_ms=15.0)}),
-        ("throttling", {"steps": rows(120) + rows(60, 120, step_ms=150.0)}),
-        ("swapping", {"steps": [], "watches": [LOOK, {**LOOK, "swapped_out_gb": 0.6}]}),
-        ("dead gradients", {"steps": [], "watches": [{**LOOK, "grad_norms": {"a": 1.0, "b": 0.0}}]}),
-        (
-            "overfitting",
-            {
-                "evals": [{"mean_r1": score, **EVAL} for score in (0.5, 0.6, 0.55, 0.5)],
-                "epochs": [{"accuracy": part} for part in (0.5, 0.6, 0.7, 0.8)],
-            },
-        ),
-    ],
-)
-def test_what_is_typically_wrong_is_said_once_it_is(finding, seen):
-    history = History(600)
-    history.add_steps(seen.pop("steps", []))
-    for name, values in seen.items():
-        setattr(history, name, values)
-    assert list(diagnose(history)) == [finding]
-    assert len(diagnose(history)[finding]) > 40
+def history(steps: list[dict] | None = None, total: int = 600, **records) -> History:
+    made = History(total, **records)
+    made.add_steps(steps or [])
+    return made
+
+
+def evals(*scores: float) -> list[dict]:
+    return [{"mean_r1": score, "images": 1000} for score in scores]
+
+
+def epochs(*accuracies: float) -> list[dict]:
+    return [{"accuracy": accuracy} for accuracy in accuracies]
+
+
+THROTTLED = step_records(120) + step_records(60, 120, step_ms=150.0)
+PROBLEMS = {
+    "loss at chance": (history(step_records(60, loss=5.55, accuracy=0.004)), "5.550, chance 5.545"),
+    "accuracy at chance": (history(step_records(60, loss=5.0, accuracy=0.004)), "0.40%, chance is 0.39%"),
+    "temperature rising": (history(step_records(30) + step_records(30, 30, temperature=0.12)), "from 0.0700 to 0.1200"),
+    "waiting for data": (history(step_records(60, data_ms=15.0)), "15% of the step time"),
+    "throttling": (history(THROTTLED), "1.5 times slower (100 ms at best, now 150 ms)"),
+    "swapping": (history(diagnostics=[DIAGNOSTICS, {**DIAGNOSTICS, "swapped_out_gb": 0.6}]), "0.6 GB written"),
+    "dead gradients": (
+        history(diagnostics=[{**DIAGNOSTICS, "grad_norms": {"a": 1.0, "b": 0.0}}]),
+        "no gradient reaches b:",
+    ),
+    "overfitting": (
+        history(evals=evals(0.5, 0.6, 0.55, 0.5), epochs=epochs(0.5, 0.6, 0.7, 0.8)),
+        "from 60.0% to 50.0%",
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_a_known_problem_is_found_alone_and_described_with_its_numbers(problem):
+    seen, sentence = PROBLEMS[problem]
+    findings = diagnose(seen)
+    assert list(findings) == [problem]
+    assert sentence in findings[problem]
+
+
+def test_throttling_compares_steps_of_the_same_chunk_and_without_data_waits():
+    halved = step_records(120) + step_records(60, 120, step_ms=150.0, chunk=128)
+    assert "throttling" not in diagnose(history(halved))
+    waiting = step_records(120) + step_records(60, 120, step_ms=150.0, data_ms=50.0)
+    assert list(diagnose(history(waiting))) == ["waiting for data"]
 
 
 def test_a_healthy_run_has_no_findings():
-    history = History(600, evals=[{"mean_r1": score, **EVAL} for score in (0.5, 0.6, 0.59)])
-    history.epochs = [{"accuracy": part} for part in (0.5, 0.6, 0.7)]
-    history.watches = [LOOK, LOOK]
-    history.add_steps(rows(300, temperature=0.06, wait_ms=1.0))
-    assert diagnose(history) == {}
-    early = History(6000)
-    early.add_steps(rows(60, loss=5.55, accuracy=0.004))
-    assert diagnose(early) == {}  # still climbing to its rate
+    healthy = history(
+        step_records(300, temperature=0.06, data_ms=1.0),
+        evals=evals(0.5, 0.6, 0.59),
+        epochs=epochs(0.5, 0.6, 0.7),
+        diagnostics=[DIAGNOSTICS, DIAGNOSTICS],
+    )
+    assert diagnose(healthy) == {}
 
 
-def test_a_run_says_what_is_wrong_and_writes_it_down(tiny_run, tmp_path):
+def test_nothing_is_said_about_learning_during_the_warm_up():
+    assert diagnose(history(step_records(60, loss=5.55, accuracy=0.004), total=6000)) == {}
+
+
+def test_a_history_keeps_the_first_temperature_and_the_last_few_thousand_steps():
+    long = History(10**6)
+    for start in range(0, 100 * WINDOW, WINDOW):
+        long.add_steps(step_records(WINDOW, start, temperature=0.07 + start))
+    long.add_steps([{**step_records(1)[0], "skipped": True}])
+    assert long.first_temperature == 0.07
+    assert 40 * WINDOW <= len(long.steps) <= 80 * WINDOW
+    assert long.steps[-1]["step"] == 100 * WINDOW
+
+
+def test_a_run_reports_each_problem_once(tiny_run, tmp_path):
     console = QuietConsole()
-    stuck = replace(tiny_run, epochs=20, lr=1e-9)
-    train_run(stuck, tmp_path / "r", console=console)
-    events = [row for row in runs.Run(tmp_path / "r").records("event") if row["event"] == "diagnosis"]
-    assert any("at chance" in row["about"] for row in events)
-    assert any("at chance" in text for text in console.warnings)
-    assert len({row["about"] for row in events}) == len(events)  # each once
+    train_run(replace(tiny_run, epochs=20, lr=1e-9), tmp_path / "r", console=console)
+    events = [record for record in Run(tmp_path / "r").records("event") if record["event"] == "diagnosis"]
+    assert any("at chance" in record["about"] for record in events)
+    assert [f"{record['about']}: {record['text']}" for record in events] == console.warnings
+    assert len({record["about"] for record in events}) == len(events)
 
 
-class Chip:
-    def __init__(self):
-        self.mj = 1000.0
+def test_a_non_finite_image_with_several_captions_is_named_and_its_step_skipped(tiny_run, tmp_path, monkeypatch):
+    forward = VisionTransformer.forward
 
-    def get_total_energy_consumption(self):
-        self.mj += 500
-        from zeus.device.soc import Measured
+    def with_nan(self, pixels_BCHW, key_B=None):
+        features_BD = forward(self, pixels_BCHW, key_B)
+        broken_B = torch.arange(len(features_BD)) == 3
+        return features_BD.masked_fill(broken_B[:, None], torch.nan) if key_B is not None else features_BD
 
-        return Measured(self.mj, [1.0, 2.0], 2 * self.mj, None)
+    monkeypatch.setattr(VisionTransformer, "forward", with_nan)
+    result = train_run(replace(tiny_run, captions_per_image=2, steps=2), tmp_path / "r")
+    skipped = [record for record in Run(tmp_path / "r").records("event") if record["event"] == "skipped"]
+    assert result.finished
+    assert [record["step"] for record in skipped] == [1, 2]
+    assert all(len(record["names"]) == 1 and len(record["rows"]) == 16 for record in skipped)
 
 
-def test_energy_is_the_sum_of_the_chips_parts_and_none_where_nothing_can_be_read(monkeypatch):
-    """zeus reads the counters; here it is a stand-in with one chip whose fields are named as Apple's."""
-    from dataclasses import make_dataclass
+class FakeChip:
+    """A counter of zeus whose fields are named like those of Apple silicon."""
 
     fields = ("cpu_total_mj", "performance_cores_mj", "gpu_mj", "ane_mj")
-    zeus, soc, chip = ModuleType("zeus.device"), ModuleType("zeus.device.soc"), Chip()
-    soc.Measured = make_dataclass("Measured", fields)
 
-    class MissingError(Exception):
-        pass
+    def __init__(self):
+        self.millijoules, self.reading = 1000.0, make_dataclass("Reading", self.fields)
+
+    def get_total_energy_consumption(self):
+        self.millijoules += 500
+        return self.reading(self.millijoules, [1.0, 2.0], 2 * self.millijoules, None)
+
+
+def test_energy_is_the_sum_of_a_chips_parts_and_none_without_a_counter(monkeypatch):
+    chip, missing = FakeChip(), type("MissingError", (Exception,), {})
 
     def absent():
-        raise MissingError
+        raise missing
 
-    zeus.get_soc, zeus.get_cpus, zeus.get_gpus = lambda: chip, absent, absent
-    fakes = {"zeus": ModuleType("zeus"), "zeus.device": zeus, "zeus.device.soc": soc}
-    fakes["zeus.device.exception"] = SimpleNamespace(ZeusBaseError=MissingError)
-    for name, module in fakes.items():
+    device = ModuleType("zeus.device")
+    device.get_soc, device.get_cpus, device.get_gpus = lambda: chip, absent, absent
+    modules = {"zeus": ModuleType("zeus"), "zeus.device": device}
+    modules["zeus.device.exception"] = SimpleNamespace(ZeusBaseError=missing)
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    energy = sensors.EnergyMeter()
-    assert energy.joules() == pytest.approx(1.5)  # 500 mJ of the CPU and twice that of the GPU
-    zeus.get_soc = absent
+    assert sensors.EnergyMeter().joules() == pytest.approx(1.5)  # 500 mJ of the CPU and twice that of the GPU
+    device.get_soc = absent
     assert sensors.EnergyMeter().joules() is None
 
 
-def test_peak_sees_memory_that_is_gone_again():
+def test_peak_memory_includes_what_was_freed_inside_the_block():
+    deadline = time.monotonic() + 120
     with sensors.PeakMemory() as peak:
-        big = torch.ones(50_000_000)
-        time.sleep(0.02)
-        del big
-    assert 0.15 < peak.gb < 0.4
+        large = torch.ones(50_000_000)
+        while peak.gb < 0.15 and time.monotonic() < deadline:
+            time.sleep(0.002)
+        del large
+    assert 0.15 <= peak.gb < 0.4
 
 
-def test_a_containers_limit_is_the_memory_that_can_be_had(tmp_path, monkeypatch):
+def test_available_memory_respects_the_limit_of_a_container(tmp_path, monkeypatch):
     monkeypatch.setattr(sensors, "CGROUP", tmp_path)
-    everything = sensors.available_gb()
+    monkeypatch.setattr(sensors.psutil, "virtual_memory", lambda: SimpleNamespace(available=8_000_000_000))
     (tmp_path / "memory.max").write_text("3000000000\n")
     (tmp_path / "memory.current").write_text("1000000000\n")
     assert sensors.available_gb() == 2.0
     (tmp_path / "memory.max").write_text("max\n")
-    assert sensors.available_gb() == pytest.approx(everything, rel=0.2)
+    assert sensors.available_gb() == 8.0
 
 
-def test_tensorboard_gets_the_same_numbers(tiny_run, tmp_path):
+def test_tensorboard_has_the_numbers_of_the_log(tiny_run, tmp_path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    train_run(replace(tiny_run, track="tensorboard"), tmp_path / "r")
+    train_run(replace(tiny_run, track="tensorboard", log_every=1), tmp_path / "r")
     events = reader.EventAccumulator(str(tmp_path / "r" / "tensorboard"))
     events.Reload()
-    shown = {event.step: event.value for event in events.Scalars("step/loss")}
-    run = runs.Run(tmp_path / "r")
-    assert shown == pytest.approx({row["step"]: row["loss"] for row in run.records("step")})
-    assert "logger/grad_norms/vision.blocks.0" in events.Tags()["scalars"]
-    assert "eval/mean_r1" in events.Tags()["scalars"]
+    run, tracked = Run(tmp_path / "r"), {event.step: event.value for event in events.Scalars("step/loss")}
+    assert tracked == pytest.approx({record["step"]: record["loss"] for record in run.records("step")})
+    assert "diagnostics/grad_norms/vision.blocks.0" in events.Tags()["scalars"]
+    assert [event.value for event in events.Scalars("eval/mean_r1")] == pytest.approx(
+        [record["mean_r1"] for record in run.records("eval")]
+    )
 
 
-def test_wandb_takes_the_records_offline(tiny_run, tmp_path, monkeypatch):
+class CrashingConsole(QuietConsole):
+    def update_training(self, step, records, total):
+        super().update_training(step, records, total)
+        if step == 5:
+            raise RuntimeError("crash")
+
+
+def test_steps_repeated_after_a_crash_replace_the_old_ones_in_tensorboard(tiny_run, tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = replace(tiny_run, track="tensorboard", log_every=1, save_every="3")
+    with pytest.raises(RuntimeError, match="crash"):
+        train_run(config, tmp_path / "r", console=CrashingConsole())
+    train_run(config, tmp_path / "r")
+    events = reader.EventAccumulator(str(tmp_path / "r" / "tensorboard"))
+    events.Reload()
+    losses = [record["loss"] for record in Run(tmp_path / "r").records("step")]
+    assert [event.step for event in events.Scalars("step/loss")] == list(range(1, 9))
+    assert [event.value for event in events.Scalars("step/loss")] == pytest.approx(losses)
+
+
+def test_wandb_stores_the_records_offline(tiny_run, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -276,47 +394,25 @@ def test_wandb_takes_the_records_offline(tiny_run, tmp_path, monkeypatch):
     assert b"eval/mean_r1" in content
 
 
-def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(tiny_run, tmp_path, monkeypatch):
+def test_a_failing_tracker_is_dropped_and_training_continues(tiny_run, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
-    calls = []
+    steps = []
 
-    def broken(run, config, step):
+    def open_broken(run, config, step):
         def send(values, step):
-            calls.append(step)
+            steps.append(step)
             raise ConnectionError("the service is gone")
 
         return send, lambda: None
 
-    monkeypatch.setitem(trackers.OPEN, "tensorboard", broken)
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", open_broken)
     console = QuietConsole()
     assert train_run(replace(tiny_run, track="tensorboard"), tmp_path / "r", console=console).finished
-    assert len(calls) == 1
-    assert any("the service is gone" in text for text in console.warnings)
+    assert steps == [1]
+    assert console.warnings == ["tensorboard failed and is no longer used: the service is gone"]
 
 
-def test_a_tracker_that_is_not_installed_is_refused_with_the_extra(monkeypatch):
+def test_a_missing_tracker_is_refused_with_the_extra_to_install(monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'm1clip\[wandb\]'"):
-        trackers.require("wandb")
-
-
-def test_telemetry_costs_less_than_a_hundredth_of_a_step(tiny_run, tmp_path):
-    """All that a step pays for being told: stamps, its line, a share of the looks. Nano has 400 ms."""
-    state, run = make_state(tiny_run), runs.create_run(tmp_path, "r", "x", False)
-    metrics, batch = StepMetrics(tiny_run, torch.device("cpu")), random_pairs(16)
-    image_BE, text_BE = (torch.nn.functional.normalize(torch.randn(256, 128), dim=1) for _ in range(2))
-    for weight in state.weights.values():
-        weight.grad = torch.ones_like(weight)
-    began = time.perf_counter()
-    for step in range(1, 101):
-        for phase in ("start", *PHASES):
-            metrics.mark(phase)
-        metrics.add(step, 1e-3, torch.ones(5), batch, 16)
-        if step % 10 == 0:
-            for row in metrics.read():
-                run.log("step", **row)
-            run.write_status("running", step)
-        if step % 50 == 0:
-            run.log("logger", step, norms=logger.norms(state), **health(image_BE, text_BE))
-            sensors.readings(tmp_path)
-    assert (time.perf_counter() - began) / 100 < 0.004
+        trackers.check_tracker("wandb")

@@ -167,7 +167,7 @@ def test_memory_by_part_counts_every_tensor(wide_run):
 
 
 def test_memory_by_part_adds_up_to_the_memory_of_the_process(wide_run, tmp_path):
-    config = replace(wide_run, data="synthetic:256", batch_size=128, log_every=1, eval_every=9, epochs=3)
+    config = replace(wide_run, batch_size=32, log_every=1, steps=5, threads=1)
     (tmp_path / "config.json").write_text(to_json(config))
     command = [sys.executable, "-m", "m1clip", "train", "--config", "config.json", "--name", "r"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=600, capture_output=True, env=os.environ)

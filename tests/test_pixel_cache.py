@@ -9,10 +9,9 @@ import pytest
 
 from m1clip.data import pixel_cache
 from m1clip.data.decode import BadImage
-from m1clip.data.pixel_cache import PixelCache, build_pixel_cache, decode_to_memory
+from m1clip.data.pixel_cache import PixelCache, build_pixel_cache, decode_rows, decode_to_memory
 from m1clip.data.splits import OnTheFlyImages
-from m1clip.data.synthetic.scenes import SyntheticScenes
-from m1clip.data.workers import decode_rows
+from m1clip.data.synthetic import SyntheticScenes
 from m1clip.files import cache_folder
 
 
@@ -85,7 +84,7 @@ def test_an_incomplete_cache_is_completed(damage):
 BUILD = """
 import time
 from m1clip.data import pixel_cache
-from m1clip.data.synthetic.scenes import SyntheticScenes
+from m1clip.data.synthetic import SyntheticScenes
 pixel_cache.CHUNK_ROWS = 8
 
 class SlowScenes(SyntheticScenes):
@@ -132,7 +131,7 @@ def test_worker_processes_decode_what_the_main_process_does():
 
 
 def test_rows_that_cannot_be_decoded_are_listed():
-    bad = {row: ("truncated", "the file ends before the image does") for row in (3, 4, 39)}
+    bad = dict.fromkeys((3, 4, 39), ("truncated", "the file ends before the image does"))
     assert build_pixel_cache(BrokenScenes(), 16, 1, 1).bad_images() == bad
     assert decode_to_memory(BrokenScenes(), 16, 1, lambda done: None).bad == bad
 

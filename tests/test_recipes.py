@@ -1,11 +1,10 @@
-"""Recipes: what learns and what keeps still, features encoded once, exact resume, and why auto chose."""
+"""Recipes: which parameters are trained, features encoded once, exact resume, and the reason for auto's choice."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,416 +16,433 @@ from test_pretrained import text_folder, vision_file
 
 import m1clip
 from helpers import QuietConsole, train_run
-from m1clip import cli
-from m1clip import run as runs
-from m1clip.commands import train as verb
-from m1clip.config import RECIPES, TrainConfig, from_json, get_preset, recipe_defaults, to_json
+from m1clip import cli, devices
+from m1clip.commands import train as command
+from m1clip.config import RECIPES, TrainConfig, check_config, from_json, get_preset, recipe_defaults, to_json
+from m1clip.data import pixel_cache
 from m1clip.data.batches import BatchStream
+from m1clip.data.sources import open_sources
 from m1clip.data.splits import open_splits
 from m1clip.model.clip import CLIP, load
-from m1clip.training import init, recipes
-from m1clip.training.features import encoded
-from m1clip.training.recipes import Estimate
-
-
-@pytest.fixture
-def known(tiny, tmp_path) -> Path:
-    """A small CLIP of ours, as if it had learned much."""
-    from m1clip.model.tokenizer import Tokenizer
-
-    torch.manual_seed(3)
-    CLIP(tiny, Tokenizer.characters()).save(tmp_path / "known")
-    return tmp_path / "known"
-
-
-@pytest.fixture
-def start(tiny_run, known) -> TrainConfig:
-    return replace(tiny_run, init=str(known), lr=1e-2, crop_scale=0.6, save_every="1", log_every=1)
-
-
-@pytest.fixture
-def borrowed(tiny_run, tmp_path) -> TrainConfig:
-    """Towers of timm and transformers that have never met."""
-    weights = vision_file(tmp_path / "w.safetensors")
-    text = text_folder(tmp_path / "bert")
-    config = replace(tiny_run, vision="timm:test_vit", vision_weights=str(weights), text=f"hf:{text}")
-    model = replace(config.model, embed_dim=24, head="mlp", inside=16)
-    return replace(
-        config, model=model, lr=1e-2, crop_scale=0.6, save_every="1", log_every=1, recipe="frozen", head_dropout=0.3
-    )
-
+from m1clip.model.lora import load_adapter
+from m1clip.model.tokenizer import Tokenizer
+from m1clip.run import Run
+from m1clip.training.features import encode_split
+from m1clip.training.recipes import (
+    FEATURE_VIEWS,
+    EncodingCost,
+    InitModel,
+    build_model,
+    decide_recipe,
+    load_init,
+    replace_heads,
+)
+from m1clip.training.setup import prepare
 
 HEADS = {"vision_projection", "text_projection", "logit_scale"}
-SMALL = ["--data", "synthetic:48", "--val-size", "16", "--device", "cpu"]
+
+
+@pytest.fixture
+def pretrained(tiny, tmp_path) -> Path:
+    """A small CLIP in place of a pretrained one."""
+    torch.manual_seed(3)
+    CLIP(tiny, Tokenizer.characters()).save(tmp_path / "pretrained")
+    return tmp_path / "pretrained"
+
+
+@pytest.fixture
+def finetuning(tiny_run, pretrained) -> TrainConfig:
+    return replace(tiny_run, init=str(pretrained), lr=1e-2, crop_scale=0.6, save_every="1", log_every=1)
+
+
+@pytest.fixture
+def encoders(tiny_run, tmp_path) -> TrainConfig:
+    """Encoders of timm and transformers that were not trained together, with new heads."""
+    weights, text = vision_file(tmp_path / "w.safetensors"), text_folder(tmp_path / "bert")
+    model = replace(tiny_run.model, head="mlp", head_hidden=16)
+    config = replace(tiny_run, vision=f"timm:test_vit?weights={weights}", text=f"hf:{text}", model=model)
+    config = replace(config, lr=1e-2, crop_scale=0.6, save_every="1", log_every=1)
+    return replace(config, recipe="frozen", head_dropout=0.3)
 
 
 def weights_of(run: Path, name: str = "model") -> dict[str, torch.Tensor]:
     return load_file(run / name / "model.safetensors")
 
 
-def moved(run: Path) -> set[str]:
-    """What is not as it was at the start, by its first name."""
+def assert_same_weights(a: Path, b: Path) -> None:
+    expected, actual = weights_of(a), weights_of(b)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
+def unchanged_weights(run: Path) -> set[str]:
     before, after = weights_of(run, "start"), weights_of(run)
     assert before.keys() == after.keys()
-    return {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    return {name for name in before if torch.equal(before[name], after[name])}
+
+
+def trained_modules(run: Path) -> set[str]:
+    """Top-level modules with a changed weight."""
+    return {name.split(".")[0] for name in weights_of(run).keys() - unchanged_weights(run)}
 
 
 @pytest.mark.parametrize(
-    ("changes", "want"),
+    ("settings", "expected"),
     [
-        ({"recipe": "locked"}, {"vision_projection", "text_projection", "logit_scale"}),
-        ({"recipe": "locked", "lock": "vision"}, {"vision_projection", "text_projection", "logit_scale", "text"}),
-        ({"recipe": "lora"}, {"vision", "text", "vision_projection", "text_projection", "logit_scale"}),
-        ({"recipe": "full"}, {"vision", "text", "vision_projection", "text_projection", "logit_scale"}),
+        ({"recipe": "frozen"}, HEADS),
+        ({"recipe": "frozen", "freeze": "vision"}, {*HEADS, "text"}),
+        ({"recipe": "frozen", "freeze": "text"}, {*HEADS, "vision"}),
+        ({"recipe": "full", "freeze": "vision"}, {*HEADS, "text"}),
+        ({"recipe": "lora"}, {*HEADS, "vision", "text"}),
+        ({"recipe": "full"}, {*HEADS, "vision", "text"}),
     ],
 )
-def test_only_what_a_recipe_lets_learn_moves(changes, want, start, tmp_path):
-    config = replace(start, **changes)
-    assert train_run(config, tmp_path / "r").finished
-    assert moved(tmp_path / "r") == want
+def test_a_recipe_trains_exactly_its_modules(settings, expected, finetuning, tmp_path):
+    assert train_run(replace(finetuning, **settings), tmp_path / "r").finished
+    assert trained_modules(tmp_path / "r") == expected
     assert m1clip.load(tmp_path / "r").encode_text("a red circle").shape == (1, 24)
 
 
-def test_unfreeze_lets_the_last_layers_learn(start, tmp_path):
-    train_run(replace(start, recipe="full", unfreeze=1), tmp_path / "r")
-    before, after = weights_of(tmp_path / "r", "start"), weights_of(tmp_path / "r")
-    still = [name for name in before if torch.equal(before[name], after[name])]
-    assert any("vision.blocks.0." in name for name in still)
-    assert not any(f"{tower}.blocks.1." in name for name in still for tower in ("vision", "text"))
-    assert "vision.position" in still
-    assert "text.token.weight" in still
+def test_unfreeze_trains_only_the_last_layers(finetuning, tmp_path):
+    train_run(replace(finetuning, recipe="full", unfreeze=1), tmp_path / "r")
+    unchanged = unchanged_weights(tmp_path / "r")
+    towers = ("vision", "text")
+    assert {name for name in unchanged if ".blocks.0." in name} == {
+        name for name in weights_of(tmp_path / "r") if ".blocks.0." in name
+    }
+    assert not any(name.startswith(f"{tower}.blocks.1.") for name in unchanged for tower in towers)
+    assert {"vision.position", "text.token.weight"} <= unchanged
 
 
-@pytest.mark.parametrize("recipe", ["locked", "lora", "full"])
-@pytest.mark.parametrize("more", [{}, {"ema": 0.9}])
-def test_a_run_of_any_recipe_resumes_exactly(recipe, more, start, tmp_path):
-    config = replace(start, recipe=recipe if recipe == "lora" else 0.2, **more)
+def test_lora_changes_the_linear_layers_of_the_towers_only(finetuning, tmp_path):
+    train_run(replace(finetuning, recipe="lora"), tmp_path / "r")
+    changed = weights_of(tmp_path / "r").keys() - unchanged_weights(tmp_path / "r")
+    in_towers = {name for name in changed if name.split(".")[0] in ("vision", "text")}
+    layers = {".".join(name.split(".")[-2:]) for name in in_towers}
+    assert layers == {"qkv.weight", "out.weight", "wide.weight", "narrow.weight"}
+
+
+def test_the_adapter_beside_a_lora_model_gives_the_same_embeddings(finetuning, tmp_path):
+    train_run(replace(finetuning, recipe="lora"), tmp_path / "r")
+    model, initial = load(tmp_path / "r" / "model"), load(tmp_path / "r" / "start")
+    load_adapter(initial, tmp_path / "r" / "model" / "adapter")
+    captions = ["a red circle", "a small blue square"]
+    torch.testing.assert_close(initial.encode_text(captions), model.encode_text(captions), rtol=0, atol=1e-5)
+
+
+def test_lora_works_with_a_bag_of_words(tiny_run, tmp_path):
+    text = replace(tiny_run.model.text, encoder="bag_of_words")
+    train_run(replace(tiny_run, model=replace(tiny_run.model, text=text)), tmp_path / "a")
+    config = replace(tiny_run, recipe="lora", init=str(tmp_path / "a" / "model"), epochs=1)
+    assert train_run(config, tmp_path / "b").finished
+    assert "text" in trained_modules(tmp_path / "b")
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+@pytest.mark.parametrize("recipe", ["frozen", "lora", "full"])
+def test_a_run_of_any_recipe_resumes_exactly(recipe, ema, finetuning, tmp_path):
+    model = replace(finetuning.model, head="mlp", head_hidden=16)
+    config = replace(finetuning, recipe=recipe, ema=ema, model=model, head_dropout=0.2)
     train_run(config, tmp_path / "whole")
     assert not train_run(config, tmp_path / "parts", stop_at=3).finished
-    assert train_run(from_json(TrainConfig, tmp_path / "parts" / "config.json"), tmp_path / "parts").finished
-    whole, parts = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts")
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    resumed = from_json(TrainConfig, tmp_path / "parts" / "config.json")
+    assert train_run(resumed, tmp_path / "parts").finished
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_borrowed_towers_resume_exactly_without_their_files(borrowed, tmp_path):
-    train_run(borrowed, tmp_path / "whole")
-    train_run(borrowed, tmp_path / "parts", stop_at=3)
-    (tmp_path / "bert").rename(tmp_path / "gone")
+def test_pretrained_encoders_resume_exactly_without_their_files(encoders, tmp_path):
+    train_run(encoders, tmp_path / "whole")
+    train_run(encoders, tmp_path / "parts", stop_at=3)
+    (tmp_path / "bert").rename(tmp_path / "moved")
     (tmp_path / "w.safetensors").unlink()
     config = from_json(TrainConfig, tmp_path / "parts" / "config.json")
     assert config.freeze == "both"
     assert train_run(config, tmp_path / "parts").finished
-    whole, parts = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts")
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    assert moved(tmp_path / "whole") == HEADS
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
+    assert trained_modules(tmp_path / "whole") == HEADS
 
 
 @pytest.mark.parametrize("recipe", ["lora", "full"])
-def test_borrowed_towers_learn_too(recipe, borrowed, tmp_path):
-    assert train_run(replace(borrowed, recipe=recipe), tmp_path / "r").finished
-    assert {"vision", "text"} < moved(tmp_path / "r")
+def test_pretrained_encoders_can_be_trained(recipe, encoders, tmp_path):
+    assert train_run(replace(encoders, recipe=recipe), tmp_path / "r").finished
+    assert {"vision", "text"} < trained_modules(tmp_path / "r")
 
 
-def test_one_borrowed_tower_and_one_of_ours(borrowed, tmp_path):
-    train_run(replace(borrowed, text=""), tmp_path / "r")
-    assert moved(tmp_path / "r") == {*HEADS, "text"}
+def test_one_pretrained_encoder_is_frozen_and_the_other_tower_trained(encoders, tmp_path):
+    train_run(replace(encoders, text=""), tmp_path / "r")
+    assert trained_modules(tmp_path / "r") == {*HEADS, "text"}
 
 
-def test_a_divided_batch_learns_the_same_with_adapters(start, tmp_path):
-    config = replace(start, recipe="lora")
+def test_a_timm_encoder_without_weights_is_trained_and_reproducible(encoders, tmp_path):
+    config = replace(encoders, vision="timm:test_vit?weights=none", head_dropout=0.0)
+    for name in ("a", "b"):
+        train_run(config, tmp_path / name)
+    assert trained_modules(tmp_path / "a") == {*HEADS, "vision"}
+    assert_same_weights(tmp_path / "a", tmp_path / "b")
+
+
+def test_chunks_train_the_same_lora(finetuning, tmp_path):
+    config = replace(finetuning, recipe="lora")
     train_run(config, tmp_path / "whole")
-    train_run(replace(config, chunk=4), tmp_path / "parts")
-    whole, parts = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts")
-    assert all((whole[name] - parts[name]).abs().max() < 1e-4 for name in whole)
+    train_run(replace(config, chunk=4), tmp_path / "chunks")
+    whole, chunked = weights_of(tmp_path / "whole"), weights_of(tmp_path / "chunks")
+    torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-4)
 
 
-def test_adapters_kept_apart_come_to_the_same(start, tmp_path):
-    config = replace(start, recipe="lora")
-    train_run(config, tmp_path / "merged")
-    train_run(replace(config, apart=True), tmp_path / "apart")
-    assert (tmp_path / "apart" / "model" / "adapter.safetensors").is_file()
-    base, first = weights_of(tmp_path / "apart"), weights_of(tmp_path / "apart", "start")
-    assert torch.equal(base["vision.blocks.0.attn.qkv.weight"], first["vision.blocks.0.attn.qkv.weight"])
-    one, other = load(tmp_path / "merged" / "model"), load(tmp_path / "apart" / "model")
-    assert (one.encode_text(["a red circle"]) - other.encode_text(["a red circle"])).abs().max() < 1e-6
+def test_wise_ft_interpolates_between_the_initial_and_the_trained_weights(finetuning, tmp_path):
+    config = replace(finetuning, recipe="full")
+    train_run(config, tmp_path / "full")
+    result = train_run(replace(config, wise_ft=0.25), tmp_path / "averaged")
+    initial, final = weights_of(tmp_path / "full", "start"), weights_of(tmp_path / "full")
+    expected = {name: 0.75 * initial[name] + 0.25 * final[name] for name in initial}
+    torch.testing.assert_close(weights_of(tmp_path / "averaged"), expected, rtol=0, atol=1e-6)
+    (event,) = (record for record in Run(tmp_path / "averaged").records("event") if record["event"] == "wise-ft")
+    assert (event["weight"], event["mean_r1"]) == (0.25, result.scores.mean_r1)
 
 
-def test_adapters_of_attention_alone(start, tmp_path):
-    train_run(replace(start, recipe="lora", adapt="attention"), tmp_path / "r")
-    before, after = weights_of(tmp_path / "r", "start"), weights_of(tmp_path / "r")
-    still = {name for name in before if torch.equal(before[name], after[name])}
-    assert "vision.blocks.0.mlp.wide.weight" in still
-    assert "vision.blocks.0.attn.qkv.weight" not in still
+def test_new_heads_of_a_pretrained_clip_compute_the_same_at_first(pretrained):
+    clip = load(pretrained)
+    model = replace_heads(clip, "mlp", 16)
+    torch.testing.assert_close(model.encode_text(["a cat"]), clip.encode_text(["a cat"]), rtol=0, atol=1e-6)
 
 
-def test_between_the_start_and_what_was_learned(start, tmp_path):
-    config = replace(start, recipe="full")
-    train_run(config, tmp_path / "far")
-    train_run(replace(config, wise_ft=0.25), tmp_path / "near")
-    first, last, near = (
-        weights_of(tmp_path / "far", "start"),
-        weights_of(tmp_path / "far"),
-        weights_of(tmp_path / "near"),
-    )
-    for name in first:
-        assert torch.allclose(near[name], 0.75 * first[name] + 0.25 * last[name], atol=1e-6), name
-    events = [row for row in runs.Run(tmp_path / "near").records("event") if row["event"] == "wise-ft"]
-    assert events[0]["part"] == 0.25
+def frozen_split(config: TrainConfig):
+    """Config, model and splits of a run with frozen towers."""
+    config, init = load_init(replace(config, recipe="frozen"), None)
+    splits = open_splits(open_sources(config), config, 32, 40)
+    return config, build_model(config, init, init.tokenizer), splits
 
 
-def test_new_heads_on_a_known_clip_begin_as_the_old_ones(known):
-    model = init.with_head(load(known), "mlp", 16)
-    assert torch.allclose(model.encode_text(["a cat"]), load(known).encode_text(["a cat"]), atol=1e-6)
-
-
-def test_features_are_those_of_the_towers(start):
-    config = replace(start, recipe="frozen")
-    config, found = init.find(config, None)
-    data = open_splits(config, 32, 40)
-    model = init.begin(config, found, found.tokenizer)
-    made = encoded(model, data.train, config, ("vision", "text"), 2, QuietConsole().working)
-    assert len(made.views) == 2
-    pixels = data.val  # of the size that the tower sees
-    seen = encoded(model, pixels, config, ("vision", "text"), 1, QuietConsole().working)
+def test_stored_features_are_those_of_the_towers(finetuning):
+    config, model, splits = frozen_split(finetuning)
+    tables = encode_split(model, splits.val, config, ("vision", "text"), 1, QuietConsole().progress)
+    _, pixels = splits.val.take(np.arange(5))
     with torch.no_grad():
-        want = model.vision(model.normalize(torch.from_numpy(pixels.take(np.arange(5))[1])))
-        assert np.allclose(seen.views[0][:5], want.numpy(), atol=2e-3, rtol=2e-3)
-        said = model.text(model.tokenize([data.train.captions(7)[0]]))
-        assert np.allclose(made.of_captions(made.start_N[7:8]), said.numpy(), atol=2e-3, rtol=2e-3)
-    assert not np.allclose(made.views[0], made.views[1])
-    batches = BatchStream(data.train, model.tokenize, 16, 0, 32, features=made)
-    one, two = batches.batch(3), batches.batch(3)
-    assert torch.equal(one.images_BHWC, two.images_BHWC)
-    assert one.images_BHWC.shape == (16, 32)
+        images = model.vision(model.normalize(torch.from_numpy(pixels)))
+        captions = model.text(model.tokenize([splits.val.captions(7)[0]]))
+    np.testing.assert_allclose(tables.images.views[0][:5], images, atol=2e-3, rtol=2e-3)
+    stored = tables.captions.take(tables.captions.start_N[7:8], 1)[0]
+    np.testing.assert_allclose(stored, captions, atol=2e-3, rtol=2e-3)
 
 
-ENCODE = """
-import sys, time
-from m1clip.config import (TrainConfig, from_json)
-from m1clip.data import row_store
-from m1clip.model import clip
-from m1clip.training import features
-row_store.PART = 8
-features.SIZES = (4, 8)
-real = features.seen
-def slow(*args):
-    time.sleep(0.1)
-    return real(*args)
-features.seen = slow
-write = row_store.Store._write
-def told(self, missing, made, progress):
-    write(self, missing, made, lambda n: (progress(n), print("made", self.folder.name, n, flush=True)))
-row_store.Store._write = told
-sys.path.insert(0, sys.argv[3])
-from pathlib import Path
-from helpers import train_run
-train_run(from_json(TrainConfig, Path(sys.argv[1])), Path(sys.argv[2]))
-"""
+def test_feature_batches_pick_a_view_of_each_image_and_depend_on_their_number_only(finetuning):
+    config, model, splits = frozen_split(finetuning)
+    tables = encode_split(model, splits.train, config, ("vision", "text"), 2, QuietConsole().progress)
+    assert len(tables.images.views) == 2
+    assert not np.allclose(*tables.images.views)
+    batches = BatchStream(splits.train, model.tokenize, 16, 0, 32, features=tables)
+    batch, again = batches.batch(3), batches.batch(3)
+    features_BD = batch.image.features_BD
+    assert features_BD.shape == (16, 32)
+    assert torch.equal(features_BD, again.image.features_BD)
+    for row, features in zip(batch.rows, features_BD.numpy(), strict=True):
+        assert any(np.array_equal(features, view[row].astype(np.float32)) for view in tables.images.views)
 
 
-def test_encoding_that_is_killed_goes_on_where_it_was(start, tmp_path):
-    config = replace(start, recipe="frozen", views=2)
-    (tmp_path / "c.json").write_text(to_json(config))
-    env = {**os.environ, "M1CLIP_CACHE": str(tmp_path / "cache")}
-    tests = str(Path(__file__).parent)
-
-    def run(name: str) -> subprocess.Popen:
-        words = [sys.executable, "-c", ENCODE, str(tmp_path / "c.json"), str(tmp_path / name), tests]
-        return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
-
-    child = run("killed")
-    lines = [line for line in (child.stdout.readline() for _ in range(3000)) if line.startswith("made features")]
-    child.wait()
-    whole = len(lines)
-    for path in (tmp_path / "cache").glob("features-*"):
-        for one in path.iterdir():
-            one.unlink()
-    again = run("again")
-    seen = 0
-    while seen < whole // 2:
-        seen += again.stdout.readline().startswith("made features")
-    again.send_signal(signal.SIGKILL)
-    again.wait()
-    last = run("last")
-    rest = [line for line in last.stdout if line.startswith("made features")]
-    assert last.wait() == 0
-    assert 0 < len(rest) <= whole - whole // 2 + 1
-    one, other = weights_of(tmp_path / "killed"), weights_of(tmp_path / "last")
-    assert all(torch.equal(one[name], other[name]) for name in one)
+def test_without_augmentation_one_view_is_encoded(finetuning):
+    config, model, splits = frozen_split(replace(finetuning, crop_scale=1.0))
+    tables = encode_split(model, splits.train, config, ("vision",), 3, QuietConsole().progress)
+    assert len(tables.images.views) == 1
+    assert tables.captions is None
 
 
-def test_features_of_other_weights_are_not_taken(start, known, tmp_path):
-    config = replace(start, recipe="frozen")
-    train_run(config, tmp_path / "one")
-    cache = Path(os.environ["M1CLIP_CACHE"])
-    before = set(cache.glob("features-*"))
-    train_run(replace(config, seed=config.seed), tmp_path / "two")
-    assert set(cache.glob("features-*")) == before
-    model = load(known)
+def cached_features() -> set[Path]:
+    return set(Path(os.environ["M1CLIP_CACHE"]).glob("features-*"))
+
+
+def test_features_are_shared_by_runs_and_depend_on_the_weights(finetuning, pretrained, tmp_path):
+    config = replace(finetuning, recipe="frozen")
+    train_run(config, tmp_path / "a")
+    before = cached_features()
+    train_run(replace(config, lr=1e-3), tmp_path / "b")
+    assert cached_features() == before
+    model = load(pretrained)
     model.vision.position.data += 0.1
-    model.save(known)
-    train_run(config, tmp_path / "three")
-    assert len(set(cache.glob("features-*")) - before) == 1 + config.views
+    model.save(pretrained)
+    train_run(config, tmp_path / "c")
+    assert len(cached_features() - before) == FEATURE_VIEWS + 1  # of the training split, and of the validation split
 
 
-FAST, SLOW = Estimate(1e-3, 1e-3), Estimate(10.0, 10.0)
+def test_features_depend_on_the_activation(finetuning, pretrained, tmp_path):
+    train_run(replace(finetuning, recipe="frozen"), tmp_path / "a")
+    before, config = cached_features(), json.loads((pretrained / "config.json").read_text())
+    (pretrained / "config.json").write_text(json.dumps({**config, "activation": "quick_gelu"}))
+    train_run(replace(finetuning, recipe="frozen"), tmp_path / "b")
+    assert cached_features() - before
 
 
-def at_hand(what: str) -> init.InitModel:
-    tower = object()
-    return {
-        "a clip": init.InitModel(known=tower),
-        "two towers": init.InitModel(vision=tower, text=tower),
-        "one tower": init.InitModel(vision=tower),
-    }[what]
+def observe_encoding(set_attribute: Callable[..., None], on_chunk: Callable[[], None]) -> None:
+    """Call a function after every chunk of features that is encoded and written; chunks have 8 rows."""
+    complete = pixel_cache.RowStore._complete
+
+    def observed(store, produce, progress):
+        def produce_and_report(chunks):
+            for chunk in produce(chunks):
+                yield chunk
+                if store.folder.name.startswith("features-"):
+                    on_chunk()
+
+        complete(store, produce_and_report, progress)
+
+    set_attribute(pixel_cache, "CHUNK_ROWS", 8)
+    set_attribute(pixel_cache.RowStore, "_complete", observed)
+
+
+def train_until_killed(config: Path, run: Path, chunks: int) -> None:
+    """In a process of its own: kill it when so many chunks are encoded."""
+    countdown = iter(range(chunks - 1))
+    torch.set_num_threads(1)  # as the process of the tests
+    devices.DEFAULT_THREADS = 1
+    observe_encoding(setattr, lambda: next(countdown, None) is None and os.kill(os.getpid(), signal.SIGKILL))
+    train_run(from_json(TrainConfig, config), run)
+
+
+@pytest.mark.slow
+def test_killed_encoding_continues_where_it_was(finetuning, tmp_path, monkeypatch):
+    config, encoded = replace(finetuning, recipe="frozen"), []
+    (tmp_path / "config.json").write_text(to_json(config))
+    observe_encoding(monkeypatch.setattr, lambda: encoded.append(1))
+    monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path / "whole-cache"))
+    train_run(config, tmp_path / "whole")
+    total, half = len(encoded), len(encoded) // 2
+    monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path / "cache"))
+    arguments = (tmp_path / "config.json", tmp_path / "killed", half)
+    child = multiprocessing.get_context("spawn").Process(target=train_until_killed, args=arguments)
+    child.start()
+    child.join(600)
+    assert child.exitcode == -signal.SIGKILL
+    encoded.clear()
+    train_run(config, tmp_path / "again")
+    assert len(encoded) == total - half > 0
+    assert_same_weights(tmp_path / "whole", tmp_path / "again")
+
+
+FAST, SLOW = EncodingCost(1e-3, 1e-3), EncodingCost(10.0, 10.0)
+TOWER = object()
+CLIP_INIT, TWO_ENCODERS, ONE_ENCODER = InitModel(TOWER), InitModel(vision=TOWER, text=TOWER), InitModel(vision=TOWER)
 
 
 @pytest.mark.parametrize(
-    ("what", "images", "cost", "budget", "want", "told"),
+    ("init", "images", "cost", "budget", "recipe", "reason"),
     [
-        ("two towers", 6_000, FAST, "", "locked", "never met"),
-        ("one tower", 6_000, FAST, "", "locked", "only the vision tower"),
-        ("a clip", 500, FAST, "", "lora", "by heart"),
-        ("a clip", 50_000, FAST, "", "lora", "not enough"),
-        ("a clip", 500_000, FAST, "", "full", "every weight"),
-        ("a clip", 500, SLOW, "10m", "locked", "of the 10 min"),
-        ("a clip", 500, FAST, "10m", "lora", "by heart"),
+        (TWO_ENCODERS, 6_000, FAST, "", "frozen", "not trained together"),
+        (ONE_ENCODER, 6_000, FAST, "", "frozen", "only the vision tower is pretrained"),
+        (CLIP_INIT, 500, FAST, "", "lora", "500 images are few enough to overfit"),
+        (CLIP_INIT, 50_000, FAST, "", "lora", "too few to train all weights"),
+        (CLIP_INIT, 500_000, FAST, "", "full", "500,000 images are enough to train all weights"),
+        (CLIP_INIT, 500, SLOW, "10m", "frozen", "lora would take about 25 h 00 min of the 10 min"),
+        (CLIP_INIT, 500, FAST, "10m", "lora", "few enough to overfit"),
     ],
 )
-def test_auto_says_what_and_why(what, images, cost, budget, want, told):
-    config = replace(TrainConfig(), init="x", budget=budget)
-    recipe, why = recipes.decide(config, at_hand(what), images, 5 * images, cost)
-    assert recipe == want
-    assert told in why
+def test_auto_chooses_by_init_data_and_budget_and_says_why(init, images, cost, budget, recipe, reason):
+    config = TrainConfig(init="x", budget=budget)
+    chosen, why = decide_recipe(config, init, images, 5 * images, cost)
+    assert chosen == recipe
+    assert reason in why
 
 
-def words_of(known: Path, more: str) -> list[str]:
-    asked = f"--init KNOWN --data synthetic:48 --val-size 16 --device cpu --name r {more}"
-    return [str(known) if word == "KNOWN" else word for word in asked.split()]
+def flags(pretrained: Path, more: str) -> list[str]:
+    return f"--init {pretrained} --data synthetic:48 --val-size 16 --device cpu --name r {more}".split()
 
 
-def test_auto_from_the_command_line_takes_the_recipes_defaults(known, tmp_path, monkeypatch):
+def run_train(pretrained: Path, more: str) -> None:
+    assert command.main(command.parse("m1clip train", flags(pretrained, more))) == 0
+
+
+def config_of(name: str) -> TrainConfig:
+    return from_json(TrainConfig, Path("runs") / name / "config.json")
+
+
+def test_auto_takes_the_defaults_of_its_recipe_where_no_flag_is_given(pretrained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    args = verb.parse("m1clip train", words_of(known, "--epochs 1"))
-    assert args.training.recipe == "auto"
-    assert verb.main(args) == 0
-    config = from_json(TrainConfig, tmp_path / "runs" / "r" / "config.json")
+    run_train(pretrained, "--epochs 1")
+    config = config_of("r")
     assert (config.recipe, config.lr, config.epochs) == ("lora", RECIPES["lora"]["lr"], 1)
-    assert config.batch_size == 48
-    reason = [row for row in runs.Run(tmp_path / "runs" / "r").records("event") if row["event"] == "recipe"]
-    assert "48 images" in reason[0]["reason"]
+    assert config.batch_size == 48  # all pairs, because there are fewer than the recipe's 64
+    (event,) = (record for record in Run(Path("runs/r")).records("event") if record["event"] == "recipe")
+    assert event["reason"].startswith("48 images are few enough to overfit")
 
 
-def test_locked_then_unfrozen_is_one_command(known, tmp_path, monkeypatch):
+def test_frozen_then_unfrozen_is_one_command(pretrained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    args = verb.parse("m1clip train", words_of(known, "--epochs 2 --recipe locked --unfreeze 1"))
-    assert verb.main(args) == 0
-    first, second = (from_json(TrainConfig, tmp_path / "runs" / name / "config.json") for name in ("r", "r-unfrozen"))
-    assert (first.recipe, second.recipe, second.unfreeze) == ("locked", "full", 1)
-    assert {"vision", "text"} < moved(tmp_path / "runs" / "r-unfrozen")
+    run_train(pretrained, "--epochs 1 --recipe frozen --unfreeze 1 --crop-scale 1 --no-hflip")
+    first, second = config_of("r"), config_of("r-unfrozen")
+    assert (first.recipe, second.recipe, second.unfreeze) == ("frozen", "full", 1)
+    assert (second.crop_scale, second.hflip) == (1, False)
+    assert {"vision", "text"} < trained_modules(Path("runs/r-unfrozen"))
+    final, initial = weights_of(Path("runs/r")), weights_of(Path("runs/r-unfrozen"), "start")
+    assert all(torch.equal(initial[name], final[name]) for name in final)
 
 
-def test_a_shape_is_no_wish_one_can_have_of_a_model_that_is_there(capsys):
-    for flag in ("--model.text.encoder=bag", "--model.embed-dim=64"):
-        assert cli.run_command(["train", "--init", "some.pt", flag]) == 2
-        assert flag.partition("=")[0] in capsys.readouterr().err
-    assert verb.parse("m1clip train", ["--init", "some.pt", "--model.head", "mlp"]).training.model.head == "mlp"
+def test_overwriting_the_frozen_run_repeats_the_unfrozen_one(pretrained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_train(pretrained, "--epochs 1 --recipe frozen --unfreeze 1")
+    before = weights_of(Path("runs/r-unfrozen"), "start")
+    run_train(pretrained, "--epochs 1 --recipe frozen --unfreeze 1 --overwrite --lr 0.05")
+    after, final = weights_of(Path("runs/r-unfrozen"), "start"), weights_of(Path("runs/r"))
+    assert all(torch.equal(after[name], final[name]) for name in final)
+    assert not torch.equal(after["text_projection.weight"], before["text_projection.weight"])
 
 
-def test_without_a_start_nothing_has_changed():
-    args = verb.parse("m1clip train", [])
-    assert args.training == get_preset("nano")
-    assert recipe_defaults(get_preset("nano"), "scratch").lr == get_preset("nano").lr
+@pytest.mark.parametrize("flag", ["--model.text.encoder=bag_of_words", "--model.embed-dim=64"])
+def test_the_shape_of_a_pretrained_model_cannot_be_changed(flag, pretrained, capsys):
+    assert cli.run_command(["train", "--init", str(pretrained), flag]) == 2
+    assert f"{flag.partition('=')[0]} cannot change it" in capsys.readouterr().err
+
+
+def test_the_head_of_a_pretrained_model_can_be_replaced(finetuning, tmp_path):
+    config = replace(finetuning, recipe="frozen", model=replace(finetuning.model, head="standardized"))
+    train_run(config, tmp_path / "r")
+    assert load(tmp_path / "r").config.head == "standardized"
+
+
+def test_training_from_scratch_keeps_the_preset():
+    assert command.parse("m1clip train", []).training == get_preset("nano")
+    assert recipe_defaults(get_preset("nano"), "scratch") == {"recipe": "scratch"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("settings", "message"),
     [
-        ({"recipe": "locked", "init": ""}, "needs something learned"),
-        ({"recipe": "scratch"}, "begins with nothing"),
-        ({"recipe": "lora", "init": "no-such.pt"}, "no model"),
+        ({"recipe": "frozen", "init": ""}, "--recipe frozen needs pretrained weights"),
+        ({"recipe": "scratch"}, "--recipe scratch starts from random weights"),
+        ({"recipe": "lora", "init": "no-such.pt"}, "no-such.pt"),
+        ({"recipe": "scratch", "init": "", "wise_ft": 0.5}, "--wise-ft"),
+        ({"init": "x", "vision": "timm:y"}, "--init provides both towers"),
     ],
 )
-def test_what_does_not_go_together(changes, told, start, tmp_path):
-    with pytest.raises((ValueError, FileNotFoundError), match=told):
-        check(replace(start, **changes), tmp_path / "runs", None, QuietConsole())
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"init": "x", "vision": "timm:y"}, "brings both towers"),
-        ({"budget": "soon"}, "budget must be"),
-        ({"wise_ft": 1.5}, "wise_ft"),
-        ({"vision_weights": "x"}, "needs --vision"),
-    ],
-)
-def test_wrong_values(changes, told):
-    with pytest.raises(ValueError, match=told):
-        replace(TrainConfig(), **changes)
-
-
-def test_a_damaged_start_is_a_sentence_on_the_command_line(known, tmp_path):
-    file = known / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:1000])
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "m1clip", "train", "--init", str(known), "--recipe", "lora", "--data", "synthetic:32"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 2
-    assert "damaged" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_settings_that_cannot_be_combined_are_refused_before_anything_is_written(
+    settings, message, finetuning, tmp_path
+):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        prepare(replace(finetuning, **settings), {}, tmp_path / "runs", None, QuietConsole(), 0.0)
     assert not (tmp_path / "runs").exists()
-    assert time.monotonic() - began < 60
 
 
-def test_the_result_is_an_ordinary_model_and_telemetry_is_complete(borrowed, tmp_path):
-    train_run(borrowed, tmp_path / "r")
-    run = runs.Run(tmp_path / "r")
+@pytest.mark.parametrize("settings", [{"wise_ft": 1.5}, {"lora_rank": 0}, {"head_dropout": 1.0}, {"unfreeze": -1}])
+def test_values_out_of_range_are_refused_by_name(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        check_config(replace(TrainConfig(), **settings))
+
+
+def test_a_damaged_checkpoint_is_refused_with_one_sentence(pretrained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file = pretrained / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    assert cli.run_command(["train", *flags(pretrained, "--recipe lora")]) == 2
+    error = capsys.readouterr().err
+    assert "damaged" in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_frozen_run_logs_every_step_and_saves_the_configs_of_its_encoders(encoders, tmp_path):
+    train_run(encoders, tmp_path / "r")
+    run = Run(tmp_path / "r")
     steps = list(run.records("step"))
-    assert [row["step"] for row in steps] == [*range(1, 9)]
-    assert all(row["loss"] is not None for row in steps)
+    assert [record["step"] for record in steps] == [*range(1, 9)]
+    assert all(record["loss"] is not None and record["image_size"] == 0 for record in steps)
     assert len(list(run.records("eval"))) == 2
     config = json.loads((tmp_path / "r" / "model" / "config.json").read_text())
     assert config["vision"]["timm"] == "test_vit"
     assert config["text"]["hf"]["model_type"] == "bert"
-
-
-def test_the_activation_is_part_of_a_feature_s_name(start, known, tmp_path):
-    cache = Path(os.environ["M1CLIP_CACHE"])
-    train_run(replace(start, recipe="frozen"), tmp_path / "one")
-    before = set(cache.glob("features-*"))
-    config = json.loads((known / "config.json").read_text())
-    (known / "config.json").write_text(json.dumps({**config, "activation": "quick_gelu"}))
-    train_run(replace(start, recipe="frozen"), tmp_path / "two")
-    assert set(cache.glob("features-*")) - before
-
-
-def test_a_second_stage_keeps_flags_and_is_never_a_stale_one(known, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = [*SMALL, "--init", str(known), "--recipe", "locked", "--unfreeze", "1", "--name", "r", "--epochs", "1"]
-    words += ["--crop-scale", "1", "--no-flip"]
-    assert verb.main(verb.parse("m1clip train", words)) == 0
-    second = tmp_path / "runs" / "r-unfrozen"
-    config = from_json(TrainConfig, second / "config.json")
-    assert (config.crop_scale, config.hflip) == (1, False)
-    assert verb.main(verb.parse("m1clip train", [*words, "--overwrite", "--lr", "0.05"])) == 0
-    first = weights_of(tmp_path / "runs" / "r")
-    assert all(torch.equal(value, first[name]) for name, value in weights_of(second, "start").items())
-
-
-def test_a_tower_without_weights_is_not_locked(borrowed, tmp_path):
-    config = replace(borrowed, vision_weights="none", head_dropout=0.0)
-    train_run(config, tmp_path / "r")
-    assert moved(tmp_path / "r") == {*HEADS, "vision"}
-    train_run(config, tmp_path / "again")
-    one, other = weights_of(tmp_path / "r", "start"), weights_of(tmp_path / "again", "start")
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_wise_ft_of_nothing_is_refused_at_once(tiny_run, tmp_path):
-    with pytest.raises(ValueError, match="--wise-ft"):
-        check(replace(tiny_run, wise_ft=0.5), tmp_path / "runs", None, QuietConsole())

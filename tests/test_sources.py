@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from m1clip.config import DataConfig
-from m1clip.data.folders import label_caption
 from m1clip.data.sources import open_sources, parse_spec
+from m1clip.data.tables import label_caption
 from photos import bad_rows, captions_by_image, coco_json, image_names, jpeg, karpathy_json, open_source, write_photos
 
 
@@ -230,8 +230,8 @@ def test_coco_as_it_is_distributed(tmp_path):
     assert (len(source.train), len(source.val), source.split_reason) == (8, 3, "the dataset's own val split")
     assert captions_by_image(source)["val2017/0009.jpg"] == [f"caption {k} of 0009.jpg" for k in range(5)]
     assert not source.bad_rows
-    one = tmp_path / "annotations" / "captions_val2017.json"
-    assert len(captions_by_image(open_source(one))) == 3  # the file by itself
+    file = tmp_path / "annotations" / "captions_val2017.json"
+    assert len(captions_by_image(open_source(file))) == 3
 
 
 def test_bad_rows_of_coco_are_counted(tmp_path):
@@ -239,7 +239,7 @@ def test_bad_rows_of_coco_are_counted(tmp_path):
     (tmp_path / "val2017" / names[1]).unlink()
     values = json.loads(coco_json(names))
     values["annotations"].append({"id": 1, "image_id": 999, "caption": "of nothing"})
-    values["annotations"] = [one for one in values["annotations"] if one["image_id"] != 3]
+    values["annotations"] = [entry for entry in values["annotations"] if entry["image_id"] != 3]
     (tmp_path / "annotations").mkdir()
     (tmp_path / "annotations" / "captions_val2017.json").write_text(json.dumps(values))
     source = open_source(f"coco:{tmp_path}", val_size=1)

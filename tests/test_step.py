@@ -44,15 +44,15 @@ def max_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> fl
 
 
 def with_three_captions(batch: Batch) -> Batch:
-    others = [random_pairs(len(batch), seed).text.tensor for seed in (8, 9)]
-    return replace(batch, text=Tokens(torch.cat([batch.text.tensor, *others], dim=1)))
+    others = [random_pairs(len(batch), seed).text.tokens_BKL for seed in (8, 9)]
+    return replace(batch, text=Tokens(torch.cat([batch.text.tokens_BKL, *others], dim=1)))
 
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
 def test_the_gradients_are_those_of_plain_autograd(tiny, loss):
     config = step_config(tiny, loss, label_smoothing=0.1)
     model, batch = make_state(config).model, random_pairs(12, duplicate_BB=DUPLICATES)
-    logits_BB = model(model.normalize(batch.image.tensor), batch.text.tensor[:, 0])
+    logits_BB = model(model.normalize(batch.image.images_BHWC), batch.text.tokens_BKL[:, 0])
     LOSSES[loss](logits_BB, DUPLICATES, 0.1).backward()
     expected = {name: weight.grad for name, weight in model.named_parameters()}
     assert_gradients_close(step_gradients(config, batch=batch), expected)
@@ -85,7 +85,7 @@ def test_duplicates_are_masked_in_chunks_too(tiny):
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
 def test_several_captions_per_image_give_the_mean_of_their_losses(tiny, loss):
     config, batch = step_config(tiny, loss), with_three_captions(random_pairs(12))
-    single = [replace(batch, text=Tokens(tokens_BL[:, None])) for tokens_BL in batch.text.tensor.unbind(1)]
+    single = [replace(batch, text=Tokens(tokens_BL[:, None])) for tokens_BL in batch.text.tokens_BKL.unbind(1)]
     separate = [step_gradients(config, batch=one) for one in single]
     mean = {name: torch.stack([gradients[name] for gradients in separate]).mean(0) for name in separate[0]}
     assert_gradients_close(step_gradients(config, batch=batch), mean)
@@ -99,7 +99,7 @@ def test_several_captions_per_image_in_chunks(tiny, chunk):
 
 def test_captions_of_one_image_have_their_own_dropout(tiny):
     state, batch = make_state(noisy_config(tiny)), random_pairs(12)
-    twice = replace(batch, text=Tokens(batch.text.tensor.repeat(1, 2, 1)))
+    twice = replace(batch, text=Tokens(batch.text.tokens_BKL.repeat(1, 2, 1)))
     text_BKE = embed_texts(state, twice)
     assert (text_BKE[:, 0] - text_BKE[:, 1]).abs().amax(1).min() > 1e-3
     assert torch.equal(text_BKE, embed_texts(state, twice))
@@ -113,7 +113,7 @@ def test_grad_checkpointing_changes_no_bit(tiny):
 def test_the_statistics_are_those_of_the_logits(tiny):
     state, batch = make_state(step_config(tiny)), random_pairs(12)
     model = make_state(step_config(tiny)).model
-    logits_BB = model(model.normalize(batch.image.tensor), batch.text.tensor[:, 0])
+    logits_BB = model(model.normalize(batch.image.images_BHWC), batch.text.tokens_BKL[:, 0])
     stats, image_BE, text_BE = train_step(state, batch)
     stats = dict(zip(STATS, stats.tolist(), strict=True))
     assert stats["loss"] == pytest.approx(LOSSES["softmax"](logits_BB).item(), abs=1e-5)
@@ -140,7 +140,7 @@ def test_the_temperature_is_clamped_at_0_01(tiny):
 
 
 def nan_images(batch: Batch) -> Batch:
-    return replace(batch, image=Images(torch.full_like(batch.image.tensor, torch.nan, dtype=torch.float32)))
+    return replace(batch, image=Images(torch.full_like(batch.image.images_BHWC, torch.nan, dtype=torch.float32)))
 
 
 def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:

@@ -162,7 +162,7 @@ def test_links_out_of_the_folder_are_refused_unless_allowed(tmp_path):
 
 @pytest.fixture
 def server(tmp_path):
-    """An HTTP server of the files in tmp_path/web; /away.jpg redirects to a local file."""
+    """Serves tmp_path/web; /away.jpg redirects to a local file, /short.jpg is cut off."""
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *args):
@@ -173,6 +173,11 @@ def server(tmp_path):
                 self.send_response(302)
                 self.send_header("Location", "file:///etc/passwd")
                 self.end_headers()
+            elif self.path == "/short.jpg":
+                self.send_response(200)
+                self.send_header("Content-Length", "1000")
+                self.end_headers()
+                self.wfile.write(b"x")
             else:
                 super().do_GET()
 
@@ -192,14 +197,15 @@ def test_urls_are_refused_unless_allowed(tmp_path, server, monkeypatch):
         *(f"{server}/{name},scene" for name in images),
         f"{server}/gone.jpg,scene",
         f"{server}/away.jpg,scene",
+        f"{server}/short.jpg,scene",
         "ftp://x/y.jpg,s",
     ]
     (tmp_path / "t.csv").write_text("url,caption\n" + "\n".join(rows))
     with pytest.raises(ValueError, match=r"is a URL; --allow urls downloads it"):
         open_source(tmp_path / "t.csv")
     source = open_source(tmp_path / "t.csv", val_size=1, allow=("urls",))
-    assert bad_rows(source) == {("refused", "t.csv line 8")}
+    assert bad_rows(source) == {("refused", "t.csv line 9")}
     assert source.all.read(2) == jpeg(2)
-    for row, words in ((4, "answers 404"), (5, "cannot be downloaded|answers 302")):
-        with pytest.raises(ValueError, match=words):
+    for row, reason in ((4, "answers 404"), (5, "unsupported protocol"), (6, "received 1 bytes, expected 1000")):
+        with pytest.raises(ValueError, match=reason):
             source.all.read(row)

@@ -13,43 +13,41 @@ import numpy as np
 from m1clip import sensors
 from m1clip.bench.sweep import OperationRow, Session, peak_gflops
 from m1clip.devices import Plan, tower_devices
-from m1clip.document import Document
+from m1clip.document import write_document
 from m1clip.format import milliseconds, number
 from m1clip.plots import COLORS, annotate, axes, legend, log_axis, save_figure
 from m1clip.training.advice import RowPair, is_significant
 from m1clip.training.measurements import HIGH_LOAD, StepRow
 
-MIN_POINTS = 3
-"""Batch sizes, or models, at which two plans must have been compared to look for a crossover."""
+Table = tuple[list[str], list[list[str]]]
+MIN_POINTS = 3  # batch sizes or models at which plans must have been compared to look for a crossover
 OPERATION_COLUMNS = {"operation": "operation", "size": "size", "device": "device", "precision": "precision"}
 OPERATION_COLUMNS |= {f"{name} ms": f"{name}_ms" for name in ("launch", "transfer", "compute")}
 OPERATION_COLUMNS |= {"GFLOP/s": "gflops", "GB/s": "gb_per_s"}
-STEP_COLUMNS = {"model": "preset", "batch size": "batch_size", "plan": "plan", "ms": "step_ms", "IQR": "iqr_ms"}
-STEP_COLUMNS |= {"pairs/s": "pairs_per_s", "GFLOP/s": "gflops", "MFU": "utilization", "GB": "peak_gb"}
-STEP_COLUMNS |= {"W": "watts", "pairs/J": "pairs_per_joule"}
+STEP_COLUMNS = {"model": "preset", "batch size": "batch_size", "plan": "plan", "ms": "step_ms"}
+STEP_COLUMNS |= {"IQR": "iqr_ms", "pairs/s": "pairs_per_s", "GFLOP/s": "gflops", "MFU": "utilization"}
+STEP_COLUMNS |= {"GB": "peak_gb", "W": "watts", "pairs/J": "pairs_per_joule"}
 
 
-def table_rows(columns: Mapping[str, str], records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Cells of a table whose columns show these keys of the records."""
-    rows = [[record.get(key) for key in columns.values()] for record in records]
-    return [
-        [number(value) if value is None or isinstance(value, float) else f"{value}" for value in row] for row in rows
-    ]
+def make_table(columns: Mapping[str, str], records: Sequence[Mapping[str, Any]]) -> Table:
+    """Titles and cells of a table whose columns show these keys of the records."""
+
+    def cell(value: Any) -> str:
+        return str(value) if isinstance(value, str | int) else number(value)
+
+    return list(columns), [[cell(record.get(key)) for key in columns.values()] for record in records]
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """Which of two plans is faster, along the batch size of a model or along the models at one batch size."""
+    """`first` is the faster plan below `at`, which lies between the measured points `low` and `high`."""
 
     subject: str
     first: str
-    """The plan that is faster below; if the lead does not change, the faster one."""
     second: str
     at: float | None
-    """Where the second plan overtakes the first, interpolated."""
     low: float
     high: float
-    """The measured points around the crossover, or the ends of the measured range."""
     text: str
 
 
@@ -107,11 +105,9 @@ class Sweep:
     session: str
     machine: dict[str, Any]
     operations: list[OperationRow]
-    steps: list[StepRow]
-    """Smallest model and batch size first."""
+    steps: list[StepRow]  # smallest model and batch size first
     skipped: list[str]
-    peaks: dict[tuple[str, str], float]
-    """GFLOP/s by device and precision, of all sessions: background load must not raise the utilization."""
+    peaks: dict[tuple[str, str], float]  # of all sessions: background load must not raise the utilization
 
     @classmethod
     def load(cls, session: Session) -> "Sweep":
@@ -138,9 +134,10 @@ class Sweep:
     def step_records(self) -> list[dict[str, Any]]:
         records = []
         for row in self.steps:
-            record = {**asdict(row), "plan": str(row.plan), "gflops": row.gflops, "pairs_per_s": row.pairs_per_s}
-            record |= {"iqr_ms": f"{number(row.q1_ms)}–{number(row.q3_ms)}", "utilization": self.utilization(row)}
-            records.append(record | {"pairs_per_joule": row.pairs_per_s / row.watts if row.watts else None})
+            derived: dict[str, Any] = {"plan": str(row.plan), "utilization": self.utilization(row)}
+            derived |= {"iqr_ms": f"{number(row.q1_ms)}–{number(row.q3_ms)}", "gflops": row.gflops}
+            derived |= {"pairs_per_joule": row.pairs_per_s / row.watts if row.watts else None}
+            records.append({**asdict(row), **derived, "pairs_per_s": row.pairs_per_s})
         return records
 
     def record(self) -> dict[str, Any]:
@@ -150,7 +147,7 @@ class Sweep:
         return {**{name: getattr(self, name) for name in names}, "peaks": peaks, **lists}
 
     def findings(self) -> list[str]:
-        lines = [f"{Plan(*key)}: {gflops:,.0f} GFLOP/s in the fastest matmul" for key, gflops in self.peaks.items()]
+        lines = [f"{Plan(*key)}: up to {peak:,.0f} GFLOP/s in a matmul" for key, peak in self.peaks.items()]
         for preset in self.presets:
             row = max((row for row in self.steps if row.preset == preset), key=lambda row: row.pairs_per_s)
             best = f"{row.plan}, batch size {row.batch_size:,}, {milliseconds(row.step_ms)} per step"
@@ -162,6 +159,7 @@ def plot_throughput(sweep: Sweep, path: Path) -> Path:
     """Pairs/s over the batch size: one panel per model, one line per plan, crossovers of the plain plans."""
     plans = dict.fromkeys(str(row.plan) for row in sweep.steps)
     colors = dict(zip(plans, itertools.cycle(COLORS), strict=False))
+    plain = {row.device for row in sweep.steps if not row.plan.is_split}
     figure, panels = axes(len(sweep.presets), 3.6 if len(sweep.presets) > 1 else 5.5, 3.3)
     for panel, preset in zip(panels, sweep.presets, strict=True):
         rows = [row for row in sweep.steps if row.preset == preset]
@@ -170,9 +168,9 @@ def plot_throughput(sweep: Sweep, path: Path) -> Path:
             size, *times = np.array([(row.batch_size, row.step_ms, row.q3_ms, row.q1_ms) for row in line]).T
             speed, slow, fast = (1e3 * size / ms for ms in times)
             style: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 3, "color": colors[plan]}
-            panel.errorbar(size, speed, [speed - slow, fast - speed], label=plan, **style)
+            panel.errorbar(size, speed, np.abs([speed - slow, fast - speed]), label=plan, **style)
         for one in sweep.crossovers:
-            if one.subject == preset and one.at and not {",", "="} & {*one.first, *one.second}:
+            if one.subject == preset and one.at and {one.first, one.second} <= plain:
                 panel.axvspan(one.low, one.high, color=colors[one.second], alpha=0.1, lw=0)
                 panel.axvline(one.at, color=colors[one.second], ls=":", lw=1.2)
         panel.set_title(f"{preset}, {rows[0].parameters / 1e6:.3g} M", fontsize=10)
@@ -194,7 +192,7 @@ def plot_roofline(sweep: Sweep, path: Path) -> Path:
         panel.plot(x, np.minimum(peak, max(bandwidths.values(), default=math.inf) * x), color="black", lw=1.2)
         roofs = [f"{name}: {number(gb_per_s)} GB/s" for name, gb_per_s in bandwidths.items()]
         roofs.append(f"fastest matmul: {number(peak)} GFLOP/s")
-        annotate(panel, "\n".join(roofs), (0.02, 0.98), (0, 0), xycoords="axes fraction", va="top")
+        annotate(panel, "\n".join(roofs), (0.02, 0.02), (0, 0), xycoords="axes fraction")
         points = [(row["operation"], row["size"], (row["flop_per_byte"], row["gflops"])) for row in rows]
         for row in (row for row in sweep.steps if row.plan == Plan(device)):
             points.append(("step", f"{row.preset} {row.batch_size}", (step_intensity(row), row.gflops)))
@@ -220,10 +218,7 @@ def write_sweep(sweep: Sweep, folder: Path) -> Path:
         plot_throughput(sweep, folder / "throughput.png")
     if sweep.operations:
         plot_roofline(sweep, folder / "roofline.png")
-    steps = list(STEP_COLUMNS), table_rows(STEP_COLUMNS, sweep.step_records())
-    operations = list(OPERATION_COLUMNS), table_rows(OPERATION_COLUMNS, sweep.operations)
-    plain = [row for row in sweep.steps if row.plan == Plan(row.device)]
-    document = Document("Training steps on this machine")
-    tables = {"steps": steps, "operations": operations, "plain": plain}
-    document.template("bench/templates/bench.md.j2", sweep=sweep, **tables)
-    return document.write(folder, "bench")
+    values = {"sweep": sweep, "plain": [row for row in sweep.steps if row.plan == Plan(row.device)]}
+    values |= {"steps": make_table(STEP_COLUMNS, sweep.step_records())}
+    values |= {"operations": make_table(OPERATION_COLUMNS, sweep.operations)}
+    return write_document(folder, "bench", "Training steps on this machine", "bench/templates/bench.md.j2", **values)

@@ -4,21 +4,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from m1clip.bench.report import Sweep, table_rows
-from m1clip.document import Document
+from m1clip.bench.report import Sweep, make_table
+from m1clip.document import write_document
 from m1clip.format import duration, number
 from m1clip.plots import COLORS, annotate, axes, log_axis, save_figure
 from m1clip.training.advice import fit_step_time
 from m1clip.training.measurements import StepCost
 from m1clip.training.memory import PEAK
 
-SCALING_COLUMNS = {"model": "preset", "M parameters": "millions", "GFLOP/pair": "gflop", "ms/pair": "measured_ms"}
-SCALING_COLUMNS |= {"extrapolated": "extrapolated", "MFU": "utilization", "GB": "memory_gb", "epoch": "epoch"}
-SCALING_COLUMNS |= {"GPU/CPU": "speedup"}
-ModelRecord = dict[str, Any]
+SCALING_COLUMNS = {"model": "preset", "M parameters": "millions", "GFLOP/pair": "gflop"}
+SCALING_COLUMNS |= {"ms/pair": "first_ms", "extrapolated": "extrapolated", "MFU": "utilization"}
+SCALING_COLUMNS |= {"GB": "memory_gb", "epoch": "epoch", "GPU/CPU": "speedup"}
+ModelRecords = list[dict[str, Any]]
 
 
-def scaling_records(sweep: Sweep, costs: Sequence[StepCost], devices: Sequence[str], pairs: int) -> list[ModelRecord]:
+def scaling_records(sweep: Sweep, costs: list[StepCost], devices: Sequence[str], pairs: int) -> ModelRecords:
     """Time and memory per model, smallest first; extrapolated from the other models on the first device."""
     records = []
     for cost in sorted(costs, key=lambda cost: cost.parameters):
@@ -31,7 +31,7 @@ def scaling_records(sweep: Sweep, costs: Sequence[StepCost], devices: Sequence[s
         text = f"{number(range_ms[0])} ({number(range_ms[1])}–{number(range_ms[2])})"
         need_gb = cost.state_gb + PEAK * cost.activation_gb * cost.batch_size
         record = {"preset": cost.preset, "millions": cost.parameters / 1e6, "gflop": cost.gflop}
-        record |= {"pair_ms": pair_ms, "measured_ms": first, "range_ms": range_ms, "extrapolated": text}
+        record |= {"pair_ms": pair_ms, "first_ms": first, "range_ms": range_ms, "extrapolated": text}
         record |= {"memory_gb": next((row.peak_gb for row in rows.values()), need_gb)}
         record |= {"utilization": sweep.utilization(rows[devices[0]]) if first else None}
         record |= {"speedup": first / last if first and last and len(devices) > 1 else None}
@@ -40,7 +40,7 @@ def scaling_records(sweep: Sweep, costs: Sequence[StepCost], devices: Sequence[s
     return records
 
 
-def plot_scaling(records: Sequence[ModelRecord], devices: Sequence[str], ram_gb: float, path: Path) -> Path:
+def plot_scaling(records: ModelRecords, devices: Sequence[str], ram_gb: float, path: Path) -> Path:
     """Time and memory over parameters; a model that was not run has a hollow marker."""
     figure, (times, memory) = axes(2, 5.5, 4.2)
     for index, record in enumerate(records):
@@ -61,10 +61,9 @@ def plot_scaling(records: Sequence[ModelRecord], devices: Sequence[str], ram_gb:
     return save_figure(figure, path)
 
 
-def write_scaling(sweep: Sweep, records: Sequence[ModelRecord], devices: Sequence[str], folder: Path) -> Path:
+def write_scaling(sweep: Sweep, records: ModelRecords, devices: Sequence[str], folder: Path) -> Path:
     """Write scaling.md, scaling.html and a figure; return the path of the HTML file."""
     plot_scaling(records, devices, sweep.machine["ram_gb"], folder / "scaling.png")
-    table = list(SCALING_COLUMNS), table_rows(SCALING_COLUMNS, records)
-    document = Document("Training time and memory by model size")
-    document.template("bench/templates/scaling.md.j2", sweep=sweep, models=table, devices=devices)
-    return document.write(folder, "scaling")
+    title, template = "Training time and memory by model size", "bench/templates/scaling.md.j2"
+    models = make_table(SCALING_COLUMNS, records)
+    return write_document(folder, "scaling", title, template, sweep=sweep, models=models, devices=devices)

@@ -1,4 +1,4 @@
-"""What `m1clip bench` measures: single operations, and comparisons of plans. An interrupted sweep is resumed."""
+"""What `m1clip bench` measures, in a session that can be resumed: single operations, comparisons of plans."""
 
 import itertools
 import math
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from m1clip.devices import Plan
 from m1clip.files import lock_folder
 from m1clip.training import memory, timing
 from m1clip.training.device_plan import split_plans
-from m1clip.training.measurements import MeasurementStore, open_store
+from m1clip.training.measurements import MeasurementStore, StepCost, open_store
 
 RESUME_S = 24 * 3600  # an older unfinished sweep is not resumed
 MATMULS, QUICK_MATMULS = (64, 128, 256, 512, 1024, 2048, 4096), (64, 256, 1024, 2048)
@@ -31,10 +32,10 @@ SWEEP |= {"vit-b16-char": (4,), "base": (4,)}
 QUICK_SWEEP: dict[str, tuple[int, ...]] = {"nano": (4, 32, 256), "tiny": (8,)}
 COMPILED = {("nano", 256), ("tiny", 16)}  # compiling takes half a minute per model
 LARGE_GFLOP = 150  # larger steps are not repeated with other thread counts
-USABLE_MEMORY = 0.85
+USABLE_MEMORY = 0.85  # fraction of what is free
 OperationRow = dict[str, Any]
-Comparison = tuple[TrainConfig, Sequence[Plan]]
-"""A model with its batch size, and the plans that time it in alternation."""
+Precisions = Mapping[str, Sequence[str]]  # by device, in addition to fp32
+Comparison = tuple[TrainConfig, Sequence[Plan]]  # a model with its batch size, and the plans to compare
 
 
 @dataclass(frozen=True)
@@ -42,34 +43,24 @@ class Operation:
     name: str
     size: str
     gflop: float
-    elements: int
-    """Elements read and written, each counted once."""
+    elements: int  # read and written, each counted once
     shapes: tuple[tuple[int, ...], ...]
     call: Callable[..., Any]
 
 
 def operations(sizes: Sequence[int]) -> list[Operation]:
     """An empty call, matrix products, and the other operations of a training step."""
+    attend, norm = partial(devices.attention, causal=False), partial(F.layer_norm, normalized_shape=(768,))
     every = [Operation("empty call", "1", 0.0, 2, ((1,),), lambda x: x + 1)]
     for n in sizes:
         every.append(Operation("matmul", f"{n}²", 2e-9 * n**3, 3 * n * n, ((n, n), (n, n)), torch.matmul))
     for shape in ((64, 2, 17, 64), (16, 12, 197, 64)):  # nano at batch size 64, ViT-B/16 at 16
         count, name = math.prod(shape), "×".join(map(str, shape))
-        gflop = 4e-9 * count * shape[2]
-        every.append(Operation("attention", name, gflop, 4 * count, 3 * (shape,), attention))
-    norm = (3152, 768), (768,), (768,)
-    every.append(Operation("layer norm", "3152×768", 0.0, 2 * 3152 * 768, norm, layer_norm))
+        every.append(Operation("attention", name, 4e-9 * count * shape[2], 4 * count, 3 * (shape,), attend))
+    every.append(Operation("layer norm", "3152×768", 0.0, 2 * 3152 * 768, ((3152, 768),), norm))
     every.append(Operation("AdamW", "10 M", 0.0, 7 * 10**7, ((10**7,),), adamw))
     every.append(Operation("copy", "16 M", 0.0, 2 * 2**24, 2 * ((2**24,),), Tensor.copy_))
     return every
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return devices.attention(q, k, v, causal=False)
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias)
 
 
 def adamw(x: Tensor) -> None:
@@ -94,8 +85,8 @@ def time_operation(operation: Operation, name: str, precision: str, seconds: flo
         devices.synchronize(device)
 
     def time_calls(call: Callable[[], Any]) -> Any:
-        threads = torch.get_num_threads()
-        return Timer("call()", globals={"call": call}, num_threads=threads).blocked_autorange(min_run_time=seconds)
+        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+        return timer.blocked_autorange(min_run_time=seconds)
 
     inputs = copy_inputs()
     queued, gb = time_calls(lambda: operation.call(*inputs)), operation.elements * dtype.itemsize / 1e9
@@ -121,18 +112,13 @@ def peak_gflops(rows: Sequence[OperationRow]) -> dict[tuple[str, str], float]:
     return peaks
 
 
-def thread_counts() -> list[int]:
-    """Worth trying beside PyTorch's default: 1, the performance cores, all cores."""
-    machine = sensors.machine()
-    counts = {1, sensors.fast_cores() or 1, machine["cores"], machine["threads"]}
-    return sorted(counts - {devices.DEFAULT_THREADS})
-
-
-def make_plans(names: Sequence[str], precisions: Mapping[str, Sequence[str]], threads: Sequence[int]) -> list[Plan]:
+def make_plans(names: Sequence[str], precisions: Precisions, threads: Sequence[int]) -> list[Plan]:
     """The plain plan of each device, placements, and plans that change a plain one in one setting."""
     single = [name for name in names if "=" not in name]
-    placements = [Plan(name) for name in names if "=" in name] or (split_plans(single) if single else [])
-    plans = [Plan(name) for name in single] + placements
+    plans = [Plan(name) for name in names] + (split_plans(single) if single == list(names) else [])
+    if not threads:  # worth trying beside PyTorch's default: 1, the performance cores, all cores
+        counts = {1, sensors.fast_cores() or 1, sensors.machine()["cores"], os.cpu_count() or 1}
+        threads = sorted(counts - {devices.DEFAULT_THREADS})
     plans += [Plan("cpu", threads=count) for count in threads if "cpu" in single]
     return plans + [Plan(name, precision) for name in single for precision in precisions[name]]
 
@@ -150,11 +136,8 @@ class Session:
     store: MeasurementStore
     name: str
 
-    def rows(self, kind: str, **filters: Any) -> list[dict[str, Any]]:
-        return self.store.rows(kind, session=self.name, **filters)
-
-    def run_operations(self, sizes: Sequence[int], precisions: Mapping[str, Sequence[str]], seconds: float) -> None:
-        """Time all operations on the devices of `precisions`, in fp32 and in these precisions."""
+    def run_operations(self, sizes: Sequence[int], precisions: Precisions, seconds: float) -> None:
+        """Time all operations on the devices of `precisions`."""
         pairs = list(itertools.product(operations(sizes), precisions))
         with Console().progress_items(len(pairs)) as show:
             for operation, device in pairs:
@@ -171,28 +154,31 @@ class Session:
                     except devices.DEVICE_ERRORS as error:
                         self.store.add("skipped", **key, item=item, reason=devices.short_error(error))
 
-    def run_comparisons(self, comparisons: Sequence[Comparison], seconds: float) -> None:
-        """Time all comparisons that fit into memory, `seconds` per plan."""
+    def run_comparisons(self, comparisons: Sequence[Comparison], seconds: float) -> list[StepCost]:
+        """Time all comparisons that fit into memory, `seconds` per plan; return the cost of all."""
+        costs = []
         with Console().progress_items(len(comparisons)) as show:
             for config, plans in comparisons:
                 item = f"{config.preset}, batch size {config.batch_size:,}"
                 show(item)
+                tokens = config.model.text.context_length
+                cost = timing.step_cost(config, config.batch_size, tokens, self.store)
+                costs.append(cost)
                 key = {"session": self.name, "preset": config.preset, "batch_size": config.batch_size}
                 if self.store.rows("step", **key) or self.store.rows("skipped", **key):
                     continue
-                tokens = config.model.text.context_length
-                cost = timing.step_cost(config, config.batch_size, tokens, self.store)
                 states = len({plan.device for plan in plans})  # one TrainState per device or placement
                 need_gb = states * cost.state_gb + memory.PEAK * cost.activation_gb * config.batch_size
-                free_gb = sensors.available_gb()
-                if need_gb > USABLE_MEMORY * free_gb:
-                    reason = f"needs {need_gb:.1f} GB, {free_gb:.1f} GB are free"
+                usable_gb = USABLE_MEMORY * sensors.available_gb()
+                if need_gb > usable_gb:
+                    reason = f"needs {need_gb:.1f} GB, {usable_gb:.1f} GB are usable"
                     self.store.add("skipped", **key, item=item, reason=reason)
                     continue
                 chosen = [plan for plan in plans if cost.step_gflop < LARGE_GFLOP or not plan.threads]
                 batch = timing.random_batch(config, config.batch_size, tokens)
                 timings = timing.time_plans(config, chosen, batch, seconds)
                 timing.add_comparison(self.store, cost, timings, self.name)
+        return costs
 
 
 @contextmanager
@@ -203,7 +189,7 @@ def open_session(command: str, settings: dict[str, Any], restart: bool, out: Pat
         folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(store.folder) as locked:
         if not locked:
-            raise RuntimeError("another m1clip bench is running on this machine and would disturb the timings")
+            raise RuntimeError("another m1clip bench is running here, and would disturb the timings")
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         last = next(reversed(store.rows("session", command=command)), None)
         if last and not restart and last["settings"] == settings and time.time() - last["time"] < RESUME_S:

@@ -7,8 +7,8 @@ from typing import Annotated
 import tyro
 
 from m1clip.commands.flags import parse_flags
-from m1clip.config import check_config, get_preset
-from m1clip.console import command, loading, show, table
+from m1clip.config import check_config, get_preset, require
+from m1clip.console import command, loading, show_rows
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,12 @@ class Args:
 
     preset: Annotated[str, tyro.conf.arg(metavar="NAME")] = "nano"
     """Model; `m1clip info` lists the presets."""
-    batch_size: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Contrastive batch size; default: that of the preset."""
+    batch_size: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Contrastive batch size; 0 is that of the preset."""
     pairs: Annotated[int, tyro.conf.arg(metavar="N")] = 12000
     """Pairs of an epoch."""
-    epochs: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Epochs of the run, in which compiling has to pay off; default: those of the preset."""
-    tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """Caption length; 0 is the context length of the model."""
+    epochs: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Epochs of the run, in which compiling has to pay off; 0 is those of the preset."""
     no_measure: bool = False
     """Time nothing now."""
     json: bool = False
@@ -40,15 +38,12 @@ class Args:
 
 def parse(program: str, argv: list[str]) -> Args:
     args = parse_flags(Args, program, argv)
-    preset = get_preset(args.preset)
-    given = {name: getattr(args, name) for name in ("batch_size", "epochs") if getattr(args, name) is not None}
-    config, length = replace(preset, **given), preset.model.text.context_length
-    check_config(config)
-    if args.tokens and not 3 <= args.tokens <= length:
-        raise ValueError(f"--tokens must be 0 or 3 to {length} for {args.preset}, not {args.tokens}")
-    if config.batch_size > args.pairs:
-        raise ValueError(f"--batch-size {config.batch_size:,} is larger than --pairs {args.pairs:,}")
-    return replace(args, batch_size=config.batch_size, epochs=config.epochs, tokens=args.tokens or length)
+    config = get_preset(args.preset)
+    args = replace(args, batch_size=args.batch_size or config.batch_size, epochs=args.epochs or config.epochs)
+    check_config(replace(config, batch_size=args.batch_size, epochs=args.epochs))
+    sizes = f"--batch-size {args.batch_size:,} is larger than --pairs {args.pairs:,}"
+    require(args.batch_size <= args.pairs, sizes)
+    return args
 
 
 def main(args: Args) -> int:
@@ -60,30 +55,29 @@ def main(args: Args) -> int:
         from m1clip.training.device_plan import measure_missing
         from m1clip.training.measurements import open_store
 
-    assert args.batch_size
-    assert args.epochs
     config, store = replace(get_preset(args.preset), batch_size=args.batch_size), open_store()
-    cost, rows = timing.step_cost(config, args.batch_size, args.tokens, store), store.steps()
+    tokens, rows = config.model.text.context_length, store.steps()
+    cost = timing.step_cost(config, args.batch_size, tokens, store)
     if not args.no_measure:
-        batch = timing.random_batch(config, args.batch_size, args.tokens)
+        batch = timing.random_batch(config, args.batch_size, tokens)
         rows = measure_missing(config, batch, cost, store, Console())
     advice = advise(cost, rows, devices.available(), {}, args.epochs * (args.pairs // args.batch_size))
     predictions = predict_run(cost, advice, rows, memory.free_gb(advice.plan.devices[0]), args.pairs)
+    columns = ("setting", "value", "confidence", "reason")
     if args.json:
-        print(json.dumps({"cost": asdict(cost), **asdict(advice), "run": predictions}))
+        run = [dict(zip(columns, row, strict=True)) for row in predictions]
+        print(json.dumps({"cost": asdict(cost), **asdict(advice), "run": run}))
         return 0
-    choices = table("", "", "confidence", "reason")
-    for column in choices.columns:
-        column.justify = "left"
-    for row in (("plan", str(advice.plan), advice.confidence, advice.reason), *predictions):
-        choices.add_row(*row)
-    show(f"{args.preset}, batch size {args.batch_size:,}", choices)
+    plan = advice.plan
+    table = [("plan", str(plan), advice.confidence, advice.reason), *predictions]
+    show_rows(f"{args.preset}, batch size {args.batch_size:,}", columns, table)
     if advice.rejected:
         print("\nother plans", *(f"{plan}: {reason}" for plan, reason in advice.rejected.items()), sep="\n  ")
-    size, plan = ("--batch-size", args.batch_size), advice.plan
     if advice.step is None or advice.step.confidence == "low":
-        print(f"\nmeasure it:  {command('bench', '--presets', args.preset, '--batch-sizes', size[1])}")
-    chosen = ["--compile", "on"] * plan.compile + ["--threads", str(plan.threads)] * bool(plan.threads)
-    chosen = ["--device", plan.device, "--precision", plan.precision, *chosen]
-    print(f"\nnext:  {command('train', '--preset', args.preset, *size, *chosen)}")
+        bench = command("bench", "--presets", args.preset, "--batch-sizes", args.batch_size)
+        print(f"\nmeasure it:  {bench}")
+    chosen = ["--device", plan.device, "--precision", plan.precision] + ["--compile", "on"] * plan.compile
+    chosen += ["--threads", str(plan.threads)] if plan.threads else []
+    model = ("--preset", args.preset, "--batch-size", args.batch_size)
+    print(f"\nnext:  {command('train', *model, *chosen)}")
     return 0

@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from m1clip.commands.flags import parse_flags
-from m1clip.config import get_preset
+from m1clip.config import get_preset, require
 from m1clip.console import command, loading, show_rows
 
 
@@ -31,7 +31,7 @@ class Args(SweepArgs):
     """Compare devices, placements, precisions and thread counts on the real training step.
 
     m1clip bench --quick                                a first impression, in under a minute
-    m1clip bench                                        everything, in under ten; Ctrl-C and resume at any time
+    m1clip bench                                        everything, in under ten; can be interrupted
     m1clip bench --presets small --batch-sizes 8 32     the model that you want to train
     m1clip bench --devices cpu mps vision=mps,text=cpu
 
@@ -53,17 +53,17 @@ class Args(SweepArgs):
 def parse(program: str, argv: list[str]) -> Args:
     args = parse_flags(Args, program, argv)
     check_sweep(args)
-    for name, values, low, high in (("threads", args.threads, 1, 1024), ("batch-sizes", args.batch_sizes, 2, 10**6)):
-        if any(not low <= value <= high for value in values):
-            raise ValueError(f"--{name} must be {low} to {high:,}, not {', '.join(map(str, values))}")
+    for count in args.threads:
+        require(1 <= count <= 1024, f"--threads must be 1 to 1,024, not {count}")
+    for size in args.batch_sizes:
+        require(2 <= size <= 10**6, f"--batch-sizes must be 2 to 1,000,000, not {size}")
     return args
 
 
 def check_sweep(args: SweepArgs) -> None:
     for name in args.presets:
         get_preset(name)
-    if args.out.exists() and not args.out.is_dir():
-        raise ValueError(f"--out {args.out} is not a folder")
+    require(not args.out.exists() or args.out.is_dir(), f"--out {args.out} is not a folder")
 
 
 def main(args: Args) -> int:
@@ -75,17 +75,17 @@ def main(args: Args) -> int:
     names = args.devices or tuple(devices.available())
     single = dict.fromkeys(device for name in names for device in devices.tower_devices(name))
     precisions = {name: faster_precisions(name) for name in single}
-    plans = sweep.make_plans(names, precisions, args.threads or sweep.thread_counts())
+    plans = sweep.make_plans(names, precisions, args.threads)
     table, compiled = (sweep.QUICK_SWEEP, set()) if args.quick else (sweep.SWEEP, sweep.COMPILED)
     comparisons = [
         sweep.make_comparison(preset, size, plans, args.compile or (preset, size) in compiled)
         for preset in args.presets or table
         for size in args.batch_sizes or table.get(preset, (4, get_preset(preset).batch_size))
     ]
-    sizes = sweep.QUICK_MATMULS if args.quick else sweep.MATMULS
     settings = {key: str(value) for key, value in vars(args).items() if key not in ("out", "json", "restart")}
     with sweep.open_session("bench", {**settings, "devices": str(names)}, args.restart, args.out) as session:
         if not args.no_operations:
+            sizes = sweep.QUICK_MATMULS if args.quick else sweep.MATMULS
             session.run_operations(sizes, precisions, 0.2 if args.quick else 1.0)
         session.run_comparisons(comparisons, 1.0 if args.quick else 4.0)
         result = report.Sweep.load(session)
@@ -93,14 +93,12 @@ def main(args: Args) -> int:
     if args.json:
         print(json.dumps({**result.record(), "page": str(page)}))
         return 0
-    for title, columns, records in (
-        ("operations", report.OPERATION_COLUMNS, result.operations),
-        ("\ntraining steps", report.STEP_COLUMNS, result.step_records()),
-    ):
-        show_rows(title, list(columns), report.table_rows(columns, records))
+    show_rows("operations", *report.make_table(report.OPERATION_COLUMNS, result.operations))
+    show_rows("\ntraining steps", *report.make_table(report.STEP_COLUMNS, result.step_records()))
     texts = [crossover.text for crossover in result.crossovers]
     for title, lines in (("findings", result.findings()), ("crossover", texts), ("skipped", result.skipped)):
         if lines:
             print(f"\n{title}", *lines, sep="\n  ")
-    print(f"\npage:  {page}\nnext:  {command('advise', '--preset', 'nano')}    the fastest plan for a run")
+    advise = command("advise", "--preset", "nano")
+    print(f"\npage:  {page}\nnext:  {advise}    the fastest plan for a run")
     return 0

@@ -8,11 +8,11 @@ import tyro
 
 from m1clip.commands.bench import SweepArgs, check_sweep
 from m1clip.commands.flags import parse_flags
-from m1clip.config import PRESETS, get_preset
+from m1clip.config import PRESETS, get_preset, require
 from m1clip.console import loading, show_rows
 from m1clip.files import json_safe
 
-SCALING_BATCH_SIZE = 4  # small, so that the activations of a large model fit beside its state
+BATCH_SIZE = 4  # small, so that the activations of a large model fit beside its state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,9 @@ class Args(SweepArgs):
 def parse(program: str, argv: list[str]) -> Args:
     args = parse_flags(Args, program, argv)
     check_sweep(args)
-    if args.pairs < 1:
-        raise ValueError(f"--pairs must be at least 1, not {args.pairs}")
-    if any("=" in name for name in args.devices):
-        raise ValueError(f"--devices takes single devices here, not {', '.join(args.devices)}")
+    require(args.pairs >= 1, f"--pairs must be at least 1, not {args.pairs}")
+    for name in args.devices:
+        require("=" not in name, f"--devices takes single devices here, not {name!r}")
     return args
 
 
@@ -42,18 +41,15 @@ def main(args: Args) -> int:
     with loading():
         from m1clip import devices
         from m1clip.bench import report, scaling, sweep
-        from m1clip.training.timing import step_cost
 
-    names, presets = args.devices or tuple(devices.available()), args.presets or tuple(PRESETS)
-    configs = [replace(get_preset(name), batch_size=SCALING_BATCH_SIZE, optimizer="adamw") for name in presets]
+    names = [devices.tower_devices(name)[0] for name in args.devices or devices.available()]
+    presets = args.presets or tuple(PRESETS)
+    configs = [replace(get_preset(name), batch_size=BATCH_SIZE, optimizer="adamw") for name in presets]
     plans = tuple(devices.Plan(name) for name in names)
-    settings = {"presets": [*presets], "devices": [*names]}
+    settings = {"presets": [*presets], "devices": names}
     with sweep.open_session("scaling", settings, args.restart, args.out) as session:
         session.run_operations((1024, 2048), dict.fromkeys(names, ()), 0.5)
-        session.run_comparisons([(config, plans) for config in configs], 3.0)
-        costs = [
-            step_cost(config, SCALING_BATCH_SIZE, config.model.text.context_length, session.store) for config in configs
-        ]
+        costs = session.run_comparisons([(config, plans) for config in configs], 3.0)
         result = report.Sweep.load(session)
         records = scaling.scaling_records(result, costs, names, args.pairs)
         page = scaling.write_scaling(result, records, names, args.out)
@@ -61,7 +57,6 @@ def main(args: Args) -> int:
         values = {"pairs": args.pairs, "models": records, "skipped": result.skipped, "page": str(page)}
         print(json.dumps(json_safe(values)))
         return 0
-    columns = scaling.SCALING_COLUMNS
-    show_rows("scaling", list(columns), report.table_rows(columns, records))
+    show_rows("scaling", *report.make_table(scaling.SCALING_COLUMNS, records))
     print("", *result.skipped, f"epoch: {args.pairs:,} pairs", f"page:  {page}", sep="\n")
     return 0

@@ -14,7 +14,7 @@ from m1clip import run as runs
 from m1clip import sensors
 from m1clip.commands.flags import parse_flags
 from m1clip.commands.train import given_settings
-from m1clip.config import TrainConfig, from_json, get_preset, override, to_json
+from m1clip.config import TrainConfig, from_json, get_preset, override, require, to_json
 from m1clip.console import loading, show_rows
 from m1clip.format import number
 
@@ -49,17 +49,15 @@ class Args:
 
 def parse(program: str, argv: list[str]) -> Args:
     args = parse_flags(Args, program, argv, default=Args(get_preset("nano"), argv=tuple(argv)))
-    if args.training.device != "auto":
-        raise ValueError("compare takes its devices from --on, not from --device")
-    if len(set(args.on)) != len(args.on):
-        raise ValueError("--on names a device twice")
+    require(args.training.device == "auto", "compare takes its devices from --on, not from --device")
+    require(len(set(args.on)) == len(args.on), "--on names a device twice")
     return args
 
 
 def main(args: Args) -> int:
     with loading():
         from m1clip import devices
-        from m1clip.bench.report import load_warning, table_rows
+        from m1clip.bench.report import load_warning, make_table
         from m1clip.training.device_plan import split_plans
 
     available = devices.available()
@@ -85,14 +83,16 @@ def main(args: Args) -> int:
     warnings = load_warning([record["background_load"] for record in records], "runs")
     first, expected = records[0]["step_ms"], records[0]["losses"]
     for record in records[: len(paths)]:
-        losses = record["losses"]
-        record["speedup"] = first / record["step_ms"]
-        record["max_loss_difference"] = max(abs(losses[i] - expected[i]) for i in losses if i in expected)
+        differences = [abs(loss - expected[i]) for i, loss in record["losses"].items() if i in expected]
+        record |= {
+            "speedup": first / record["step_ms"],
+            "max_loss_difference": max(differences, default=None),
+        }
     if args.json:
         print(json.dumps({"runs": records, "warnings": warnings, "page": page}))
         return 0
     title = f"{config.preset}, {config.steps} steps, batch size {config.batch_size:,}"
-    show_rows(f"\n{title}", list(COMPARE_COLUMNS), table_rows(COMPARE_COLUMNS, records))
+    show_rows(f"\n{title}", *make_table(COMPARE_COLUMNS, records))
     failures = [f"{record['text']}: {record['error']}" for record in records if "error" in record]
     print("", *failures, *warnings, f"page:  {page}", sep="\n")
     return 0
@@ -113,19 +113,19 @@ def train_on(folder: Path, requested: str) -> dict[str, Any]:
     if child.returncode:
         error = run.read_status().get("reason") if run.path.exists() else "see the message above"
         return {**record, "error": str(error or f"exit code {child.returncode}")}
-    steps = list(run.records("step"))
+    steps, device = list(run.records("step")), run.read("machine.json")["device"]
     q1_ms, step_ms, q3_ms = quartiles([row["step_ms"] for row in steps[WARMUP_STEPS:] or steps])
     diagnostics = [row for row in run.records() if "peak_rss_gb" in row]
     joules = diagnostics[-1]["joules"] if diagnostics else None
     seconds = sum(row["step_ms"] + row["between_ms"] for row in steps) / 1e3
     losses = {row["step"]: row["loss"] for row in steps if row["loss"] is not None}
     peaks = [max(row["peak_rss_gb"], row["device_gb"] or 0) for row in diagnostics]
-    device, batch_size = run.read("machine.json")["device"], run.read("config.json")["batch_size"]
     record |= {"text": requested if device == requested else f"{requested} → {device}", "device": device}
-    record |= {"step_ms": step_ms, "q1_ms": q1_ms, "q3_ms": q3_ms, "iqr_ms": f"{number(q1_ms)}–{number(q3_ms)}"}
-    record |= {"pairs_per_s": 1e3 * batch_size / step_ms, "peak_gb": max(peaks, default=None)}
+    record |= {"step_ms": step_ms, "iqr_ms": f"{number(q1_ms)}–{number(q3_ms)}", "losses": losses}
+    pairs_per_s = 1e3 * run.read("config.json")["batch_size"] / step_ms
+    record |= {"pairs_per_s": pairs_per_s, "peak_gb": max(peaks, default=None)}
     record |= {"joules": joules, "watts": None if joules is None else joules / seconds}
-    record |= {"losses": losses, "final_loss": mean([*losses.values()][-10:]) if losses else None}
+    record |= {"final_loss": mean([*losses.values()][-10:]) if losses else None}
     return record | {"mean_r1": json.loads(child.stdout).get("mean_r1")}
 
 

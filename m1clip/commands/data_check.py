@@ -46,8 +46,8 @@ class Args(DataConfig):
     """Print the report as one line of JSON, with up to 10,000 bad rows."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.parse_flags(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = flags.parse_flags(Args, program, argv)
     if not args.data:
         raise ValueError("data check needs a SPEC, such as a folder or a table; see m1clip data check --help")
     check_config(args)
@@ -184,10 +184,10 @@ def print_bad_rows(report: Report, args: Args) -> None:
 
 
 def print_images(report: Report) -> None:
-    most, label = max(report["sizes"].values()), "pixels"
+    highest, label = max(report["sizes"].values()), "pixels"
     for name, count in report["sizes"].items():
         if count:
-            print_line(label, f"{name:>9}  {'█' * max(1, round(30 * count / most))} {count:,}")
+            print_line(label, f"{name:>9}  {'█' * max(1, round(30 * count / highest))} {count:,}")
             label = ""
     if report["largest"]:
         width, height, location = report["largest"]

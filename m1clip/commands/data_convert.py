@@ -36,8 +36,8 @@ class Args(DataConfig):
     """Print a summary as one line of JSON."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.parse_flags(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = flags.parse_flags(Args, program, argv)
     if not args.data or args.out is None:
         raise ValueError("data convert needs a SPEC and a folder OUT; see m1clip data convert --help")
     check_config(args)

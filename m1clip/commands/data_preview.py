@@ -31,8 +31,8 @@ class Args(DataConfig):
     """Output file, .png, .jpg or .webp."""
 
 
-def parse(prog: str, words: list[str]) -> Args:
-    args = flags.parse_flags(Args, prog, words)
+def parse(program: str, argv: list[str]) -> Args:
+    args = flags.parse_flags(Args, program, argv)
     check_config(args)
     if args.columns < 1 or args.rows < 1 or args.columns * args.rows > 1000:
         raise ValueError(f"a contact sheet has 1 to 1000 images, not {args.columns} × {args.rows}")

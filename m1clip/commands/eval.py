@@ -3,13 +3,13 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from m1clip import console
 from m1clip.commands.flags import parse_flags
-from m1clip.commands.output import show_edits, show_retrieval
+from m1clip.console import loading, show, show_retrieval, table
+from m1clip.format import percent
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,27 @@ def parse(program: str, argv: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
-    with console.loading():
+    with loading():
         from m1clip import api
 
     names = ("data", "val_size", "seed", "image_column", "caption_column")
     settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     result = api.evaluate(args.model, split=args.split, device=args.device, runs=args.runs, **settings)
+    scores, edits = result.scores.record(), [asdict(edit) for edit in result.edits]
     if args.json:
-        edits = [asdict(edit) for edit in result.edits]
-        print(json.dumps({"model": str(result.model), **result.scores.record(), "edits": edits}))
+        print(json.dumps({"model": str(result.model), **scores, "edits": edits}))
         return 0
     print(f"{result.model}\n")
-    show_retrieval(result.scores)
-    if result.edits:
+    show_retrieval(scores)
+    if edits:
         print()
-        show_edits(result.edits)
+        show_edits(edits)
     return 0
+
+
+def show_edits(scores: list[dict[str, Any]]) -> None:
+    listing = table("changed word", "accuracy", "captions")
+    for score in scores:
+        listing.add_row(score["changed"], percent(score["accuracy"]), f"{score['edits']}")
+    listing.add_row("chance", percent(scores[0]["chance"]), "", style="dim")
+    show("one word changed: is the original caption closer to the image?", listing)

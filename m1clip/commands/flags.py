@@ -9,13 +9,12 @@ import tyro
 T = TypeVar("T")
 
 
-def parse_flags(kind: type[T], program: str, argv: Sequence[str], default: T | None = None) -> T:
+def parse_flags(kind: type[T], program: str, argv: Sequence[str], default: Any = tyro.MISSING_NONPROP) -> T:
     """Parse argv; prints help or an error with suggestions and exits where that is due."""
-    options: dict[str, Any] = {} if default is None else {"default": default}
     # tyro joins lines, but not indented ones: these are the examples.
     description = "\n  ".join(cleandoc(kind.__doc__ or "").splitlines())
     config = (tyro.conf.AvoidSubcommands, tyro.conf.HelptextFromCommentsOff)
-    parsed: T = tyro.cli(kind, prog=program, args=argv, description=description, config=config, **options)
+    parsed: T = tyro.cli(kind, prog=program, args=argv, description=description, config=config, default=default)
     return parsed
 
 

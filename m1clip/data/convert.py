@@ -31,7 +31,7 @@ def convert_dataset(
     sources: list[Source], out: Path, to: Format, per_file: int, max_bad_rows: float, progress: ProgressFactory
 ) -> dict[str, Any]:
     """Write all pairs of all splits; return a summary."""
-    splits = [(one.spec, split) for one in sources for split in (one.train, one.val, one.test) if split]
+    splits = [(src.spec, split) for src in sources for split in (src.train, src.val, src.test) if split]
     identities = [[spec, split.fingerprint, split.identity] for spec, split in splits]
     manifest = Manifest(out, {"from": identities, "to": to, "per_file": per_file})
     bad_rows = sum((source.bad_rows for source in sources), BadRows())

@@ -3,13 +3,10 @@
 Rows that name the same image become one entry with several captions. A million rows use disk, not memory.
 """
 
-import http.client
 import json
 import os
 import stat
 import time
-import urllib.error
-import urllib.request as http_request
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -34,12 +31,6 @@ NUMBERS = {"offset": pa.int64(), "length": pa.int64(), "line": pa.int32()}
 CODES = {"container": pa.int32(), "table": pa.int32(), "split": pa.int8()}
 SCHEMA = pa.schema({"image": pa.string(), **NUMBERS, **CODES, "captions": pa.list_(pa.string())})
 TIMEOUT_S, ATTEMPTS = 20, 2  # of downloads
-# Not the default handlers, which also open file: and ftp: URLs, even after a redirect.
-HANDLERS = (
-    *(http_request.ProxyHandler, http_request.HTTPHandler, http_request.HTTPSHandler),
-    *(http_request.HTTPRedirectHandler, http_request.HTTPErrorProcessor),
-    http_request.HTTPDefaultErrorHandler,
-)
 
 
 class IndexWriter:
@@ -276,34 +267,25 @@ def download_image(url: str) -> Path:
 
 
 def _fetch(url: str) -> bytes:
-    opener = http_request.OpenerDirector()
-    for handler in HANDLERS:
-        opener.add_handler(handler())
-    reason = ""
+    """The body of a response, limited in size and time; redirects are followed to http and https only."""
+    import httpx2 as httpx
+
+    headers, reason = {"User-Agent": "m1clip", "Accept-Encoding": "identity"}, ""
     for _ in range(ATTEMPTS):
+        data, deadline = b"", time.monotonic() + 3 * TIMEOUT_S
         try:
-            request = http_request.Request(url, headers={"User-Agent": "m1clip"})
-            with opener.open(request, timeout=TIMEOUT_S) as response:
-                return _read_body(response)
-        except urllib.error.HTTPError as error:
-            raise BadImage("missing file", f"{url[:80]} answers {error.code} {error.reason}") from None
-        except BadImage:
-            raise
-        except (OSError, http.client.HTTPException, ValueError) as error:
+            with httpx.stream("GET", url, follow_redirects=True, timeout=TIMEOUT_S, headers=headers) as response:
+                response.raise_for_status()
+                for part in response.iter_bytes():
+                    data += part
+                    if len(data) > MAX_BYTES:
+                        raise BadImage("refused", f"the response is larger than {MAX_BYTES:,} bytes")
+                    if time.monotonic() > deadline:
+                        raise httpx.ReadTimeout(f"it took longer than {3 * TIMEOUT_S} s")
+                return data
+        except httpx.HTTPStatusError as error:
+            status = f"{error.response.status_code} {error.response.reason_phrase}"
+            raise BadImage("missing file", f"{url[:80]} answers {status}") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason = " ".join(str(error).split())
     raise BadImage("missing file", f"{url[:80]} cannot be downloaded ({reason})")
-
-
-def _read_body(response: http.client.HTTPResponse) -> bytes:
-    """The whole body, limited in size and time."""
-    data, deadline = b"", time.monotonic() + 3 * TIMEOUT_S
-    while part := response.read(1 << 16):
-        data += part
-        if len(data) > MAX_BYTES:
-            raise BadImage("refused", f"the response is larger than {MAX_BYTES:,} bytes")
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"it took longer than {3 * TIMEOUT_S} s")
-    expected = response.headers.get("Content-Length", "")
-    if expected.isdecimal() and len(data) < int(expected):
-        raise OSError(f"received {len(data):,} of {expected} bytes")
-    return data

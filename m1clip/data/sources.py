@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from m1clip.config import DataConfig
 from m1clip.data.decode import BadImage
 from m1clip.data.index import SPLIT_CODES, IndexedPairs, IndexWriter, RowIndices
-from m1clip.data.pixel_cache import explain_full_disk, temporary_cache
+from m1clip.data.pixel_cache import explain_full_disk, row_chunks, temporary_cache
 from m1clip.data.rows import BadRows, PairDataset, ProgressFactory, no_progress
-from m1clip.data.workers import row_chunks
 from m1clip.files import cache_folder
 
 SCHEMES = ("synthetic", "coco", "flickr30k", "flickr8k", "hf")
@@ -90,7 +89,7 @@ def _open_source(spec: str, weight: float, config: DataConfig, progress: Progres
 
 
 def _open_synthetic(spec: str, weight: float, config: DataConfig) -> Source:
-    from m1clip.data.synthetic.scenes import SyntheticScenes
+    from m1clip.data.synthetic import SyntheticScenes
 
     size = spec.partition(":")[2]
     if size and not size.isdecimal():

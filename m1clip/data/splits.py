@@ -9,10 +9,9 @@ import numpy as np
 
 from m1clip.config import DataConfig
 from m1clip.data.index import IndexedPairs, RowIndices
-from m1clip.data.pixel_cache import build_pixel_cache, decode_to_memory
+from m1clip.data.pixel_cache import WorkerPool, build_pixel_cache, decode_rows, decode_to_memory
 from m1clip.data.rows import BadRows, PairDataset, ProgressFactory, no_progress
 from m1clip.data.sources import Source, validation_subset
-from m1clip.data.workers import WorkerPool, decode_rows
 from m1clip.images import Pixels
 
 SHUFFLE_WINDOW = 10_000  # rows; on the fly, shards are read nearly in sequence

@@ -7,7 +7,7 @@ from typing import Protocol, TypeGuard
 from torch import Tensor
 
 from m1clip.data.rows import PairDataset
-from m1clip.evals.embed import embed_captions
+from m1clip.evals.evaluate import embed_captions
 from m1clip.model.clip import CLIP
 
 

@@ -20,42 +20,39 @@ CHUNKED = 4 / 3  # GradCache runs forward twice
 LEVELS = ("low", "medium", "high")
 StepRows = Sequence[StepRow]
 RowPair = tuple[StepRow, StepRow]
+Setting = tuple[str, str, str, str]  # name, value, confidence, reason
 
 
 @dataclass(frozen=True)
-class Estimate:
+class StepEstimate:
     ms: float
-    low_ms: float
-    high_ms: float
+    factor: float  # the step should take between ms / factor and ms * factor
     basis: str
     confidence: str
 
     def __str__(self) -> str:
-        return f"{milliseconds(self.ms)} ({milliseconds(self.low_ms)} to {milliseconds(self.high_ms)})"
-
-    def scaled(self, factor: float) -> "Estimate":
-        return Estimate(self.ms * factor, self.low_ms * factor, self.high_ms * factor, self.basis, self.confidence)
+        low, high = milliseconds(self.ms / self.factor), milliseconds(self.ms * self.factor)
+        return f"{milliseconds(self.ms)} ({low} to {high})"
 
 
-def estimate_step(rows: StepRows, plan: Plan, cost: StepCost) -> Estimate | None:
+def estimate_step(rows: StepRows, plan: Plan, cost: StepCost) -> StepEstimate | None:
     """Step time by a plan: as measured, interpolated or extrapolated for this model, or from other models."""
     rows = [row for row in rows if row.plan == plan]
     rows = [row for row in rows if not row.is_loaded] or rows
     same_model = [row for row in rows if row.model_id == cost.model_id]
-    exact = [row for row in same_model if row.batch_size == cost.batch_size]
-    exact = [row for row in exact if math.isclose(row.gflop, cost.gflop, rel_tol=0.01)]
-    if exact:
-        row = exact[-1]
-        low_ms, high_ms = (min(row.q1_ms, row.step_ms / DAILY_VARIATION), max(row.q3_ms, row.step_ms * DAILY_VARIATION))
-        confidence = "low" if row.is_loaded else "high" if len(row.samples_ms) >= MIN_SAMPLES else "medium"
-        basis = f"measured on {time.strftime('%d %B %Y', time.localtime(row.time))}"
-        basis += " under background load" if row.is_loaded else ""
-        return Estimate(row.step_ms, low_ms, high_ms, basis, confidence)
+    for row in reversed(same_model):
+        if row.batch_size == cost.batch_size and math.isclose(row.gflop, cost.gflop, rel_tol=0.01):
+            factor = max(DAILY_VARIATION, row.step_ms / row.q1_ms, row.q3_ms / row.step_ms)
+            confidence = "high" if len(row.samples_ms) >= MIN_SAMPLES else "medium"
+            basis = f"measured on {time.strftime('%d %B %Y', time.localtime(row.time))}"
+            if row.is_loaded:
+                basis, confidence = f"{basis} under background load", "low"
+            return StepEstimate(row.step_ms, factor, basis, confidence)
     newest = {(row.model_id, row.batch_size, round(row.gflop, 4)): row for row in same_model or rows}
     return _fitted(list(newest.values()), cost, bool(same_model)) if same_model or len(newest) >= 3 else None
 
 
-def _fitted(rows: StepRows, cost: StepCost, is_same_model: bool) -> Estimate:
+def _fitted(rows: StepRows, cost: StepCost, is_same_model: bool) -> StepEstimate:
     gflop, (ms, factor) = [row.step_gflop for row in rows], fit_step_time(rows, cost, not is_same_model)
     # Doublings or halvings from the measured range.
     outside = max(0.0, math.log2(cost.step_gflop / max(gflop)), math.log2(min(gflop) / cost.step_gflop))
@@ -66,9 +63,8 @@ def _fitted(rows: StepRows, cost: StepCost, is_same_model: bool) -> Estimate:
     else:
         names = ", ".join(dict.fromkeys(row.preset for row in rows))
         basis = f"this model was not measured; {basis} from {names}"
-    factor += 0.1 * outside
     is_reliable = is_same_model and outside < 1 and len(rows) > 1
-    return Estimate(ms, ms / factor, ms * factor, basis, "medium" if is_reliable else "low")
+    return StepEstimate(ms, factor + 0.1 * outside, basis, "medium" if is_reliable else "low")
 
 
 def fit_step_time(rows: StepRows, cost: StepCost, per_parameter: bool = True) -> tuple[float, float]:
@@ -158,18 +154,15 @@ class Advice:
     plan: Plan
     reason: str
     confidence: str
-    step: Estimate | None
-    rejected: dict[str, str]
-    """Other measured plans, and why they were not chosen."""
+    step: StepEstimate | None
+    rejected: dict[str, str]  # other measured plans, and why they were not chosen
 
 
 def advise(
     cost: StepCost, rows: StepRows, available: Sequence[str], requested: Mapping[str, Any], steps: int
 ) -> Advice:
-    """The fastest measured plan; `requested` holds the fields of Plan that are decided already.
-
-    The fastest plain plan of a device is the reference. Another plan has to beat it in the same comparison.
-    """
+    """The fastest measured plan; `requested` holds the fields of Plan that are decided already."""
+    # The fastest plain plan of a device is the reference. Another plan has to beat it in the same comparison.
     names = [requested["device"]] if "device" in requested else available
     plain = [Plan(**{"device": name, **requested}) for name in names]
     estimates = {plan: estimate for plan in plain if (estimate := estimate_step(rows, plan, cost))}
@@ -183,7 +176,15 @@ def advise(
             if reason is None and (best is None or speedup(pair) > speedup(best)):
                 best = pair
             rejected[str(plan)] = f"{describe_speedup(pair, cost)}; {reason or 'the chosen plan is faster'}"
-    reason, confidence = explain_device(reference, plain, estimates, rows, cost)
+    reason, confidence = "PyTorch finds no GPU", "high"
+    if len(plain) > 1:
+        times = ", ".join(f"{plan}: {estimates.get(plan, 'not measured')}" for plan in plain)
+        others = [find_comparison(rows, reference, plan, cost) for plan in plain if plan != reference]
+        is_clear = all(pair and is_significant(*pair) for pair in others)
+        basis = estimates[reference].basis if estimates else "m1clip bench measures them"
+        reason = f"{times}{'' if is_clear else ' (not significant)'}; {basis}"
+        levels = [LEVELS.index(estimate.confidence) for estimate in estimates.values()]
+        confidence = LEVELS[min(levels)] if is_clear else "low"
     if requested:
         flags = "requested with " + " ".join(f"--{name} {value}" for name, value in requested.items())
         reason = flags if "device" in requested else f"{reason}; {flags}"
@@ -193,49 +194,29 @@ def advise(
     rejected.pop(str(best[1].plan))
     measured = estimate_step(rows, best[1].plan, cost)
     if measured is None or measured.confidence == "low":
-        measured = step and step.scaled(1 / speedup(best))
+        measured = step and replace(step, ms=step.ms / speedup(best))
     is_exact = (best[0].model_id, best[0].batch_size) == (cost.model_id, cost.batch_size)
     reason = describe_speedup(best, cost) + (f"; {reason}" if requested else "")
     return Advice(best[1].plan, reason, "high" if is_exact else "medium", measured, rejected)
 
 
-def explain_device(
-    reference: Plan, plain: Sequence[Plan], estimates: Mapping[Plan, Estimate], rows: StepRows, cost: StepCost
-) -> tuple[str, str]:
-    """The step times of all devices, and how certain their order is."""
-    if len(plain) == 1:
-        return "PyTorch finds no GPU", "high"
-    if not estimates:
-        return "no device was measured yet; m1clip bench does that", "low"
-    times = ", ".join(f"{plan}: {estimates.get(plan, 'not measured')}" for plan in plain)
-    pairs = [find_comparison(rows, reference, plan, cost) for plan in plain if plan != reference]
-    confidence = min((estimate.confidence for estimate in estimates.values()), key=LEVELS.index)
-    if not all(pair and is_significant(*pair) for pair in pairs):
-        times, confidence = f"{times} (not significant)", "low"
-    return f"{times}; {estimates[reference].basis}", confidence
-
-
-def predict_run(
-    cost: StepCost, advice: Advice, rows: StepRows, free_gb: float, pairs: int
-) -> list[tuple[str, str, str, str]]:
-    """Chunk, memory, step and epoch of a run by the advised plan: name, value, confidence, reason."""
+def predict_run(cost: StepCost, advice: Advice, rows: StepRows, free_gb: float, pairs: int) -> list[Setting]:
+    """Chunk, memory, step and epoch of a run by the advised plan."""
     usable_gb, pair_gb, chunk = USABLE * free_gb - cost.state_gb, PEAK * cost.activation_gb, cost.batch_size
     if pair_gb * chunk > usable_gb:
         chunk = power_of_two(usable_gb / pair_gb) if usable_gb >= pair_gb else 0
-    key = (advice.plan, cost.model_id, chunk)
-    measured_gb = [row.peak_gb for row in rows if (row.plan, row.model_id, row.batch_size) == key and row.peak_gb]
-    need_gb = measured_gb[-1] if measured_gb else cost.state_gb + pair_gb * max(1, chunk)
-    sizes = f"{cost.state_gb:.2f} GB of weights, gradients and moments, "
-    sizes += f"{1e3 * cost.activation_gb:.3g} MB of activations per pair, {free_gb:.1f} GB free"
-    chunk_text = "whole batch" if chunk == cost.batch_size else f"{chunk:,}" if chunk else "does not fit"
-    basis = ("high", "measured") if measured_gb else ("medium", "computed from the model")
-    predictions = [("chunk", chunk_text, "high", sizes), ("memory", f"{need_gb:.2f} GB", *basis)]
-    if advice.step:
-        step = advice.step.scaled(CHUNKED if chunk < cost.batch_size else 1.0)
+    need_gb, basis = cost.state_gb + pair_gb * max(1, chunk), ("medium", "computed from the model")
+    for row in rows:
+        if (row.plan, row.model_id, row.batch_size) == (advice.plan, cost.model_id, chunk) and row.peak_gb:
+            need_gb, basis = row.peak_gb, ("high", "measured")
+    text = "whole batch" if chunk == cost.batch_size else f"{chunk:,}" if chunk else "does not fit"
+    state = f"{cost.state_gb:.2f} GB of weights, gradients and moments"
+    sizes = f"{state}, {1e3 * cost.activation_gb:.3g} MB of activations per pair, {free_gb:.1f} GB free"
+    predictions = [("chunk", text, "high", sizes), ("memory", f"{need_gb:.2f} GB", *basis)]
+    if step := advice.step:
+        step = replace(step, ms=step.ms * (CHUNKED if chunk < cost.batch_size else 1.0))
         steps = max(1, pairs // cost.batch_size)
-        epoch, low, high = (duration(steps * ms / 1e3) for ms in (step.ms, step.low_ms, step.high_ms))
         predictions.append(("step", milliseconds(step.ms), step.confidence, f"{step}, {step.basis}"))
-        predictions.append(
-            ("epoch", epoch, step.confidence, f"{low} to {high} for {steps:,} steps, without evaluation")
-        )
+        reason = f"{steps:,} steps for {pairs:,} pairs, without evaluation"
+        predictions.append(("epoch", duration(steps * step.ms / 1e3), step.confidence, reason))
     return predictions

@@ -15,12 +15,12 @@ from typing import Any
 from m1clip import devices
 from m1clip.config import PRESETS, ModelConfig, TextConfig, TrainConfig, VisionConfig, check_config, with_defaults
 from m1clip.console import Console
-from m1clip.data.augment import stored_size
-from m1clip.data.pixel_cache import PixelCache
+from m1clip.data.batches import stored_size
+from m1clip.data.pixel_cache import PixelCache, decode_rows
 from m1clip.data.sources import Source
-from m1clip.data.workers import decode_rows
 from m1clip.devices import Plan
 from m1clip.format import duration
+from m1clip.training.setup import evenly_spaced
 from m1clip.training.timing import random_batch, time_plans
 
 TRANSFORMER_FROM = 50_000
@@ -136,11 +136,6 @@ class TimeBudget:
         if self.decodes_on_the_fly:
             return seconds / (1 / pairs_per_s + self.decode_s / self.images)
         return (seconds - self.decode_s) * pairs_per_s
-
-
-def evenly_spaced(count: int, limit: int) -> range:
-    """At most `limit` of the numbers below `count`."""
-    return range(0, count, -(-count // limit))
 
 
 def fit_budget(

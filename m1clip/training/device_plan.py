@@ -1,4 +1,4 @@
-"""Choose the device plan of a run: requested, resumed or measured, with its reason; then check it against the CPU."""
+"""The device plan of a run: requested, resumed or measured, with its reason. Check it against the CPU."""
 
 import os
 from collections.abc import Sequence
@@ -24,11 +24,9 @@ from m1clip.training.state import TrainState
 from m1clip.training.step import embed_images, embed_texts, image_embeddings, text_embeddings, train_step
 
 SKIP_PARITY = "M1CLIP_SKIP_PARITY"
-TRIAL_S = 1.0
-"""Seconds per plan, if nothing was measured before."""
-PARITY_PAIRS, PARITY_EMBEDDED = 4, 256
-"""Pairs compared module by module, and by their embeddings alone; fewer for models above LARGE_MODEL."""
-LARGE_MODEL = 50_000_000
+PLAN_TRIAL_S = 1.0  # per plan, if nothing was measured before
+PARITY_PAIRS, PARITY_EMBEDDED = 4, 256  # compared module by module, and by their embeddings alone
+LARGE_MODEL = 50_000_000  # parameters; larger models are compared on fewer pairs
 SAME_AS_BEFORE = "as in the resumed run"
 
 
@@ -36,8 +34,7 @@ SAME_AS_BEFORE = "as in the resumed run"
 class PlanChoice:
     plan: Plan
     reason: str
-    parity: str | None = None
-    """The result of the comparison with the CPU."""
+    parity: str | None = None  # the result of the comparison with the CPU
 
     def record(self) -> dict[str, Any]:
         plan = asdict(self.plan)
@@ -51,10 +48,7 @@ def choose_plan(
     if is_features and not resumed_plan:
         plan = Plan(str(model.devices[0]), threads=config.threads)
         return PlanChoice(plan, "the device that encoded the features")
-    if resumed_plan:
-        choice = resume_plan(resumed_plan, config)
-    else:
-        choice = measured_plan(config, batch, steps, console)
+    choice = resume_plan(resumed_plan, config) if resumed_plan else auto_plan(config, batch, steps, console)
     return check_parity(choice, model, batch, console, config)
 
 
@@ -96,15 +90,15 @@ def resume_plan(plan: Plan, config: TrainConfig) -> PlanChoice:
     return PlanChoice(replace(plan, **changes), reason)
 
 
-def measured_plan(config: TrainConfig, batch: Batch, steps: int, console: Console) -> PlanChoice:
+def auto_plan(config: TrainConfig, batch: Batch, steps: int, console: Console) -> PlanChoice:
     """The fastest plan by the measurements of this machine; without any, every device is timed first."""
     available, requested, store = devices.available(), requested_plan(config), open_store()
     rows, tokens = store.steps(), batch.text[0].shape[-1]
-    is_open = "device" not in requested and len(available) > 1
+    is_undecided = "device" not in requested and len(available) > 1
     cost = StepCost("", config.preset, tokens, 1, 1.0, 1.0, len(batch))
-    if rows or is_open:  # counting the cost takes a second
+    if rows or is_undecided:  # counting the cost takes a second
         cost = timing.step_cost(config, len(batch), tokens, store)
-    if is_open:
+    if is_undecided:
         rows = measure_missing(config, batch, cost, store, console)
     if store.write_error:
         console.warn(f"measurements cannot be stored: {store.write_error}")
@@ -115,7 +109,7 @@ def measured_plan(config: TrainConfig, batch: Batch, steps: int, console: Consol
 def measure_missing(
     config: TrainConfig, batch: Batch, cost: StepCost, store: MeasurementStore, console: Console
 ) -> list[StepRow]:
-    """All step rows; if a device has none of this model, time a few real steps on every device and placement."""
+    """All step rows; if a device has none of this model, a few real steps are timed on all devices first."""
     available, rows = devices.available(), store.steps()
     if {row.device for row in rows if row.model_id == cost.model_id}.issuperset(available):
         return rows
@@ -123,7 +117,7 @@ def measure_missing(
     plans += [Plan(name, precision) for name in available for precision in faster_precisions(name)]
     for size in trial_batch_sizes(cost, len(available) + len(split_plans(available))):
         with console.progress(f"timing {size} pairs on {', '.join(available)}", None):
-            timings = timing.time_plans(config, plans, batch.split(size)[0], TRIAL_S)
+            timings = timing.time_plans(config, plans, batch.split(size)[0], PLAN_TRIAL_S)
         for failed in (one for one in timings if one.error):
             console.warn(f"{failed.plan}: {failed.error}; not used")
         timing.add_comparison(store, replace(cost, batch_size=size), timings)
@@ -131,10 +125,10 @@ def measure_missing(
 
 
 def trial_batch_sizes(cost: StepCost, states: int) -> list[int]:
-    """The batch size, if the CPU can do it in the time of a trial, or two smaller ones to extrapolate from."""
+    """The batch size, if the CPU can do it in the time of a trial, or two smaller ones to extrapolate."""
     gflops = 0.4 * devices.matmul_gflops(devices.torch_device("cpu"), "fp32")  # a typical utilization
     free_gb = sensors.available_gb() * memory.USABLE - states * cost.state_gb
-    most = int(min(TRIAL_S * gflops / cost.gflop, free_gb / (memory.PEAK * cost.activation_gb)))
+    most = int(min(PLAN_TRIAL_S * gflops / cost.gflop, free_gb / (memory.PEAK * cost.activation_gb)))
     if most >= cost.batch_size:
         return [cost.batch_size]
     return sorted({size for size in (max(2, most // 4), most) if 2 <= size <= most})
@@ -165,7 +159,7 @@ def check_parity(
         return choice
     with console.progress(f"comparing {plan.device} with the CPU", None):
         result = compare_with_cpu(model, batch, plan, config)
-    if result.ok:
+    if not result.mismatch:
         return replace(choice, parity=str(result))
     reason = f"{plan.device} is not used, because {result}"
     console.warn(f"{reason}. The CPU is used instead. {SKIP_PARITY}=1 skips this check")
@@ -173,17 +167,17 @@ def check_parity(
 
 
 def compare_with_cpu(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig | None = None) -> Parity:
-    """Compare modules, gradients, embeddings and, with a config, a training step. The weights do not change."""
+    """Compare modules, gradients, embeddings and, with a config, a training step. Weights do not change."""
     divisor = 1 if sum(weight.numel() for weight in model.parameters()) < LARGE_MODEL else 2
     few, many = batch.split(PARITY_PAIRS // divisor)[0], batch.split(PARITY_EMBEDDED // divisor**3)[0]
 
     def run(plan: Plan) -> Recording:
         model.to_devices(*plan.devices)
-        recording = parity.record(model, lambda: contrastive_loss(model, *embed_pairs(model, few, plan)))
+        recording = parity.record(model, lambda: contrastive_loss(model, few, plan))
         if config:
             recording |= record_step(model, few, plan, config)
         with torch.no_grad():  # the shapes of training: some faults only show with many rows
-            image_BE, text_BE = embed_pairs(model, many, plan)
+            image_BE, text_BE = embed_batch(model, many, plan)
         recording[f"the embedding of {len(many)} images"] = image_BE.cpu()
         recording[f"the embedding of {len(many)} captions"] = text_BE.cpu()
         return recording
@@ -191,7 +185,7 @@ def compare_with_cpu(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig 
     return parity.compare(run, replace(plan, compile=False))
 
 
-def embed_pairs(model: CLIP, batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
+def embed_batch(model: CLIP, batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
     vision, text = plan.devices
     on_device = batch.to(vision, text)
     with devices.autocast(vision, plan.precision):
@@ -200,9 +194,10 @@ def embed_pairs(model: CLIP, batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
         return image_BE, text_embeddings(model, on_device.text).float()
 
 
-def contrastive_loss(model: CLIP, image_BE: Tensor, text_BKE: Tensor) -> Tensor:
-    text_BE = text_BKE[:, 0].to(image_BE.device)
-    return losses.LOSSES[model.config.loss](model.logits(image_BE, text_BE))
+def contrastive_loss(model: CLIP, batch: Batch, plan: Plan) -> Tensor:
+    image_BE, text = embed_batch(model, batch, plan)
+    text_BE = text[:, 0] if text.ndim == 3 else text  # the first of several captions
+    return losses.LOSSES[model.config.loss](model.logits(image_BE, text_BE.to(image_BE.device)))
 
 
 def record_step(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig) -> Recording:
@@ -222,7 +217,7 @@ def record_step(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig) -> R
 
 
 def compile_blocks(choice: PlanChoice, state: TrainState, batch: Batch, console: Console) -> PlanChoice:
-    """Compile the transformer blocks and try them on one chunk, if planned; train uncompiled if that fails."""
+    """Compile the transformer blocks and try them on one chunk, if planned; if that fails, do not compile."""
     if not choice.plan.compile:
         return choice
     possible, reason = devices.can_compile(state.device)
@@ -233,11 +228,11 @@ def compile_blocks(choice: PlanChoice, state: TrainState, batch: Batch, console:
                 chunk = state.to_device(batch.split(state.chunk)[0])
                 for embed in (embed_images, embed_texts):
                     embed(state, chunk).sum().backward()  # type: ignore[no-untyped-call]
+            return choice
     except devices.DEVICE_ERRORS as error:
-        possible, reason = False, devices.short_error(error)
-    state.zero_grad()
-    if possible:
-        return choice
+        reason = devices.short_error(error)
+    finally:
+        state.zero_grad()
     console.warn(f"not compiled: {reason}")
     plan = replace(choice.plan, compile=False)
     state.use_plan(plan)

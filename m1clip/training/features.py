@@ -13,8 +13,15 @@ from torch import Tensor, nn
 
 from m1clip import devices
 from m1clip.config import TrainConfig
-from m1clip.data.augment import Augmentation, augment_images, stored_size
-from m1clip.data.batches import CaptionFeatureTable, FeatureTables, ImageFeatureTable, group_ids
+from m1clip.data.batches import (
+    Augmentation,
+    CaptionFeatureTable,
+    FeatureTables,
+    ImageFeatureTable,
+    augment_images,
+    group_ids,
+    stored_size,
+)
 from m1clip.data.index import RowIndices
 from m1clip.data.pixel_cache import Notes, RowStore
 from m1clip.data.rows import ProgressFactory

@@ -1,11 +1,14 @@
 """One training run: place the model, run the loop, keep the result."""
 
+import signal
+import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -13,8 +16,7 @@ import torch
 from m1clip import __version__, devices, sensors
 from m1clip.config import TrainConfig, to_json
 from m1clip.console import Console
-from m1clip.data.augment import Augmentation
-from m1clip.data.batches import Batch, BatchStream, FeatureTables, tokenize_captions
+from m1clip.data.batches import Augmentation, Batch, BatchStream, FeatureTables, tokenize_captions
 from m1clip.data.splits import Split
 from m1clip.evals.evaluate import Evaluation, evaluate_model, split_relevance
 from m1clip.evals.retrieval import Retrieval, chance_scores
@@ -25,16 +27,12 @@ from m1clip.run import Run
 from m1clip.training import checkpoint, device_plan, memory
 from m1clip.training.checkpoint import CheckpointManager, Progress
 from m1clip.training.device_plan import PlanChoice
-from m1clip.training.features import encode_split
-from m1clip.training.init import build_model
-from m1clip.training.logger import Logger
-from m1clip.training.metrics import StepMetrics
-from m1clip.training.recipes import FEATURE_VIEWS, calibrate_heads, set_trainable
+from m1clip.training.logger import Logger, StepMetrics
+from m1clip.training.openmp import WaitPolicy
+from m1clip.training.recipes import FEATURE_VIEWS, build_model, calibrate_heads, set_trainable
 from m1clip.training.schedule import Schedule, learning_rate
 from m1clip.training.setup import Setup, sample_captions
-from m1clip.training.signals import StopSignal
 from m1clip.training.state import TrainState
-from m1clip.training.trackers import tracking
 
 HEAD_TIME = 0.1  # of a budget, reserved for training heads on encoded features
 
@@ -47,6 +45,8 @@ class TrainResult:
     seconds: float
     scores: Retrieval | None
     best_step: int | None
+    restored: bool = False
+    """The model is that of best_step, not of the last step (--patience)."""
 
     @property
     def model(self) -> Path:
@@ -74,15 +74,21 @@ class Session:
     logger: Logger
     checkpoints: CheckpointManager
     evaluate: Callable[[CLIP], Evaluation]
+    wait_policy: WaitPolicy
 
 
 def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
     """Train from the start, or from the last intact checkpoint."""
     session = start_session(setup, run, console)
     state, progress, config = session.state, session.progress, setup.config
-    tracker = tracking(run, config, progress.step, console.warn)
+    tracker: AbstractContextManager[None] = nullcontext()
+    if config.track != "none":
+        from m1clip.training.trackers import tracking
+
+        tracker = tracking(run, config, progress.step, console.warn)
     with StopSignal(console.print) as stop, tracker, console.training(progress.step, setup.total):
         completed, evaluation = training_loop(session, stop)
+        session.wait_policy.close()
         session.checkpoints.finish(completed)
     if session.checkpoints.out_of_patience:
         session.logger.log_early_stop()
@@ -94,10 +100,11 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
         evaluation = evaluate_state(session)
     session.logger.write_status("finished" if completed else "stopped")
     final = evaluation.scores if completed and evaluation else None
-    return TrainResult(run.path, completed, progress.step, progress.seconds, final, progress.best_step)
+    restored = session.checkpoints.restored
+    return TrainResult(run.path, completed, progress.step, progress.seconds, final, progress.best_step, restored)
 
 
-def training_loop(s: Session, stop: StopSignal) -> tuple[bool, Evaluation | None]:
+def training_loop(s: Session, stop: "StopSignal") -> tuple[bool, Evaluation | None]:
     """Train until the schedule ends or a signal arrives; whether it is complete, and the last evaluation."""
     state, config, progress = s.state, s.state.config, s.progress
     evaluation, ending = None, has_ended(s)
@@ -117,6 +124,7 @@ def training_loop(s: Session, stop: StopSignal) -> tuple[bool, Evaluation | None
         stopping = stop.received
         if any((inspecting, saving, epoch, stopping, ending, progress.step % config.log_every == 0)):
             s.logger.log_steps(s.metrics.read())
+            s.wait_policy.update()
         if inspecting:
             s.logger.log_diagnostics(batch, image_BE, text_BE)
         if epoch or ending:
@@ -192,7 +200,19 @@ def start_session(setup: Setup, run: Run, console: Console) -> Session:
     chance = chance_scores(split_relevance(setup.splits.val))
     console.print_header(facts, metrics.chance, (chance[0].r1, chance[1].r1))
     evaluate = partial(evaluate, chunk=4 * state.chunk)  # no graph is kept
-    return Session(run, console, state, progress, batches, schedule, metrics, logger, checkpoints, evaluate)
+    return Session(
+        run,
+        console,
+        state,
+        progress,
+        batches,
+        schedule,
+        metrics,
+        logger,
+        checkpoints,
+        evaluate,
+        WaitPolicy(console.print),
+    )
 
 
 def make_batches(setup: Setup) -> BatchStream:
@@ -220,6 +240,8 @@ def encode_frozen(
     setup: Setup, model: CLIP, batches: BatchStream, console: Console
 ) -> tuple[BatchStream, FeatureTables]:
     """Features of both splits from the frozen towers: batches of training features, validation features."""
+    from m1clip.training.features import encode_split
+
     config, splits = setup.config, setup.splits
     device_plan.encoding_plan(config, model, batches.batch(0), console)
     encode = partial(encode_split, model, config=config, towers=setup.frozen, progress=console.progress)
@@ -337,3 +359,31 @@ def token_facts(tokenizer: Tokenizer, pairs: Split, config: TrainConfig) -> str:
     truncated = sum(length > limit for length in lengths) / len(lengths)
     text = f"{len(tokenizer):,} tokens, up to {max(lengths)} per caption"
     return text + (f"; context length {limit} truncates {truncated:.0%} of the captions" if truncated else "")
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopSignal:
+    def __init__(self, report: Callable[[str], None]):
+        self.report, self.received, self.received_at = report, False, 0.0
+        self.previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+        self.previous = {number: signal.signal(number, self._handle) for number in numbers}
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received:
+            if now - self.received_at < 1:  # one signal sent twice: by a shell to its group, and by `timeout`
+                return
+            raise KeyboardInterrupt
+        self.received, self.received_at = True, now
+        name = signal.Signals(number).name
+        self.report(f"{name}: finishing this step and saving; send it again to stop at once")

@@ -1,7 +1,4 @@
-"""What was measured on this machine: JSON lines in the cache folder, one folder per machine. No torch.
-
-Timings depend on the PyTorch version and on the memory, so each combination counts as its own machine.
-"""
+"""What was measured on this machine: JSON lines in the cache, by chip, memory and PyTorch. No torch."""
 
 import json
 import re
@@ -16,12 +13,11 @@ from m1clip import sensors
 from m1clip.config import TrainConfig, to_json
 from m1clip.files import cache_folder, json_safe, read_jsonl
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:
     from m1clip.devices import Plan
 
 MEASUREMENTS_FILE = "measurements-3.jsonl"  # a new number when rows or the training step change
-HIGH_LOAD = 0.2
-"""Background load, as a fraction of all cores, above which a timing says more about other programs."""
+HIGH_LOAD = 0.2  # fraction of all cores used by other programs; above it, timings are not reliable
 
 
 def quartiles(samples: list[float]) -> tuple[float, float, float]:
@@ -42,13 +38,10 @@ class StepCost:
 
     model_id: str
     preset: str
-    tokens: int
-    """Caption length."""
+    tokens: int  # caption length
     parameters: int
-    gflop: float
-    """Per pair, forward and backward."""
-    activation_gb: float
-    """Per pair: what autograd saves for the backward pass."""
+    gflop: float  # per pair, forward and backward
+    activation_gb: float  # per pair, saved by autograd for the backward pass
     batch_size: int
 
     @property
@@ -67,28 +60,24 @@ class StepRow(StepCost):
 
     time: float
     session: str
-    comparison: str
-    """Plans with the same id were timed in alternation."""
+    comparison: str  # plans with the same id were timed in alternation
     device: str
     precision: str
     compile: bool
     threads: int
     samples_ms: list[float]
-    step_ms: float
-    """Median; q1_ms and q3_ms are the quartiles."""
+    step_ms: float  # median; q1_ms and q3_ms are the quartiles
     q1_ms: float
     q3_ms: float
     phases_ms: dict[str, float]
-    setup_s: float
-    """What the first step took beyond a later one: compilation, allocation."""
+    setup_s: float  # what the first step took beyond a later one: compilation, allocation
     background_load: float
-    """Fraction of all cores used by other programs meanwhile."""
     peak_gb: float | None
     watts: float | None
 
     @property
     def plan(self) -> "Plan":
-        from m1clip.devices import Plan
+        from m1clip.devices import Plan  # imports torch
 
         return Plan(self.device, self.precision, self.compile, self.threads)
 

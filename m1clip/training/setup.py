@@ -12,7 +12,7 @@ import torch
 from m1clip import sensors
 from m1clip.config import TrainConfig, check_config, recipe_defaults, with_defaults
 from m1clip.console import Console
-from m1clip.data.augment import stored_size
+from m1clip.data.batches import stored_size
 from m1clip.data.sources import Source, open_sources
 from m1clip.data.splits import Split, Splits, open_splits
 from m1clip.devices import Plan
@@ -21,11 +21,8 @@ from m1clip.model.clip import CLIP, load_tokenizer
 from m1clip.model.tokenizer import Tokenizer, check_tokenizer, make_tokenizer
 from m1clip.run import Run
 from m1clip.training import checkpoint
-from m1clip.training.autoconfig import evenly_spaced, fit_budget
 from m1clip.training.device_plan import requested_plan
-from m1clip.training.init import InitModel, load_init
-from m1clip.training.recipes import check_recipe, choose_recipe, frozen_towers
-from m1clip.training.trackers import check_tracker
+from m1clip.training.recipes import InitModel, check_recipe, choose_recipe, frozen_towers, load_init
 
 TOKENIZER_CAPTIONS = 50_000
 """Captions a tokenizer is trained on, at most about."""
@@ -78,7 +75,10 @@ def prepare(
     imported = sensors.memory_use()
     check_config(config)
     requested_plan(config)
-    check_tracker(config.track)
+    if config.track != "none":
+        from m1clip.training.trackers import check_tracker
+
+        check_tracker(config.track)
     if not resumed:  # a resumed run has its tokenizer
         check_tokenizer(config.tokenizer)
     config, init = load_init(config, resumed)
@@ -133,6 +133,8 @@ def choose_settings(
     recipe, reason = config.recipe, ""
     if not config.is_pretrained and recipe in ("auto", "scratch"):
         if config.budget_s and not is_final and "preset" not in given:
+            from m1clip.training.autoconfig import fit_budget
+
             config, reason = fit_budget(config, given, sources, console)
         return replace(config, recipe="scratch"), reason
     if recipe == "auto":
@@ -194,3 +196,8 @@ def sample_captions(pairs: Split) -> Iterator[str]:
     per_image = sum(len(pairs.captions(row)) for row in sample) / len(sample)
     rows = evenly_spaced(len(pairs), max(1, int(TOKENIZER_CAPTIONS / per_image)))
     return (caption for row in rows for caption in islice(pairs.captions(row), 20))
+
+
+def evenly_spaced(count: int, limit: int) -> range:
+    """At most `limit` of the numbers below `count`."""
+    return range(0, count, -(-count // limit))

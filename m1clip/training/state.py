@@ -16,7 +16,6 @@ from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
-from m1clip.model.lora import has_lora
 from m1clip.training.optim import make_optimizers
 
 LOSS_SCALE, GROWTH_INTERVAL = 1024.0, 1000
@@ -30,7 +29,7 @@ class TrainState:
         self.chunk = config.batch_size
         self.optimizers = make_optimizers(model, config)
         self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self.has_lora = has_lora(model)
+        self.has_lora = config.recipe == "lora"
         self.ema = {name: w.detach().clone() for name, w in self.weights.items()} if config.ema else None
         self.updates = torch.zeros((), device=self.device)  # on the device, where skipping is decided
         self.scaler = self._make_scaler()

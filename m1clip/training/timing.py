@@ -22,8 +22,7 @@ from m1clip.training.measurements import MeasurementStore, StepCost, model_id, q
 from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
 
-MIN_ROUNDS, ROUNDS, MAX_ROUNDS = 3, 5, 15
-"""Samples per plan: at least (with little time, or slow rounds); at least otherwise; at most."""
+MIN_ROUNDS, ROUNDS, MAX_ROUNDS = 3, 5, 15  # at least with little time or slow rounds; at least; at most
 SLOW_ROUND_S = 20.0
 QUEUED_S = 0.1  # a GPU is timed over this many seconds of queued steps: training does not wait for each one
 
@@ -33,10 +32,8 @@ class PlanTiming:
     plan: Plan
     samples_ms: list[float] = field(default_factory=list)
     phases_ms: list[dict[str, float]] = field(default_factory=list)
-    setup_s: float = 0.0
-    """What the first step took beyond a later one: compilation, allocation."""
+    setup_s: float = 0.0  # what the first step took beyond a later one: compilation, allocation
     step_s: float = 0.0
-    """Roughly; the samples are exact."""
     steps_per_sample: int = 1
     peak_gb: float | None = None
     watts: float | None = None
@@ -45,11 +42,8 @@ class PlanTiming:
 
 
 def time_plans(config: TrainConfig, plans: Sequence[Plan], batch: Batch, seconds: float) -> list[PlanTiming]:
-    """Time steps of one model and batch by each plan, about `seconds` per plan.
-
-    Plans on the same devices share a TrainState: its weights do not change the cost of a step.
-    """
-    states: dict[str, TrainState] = {}
+    """Time steps of one model and batch by each plan, about `seconds` per plan."""
+    states: dict[str, TrainState] = {}  # by device: the weights do not change the cost of a step
     timings, load = [PlanTiming(plan) for plan in plans], sensors.BackgroundLoad()
     for timing in timings:
         catch_error(timing, lambda timing: warm_up(timing, states, config, batch))
@@ -85,17 +79,16 @@ def warm_up(timing: PlanTiming, states: dict[str, TrainState], config: TrainConf
             torch.manual_seed(0)
             states[plan.device] = TrainState(CLIP(config.model), config, replace(plan, compile=False))
     state = states[plan.device]
-    apply_plan(state, plan, batch)
-    first_s = time_step(state, batch)[0] / 1e3
-    timing.peak_gb, timing.step_s = peak_memory(state, batch)
+    first_s = time_step(state, plan, batch)[0] / 1e3
+    timing.peak_gb, timing.step_s = peak_memory(state, plan, batch)
     if timing.step_s < 2:
-        timing.step_s = time_step(state, batch)[0] / 1e3
+        timing.step_s = time_step(state, plan, batch)[0] / 1e3
     timing.setup_s = max(0.0, first_s - timing.step_s)
     if any(devices.is_async(device) for device in state.model.devices):
         timing.steps_per_sample = max(1, min(20, round(QUEUED_S / timing.step_s)))
 
 
-def peak_memory(state: TrainState, batch: Batch) -> tuple[float, float]:
+def peak_memory(state: TrainState, plan: Plan, batch: Batch) -> tuple[float, float]:
     """GB of the state and of a step's peak on all its devices, and the seconds of that slowed-down step."""
     state.zero_grad()
     memory.release_memory(state)
@@ -106,38 +99,34 @@ def peak_memory(state: TrainState, batch: Batch) -> tuple[float, float]:
         devices.reset_peak(device)
     before_gb = sum(devices.memory_gb(device) or 0.0 for device in gpus)
     with sensors.PeakMemory() as peak:
-        seconds = time_step(state, batch)[0] / 1e3
+        seconds = time_step(state, plan, batch)[0] / 1e3
     memory.retain_freed_memory()  # as in training; it was off so that the peak could be seen
     gpu_gb = sum(devices.peak_gb(device) or 0.0 for device in gpus) - before_gb
     return memory.resident_gb(state) + gpu_gb + (peak.gb if len(gpus) < len(used) else 0.0), seconds
 
 
 def add_sample(timing: PlanTiming, state: TrainState, batch: Batch) -> None:
-    apply_plan(state, timing.plan, batch)
     if timing.step_s < 0.3:
-        time_step(state, batch)  # wakes sleeping threads and refills the caches
+        time_step(state, timing.plan, batch)  # wakes sleeping threads and refills the caches
     energy = sensors.EnergyMeter()
-    ms, phases_ms = time_step(state, batch, timing.steps_per_sample)
+    ms, phases_ms = time_step(state, timing.plan, batch, timing.steps_per_sample)
     joules = energy.joules()
     if joules is not None:
         watts, count = joules / (timing.steps_per_sample * ms / 1e3), len(timing.samples_ms)
         timing.watts = ((timing.watts or 0.0) * count + watts) / (count + 1)
     if not devices.has_event_timer(state.device):  # phases need a synchronize after each: a step of its own
-        phases_ms = time_step(state, batch, with_phases=True)[1]
+        phases_ms = time_step(state, timing.plan, batch, with_phases=True)[1]
     timing.samples_ms.append(ms)
     timing.phases_ms.append(phases_ms)
 
 
-def apply_plan(state: TrainState, plan: Plan, batch: Batch) -> None:
+def time_step(
+    state: TrainState, plan: Plan, batch: Batch, steps: int = 1, with_phases: bool = False
+) -> tuple[float, dict[str, float]]:
+    """Milliseconds per step between two synchronizations, and of each phase of the last step."""
     devices.apply_plan(plan)
     state.use_plan(plan)
     state.chunk = len(batch)
-
-
-def time_step(
-    state: TrainState, batch: Batch, steps: int = 1, with_phases: bool = False
-) -> tuple[float, dict[str, float]]:
-    """Milliseconds per step between two synchronizations, and of each phase of the last step."""
     with_phases = with_phases or devices.has_event_timer(state.device)
     stamps: dict[str, Any] = {}
 
@@ -173,13 +162,12 @@ def random_batch(config: TrainConfig, batch_size: int, tokens: int) -> Batch:
 def step_cost(config: TrainConfig, batch_size: int, tokens: int, store: MeasurementStore) -> StepCost:
     """The cost of a step; counted once per model and stored, because counting takes a second or more."""
     model, names = model_id(config), ("parameters", "gflop", "activation_gb")
-    rows = store.rows("cost", model_id=model, tokens=tokens)
-    if not rows:
+    if not (rows := store.rows("cost", model_id=model, tokens=tokens)):
         cost = model_cost(config.model, tokens=tokens, captions=config.captions_per_image)
         rows = [dict(zip(names, (cost.total, cost.step_gflop, cost.activation_mb / 1e3), strict=True))]
         store.add("cost", model_id=model, tokens=tokens, **rows[0])
-    parameters, gflop, activation_gb = (rows[0][name] for name in names)
-    return StepCost(model, config.preset, tokens, parameters, gflop, activation_gb, batch_size)
+    counts = {name: rows[0][name] for name in names}
+    return StepCost(model, config.preset, tokens, batch_size=batch_size, **counts)
 
 
 def add_comparison(store: MeasurementStore, cost: StepCost, timings: Sequence[PlanTiming], session: str = "") -> None:

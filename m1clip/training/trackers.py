@@ -16,16 +16,13 @@ Close = Callable[[], Any]
 
 
 def check_tracker(name: str) -> None:
-    if name != "none" and find_spec(name) is None:
+    if find_spec(name) is None:
         raise ValueError(f"--track {name} needs an extra: pip install 'm1clip[{name}]'")
 
 
 @contextmanager
 def tracking(run: Run, config: TrainConfig, step: int, warn: Callable[[str], None]) -> Iterator[None]:
     """Inside the block, every record but events also goes to the tracker, from `step` on."""
-    if config.track == "none":
-        yield
-        return
     tracker: list[tuple[Send, Close]] = []
 
     @contextmanager

@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from m1clip.data.synthetic import drawings, render
-from m1clip.data.synthetic.drawings import COLORS, POSITIONS, SIZES, SKIES, SUBJECTS, TIMES
-from m1clip.data.synthetic.render import Scene, render_scene
+from m1clip.data import drawings
+from m1clip.data.drawings import COLORS, POSITIONS, SIZES, SKIES, SUBJECTS, TIMES, Scene, render_scene
 
 SALT = {"train": "train", "val": "held-out"}
 """Part of every random key: another value would draw other scenes."""
@@ -160,5 +159,5 @@ def _round_keys(key: str) -> tuple[int, ...]:
 @lru_cache
 def _code_hash() -> str:
     """Changes with any line that draws, so that cached images are never stale."""
-    files = (__file__, drawings.__file__, drawings.FILE, render.__file__)
+    files = (__file__, drawings.__file__, drawings.FILE)
     return blake2b(b"".join(Path(file).read_bytes() for file in files), digest_size=8).hexdigest()

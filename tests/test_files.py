@@ -1,0 +1,103 @@
+"""Files that are complete or absent: atomic writes, locks, JSON lines."""
+
+import fcntl
+import json
+import math
+import os
+
+import pytest
+
+from m1clip import files
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    files.atomic_write(tmp_path / "f", "old")
+    with pytest.raises(UnicodeEncodeError):
+        files.atomic_write(tmp_path / "f", "\udc80")
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
+    assert (tmp_path / "f").read_text() == "old"
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "old").touch()
+    with files.atomic_folder(tmp_path / "m") as folder:
+        (folder / "new").touch()
+        assert [path.name for path in (tmp_path / "m").iterdir()] == ["old"]
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"m", "m/new"}
+
+
+def test_a_block_that_fails_leaves_the_old_folder(tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "old").touch()
+    with pytest.raises(FileNotFoundError), files.atomic_folder(tmp_path / "m") as folder:
+        (folder / "gone").rename(folder / "new")
+    assert [path.name for path in tmp_path.rglob("*")] == ["m", "old"]
+
+
+def test_an_interrupt_between_the_two_renames_leaves_the_old_folder(tmp_path, monkeypatch):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "old").touch()
+    rename = type(tmp_path).rename
+
+    def fail_on_the_second(self, target):
+        if self.name.endswith(".new"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(type(tmp_path), "rename", fail_on_the_second)
+    with pytest.raises(KeyboardInterrupt), files.atomic_folder(tmp_path / "m") as folder:
+        (folder / "new").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["m", "old"]
+
+
+def test_partial_files_of_a_killed_process_are_removed_and_a_moved_folder_is_restored(tmp_path):
+    for name in (".model.77.new", ".model.77.old", ".best.77.old", "best"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name.strip(".")).touch()
+    (tmp_path / ".status.json.77").touch()
+    (tmp_path / ".hidden").touch()
+    files.remove_partial(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "best", ".hidden"}
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.77.old"]
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["best"]  # the complete one wins
+
+
+def test_a_lock_excludes_others_and_shared_locks_do_not(tmp_path):
+    with files.lock_folder(tmp_path) as first, files.lock_folder(tmp_path) as second:
+        assert (first, second) == (True, False)
+        with files.lock_folder(tmp_path, fcntl.LOCK_SH) as reader:
+            assert not reader
+    with files.lock_folder(tmp_path, fcntl.LOCK_SH) as first, files.lock_folder(tmp_path, fcntl.LOCK_SH) as second:
+        assert (first, second) == (True, True)
+    with files.lock_folder(tmp_path) as free:
+        assert free
+
+
+def test_lines_that_are_no_json_objects_are_skipped(tmp_path):
+    lines = ['{"step": 1}', "[2]", '{"step": 3', b"\xff".decode("latin1"), '{"step": 4}', '{"st']
+    (tmp_path / "f").write_text("\n".join(lines), encoding="latin1")
+    assert list(files.read_jsonl(tmp_path / "f")) == [{"step": 1}, {"step": 4}]
+    assert list(files.read_jsonl(tmp_path / "gone")) == []
+
+
+def test_numbers_that_json_lacks_become_none():
+    value = {"a": [1.5, math.nan, (math.inf, 2)], "b": {"c": -math.inf, "d": "nan"}, "e": None, "f": True}
+    safe = files.json_safe(value)
+    assert safe == {"a": [1.5, None, [None, 2]], "b": {"c": None, "d": "nan"}, "e": None, "f": True}
+    json.dumps(safe, allow_nan=False)
+
+
+def test_a_cache_folder_that_cannot_be_made_names_the_variable(tmp_path, monkeypatch):
+    monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path / "deep" / "cache"))
+    assert files.cache_folder().is_dir()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(OSError, match="set M1CLIP_CACHE to another"):
+        files.cache_folder()
+
+
+def test_files_of_an_atomic_folder_may_be_read_by_all_that_the_umask_allows(tmp_path):
+    with files.atomic_folder(tmp_path / "m") as folder:
+        os.close(os.open(folder / "weights", os.O_CREAT, 0o600))
+    assert (tmp_path / "m" / "weights").stat().st_mode & 0o777 == 0o666 & ~files.UMASK
