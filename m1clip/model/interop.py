@@ -300,12 +300,8 @@ def transformers_files(config: ModelConfig, vision: VisionConfig, text: TextConf
 
     def tower(kind: str, shape: VisionConfig | TextConfig) -> dict[str, Any]:
         widths = {"hidden_size": shape.width, "intermediate_size": shape.mlp_width or 4 * shape.width}
-        blocks = {
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "hidden_act": config.activation,
-        }
-        return {"model_type": kind, **widths, **blocks, **projection}
+        blocks = {"num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
+        return {"model_type": kind, **widths, **blocks, "hidden_act": config.activation, **projection}
 
     size, pad_id = vision.image_size, tokenizer.end_id if is_openai(tokenizer) else 0
     ids = {"bos_token_id": tokenizer.start_id, "eos_token_id": tokenizer.end_id, "pad_token_id": pad_id}
