@@ -37,11 +37,11 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, module: str = "", fault: str = "")
     real = devices.Plan.devices.fget
     requested: list[str] = []
 
-    def places(plan: devices.Plan) -> Any:
+    def plan_devices(plan: devices.Plan) -> Any:
         requested.append(plan.device)
         return real(plan)
 
-    def place(model: CLIP, vision: torch.device, text: torch.device) -> CLIP:
+    def to_devices(model: CLIP, vision: torch.device, text: torch.device) -> CLIP:
         if module:
             part = model.get_submodule(module)
             vars(part).pop("forward", None)
@@ -49,5 +49,5 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, module: str = "", fault: str = "")
                 part.forward = partial(faulty, part.forward, fault)
         return model
 
-    monkeypatch.setattr(devices.Plan, "places", property(places))
-    monkeypatch.setattr(CLIP, "place", place)
+    monkeypatch.setattr(devices.Plan, "devices", property(plan_devices))
+    monkeypatch.setattr(CLIP, "to_devices", to_devices)

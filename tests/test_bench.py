@@ -14,16 +14,16 @@ import psutil
 import pytest
 import torch
 from test_advice import step_row
-from trained import some_batch, trained
 
 from fakes import fake_gpu
+from helpers import random_pairs, train_run
 from m1clip import cli, devices, sensors
 from m1clip.bench import report, sweep
 from m1clip.commands import compare, doctor
 from m1clip.config import PRESETS, get_preset, to_json
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
-from m1clip.model.cost import cost
+from m1clip.model.cost import model_cost
 from m1clip.run import Run
 from m1clip.training import device_plan, timing
 from m1clip.training.measurements import MeasurementStore, open_store
@@ -48,7 +48,7 @@ def small_and_separate(tmp_path, monkeypatch, tiny):
 
 
 def run_cli(capsys, *arguments):
-    code = cli.run(list(arguments))
+    code = cli.run_command(list(arguments))
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -70,7 +70,7 @@ def test_a_timing_has_samples_quartiles_and_phases_that_add_up(tiny_run):
     assert row.q1_ms <= row.step_ms <= row.q3_ms
     assert row.step_ms == pytest.approx(np.median(row.samples_ms))
     assert list(row.phases_ms) == ["copy", "forward", "backward", "optimizer"]
-    ms, phases_ms = timing.time_step(TrainState(CLIP(config.model), config), Plan(), some_batch(16))
+    ms, phases_ms = timing.time_step(TrainState(CLIP(config.model), config), Plan(), random_pairs(16))
     assert 0 < sum(phases_ms.values()) <= ms  # the phases lie between the two synchronizations
 
 
@@ -87,7 +87,7 @@ def test_plans_alternate_and_plans_of_one_device_share_a_state(tiny_run, monkeyp
 def test_timing_leaves_the_random_state_and_the_threads_as_they_were(tiny_run):
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    timing.time_plans(tiny_run, [Plan(threads=2)], some_batch(8), 0.01)
+    timing.time_plans(tiny_run, [Plan(threads=2)], random_pairs(8), 0.01)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.get_num_threads() == devices.DEFAULT_THREADS
 
@@ -95,13 +95,13 @@ def test_timing_leaves_the_random_state_and_the_threads_as_they_were(tiny_run):
 def test_peak_memory_includes_the_state_and_grows_with_the_batch(tiny_run):
     config = replace(tiny_run, model=get_preset("nano").model)
     few, many = (timing.time_plans(config, [Plan()], timing.random_batch(config, n, 32), 0.01)[0] for n in (4, 64))
-    assert few.peak_gb > 3 * 4 * cost(config.model).total / 1e9
-    assert many.peak_gb > few.peak_gb + 0.5 * 60 * cost(config.model).activation_mb / 1e3
+    assert few.peak_gb > 3 * 4 * model_cost(config.model).total / 1e9
+    assert many.peak_gb > few.peak_gb + 0.5 * 60 * model_cost(config.model).activation_mb / 1e3
 
 
 def test_flops_of_a_pair_by_hand(tiny):
     """Two FLOPs per weight and token, times three with the backward pass, and attention."""
-    counted, D, patches = cost(tiny, tokens=12), 32, 4
+    counted, D, patches = model_cost(tiny, tokens=12), 32, 4
     vision, text = patches + 1, 12
     linear = 2 * D * D * 12 * (vision + text)  # both towers have two blocks; the last one
     linear += 2 * D * D * 12 * 2  # computes one token of each
@@ -453,7 +453,7 @@ def test_compare_reports_speedups_and_loss_differences_with_the_background_load(
             return SimpleNamespace(stdout=json.dumps({"html": "page.html"}))
         options = dict(zip(arguments[::2], arguments[1::2], strict=False))
         path = options["--runs"] / options["--name"]
-        result = trained(replace(tiny_run, device=options["--device"], steps=6), path)
+        result = train_run(replace(tiny_run, device=options["--device"], steps=6), path)
         return SimpleNamespace(returncode=0, stdout=json.dumps(result.record()))
 
     monkeypatch.setattr(compare, "run_m1clip", run_m1clip)

@@ -5,9 +5,9 @@ from threading import Barrier
 
 import pytest
 import torch
-from trained import Quiet, some_batch, some_state, trained
 
 from fakes import fake_gpu
+from helpers import QuietConsole, make_state, random_pairs, train_run
 from m1clip import devices, parity
 from m1clip import run as runs
 from m1clip.config import TrainConfig
@@ -31,8 +31,8 @@ def own_measurements(tmp_path, monkeypatch):
 
 
 def choose(config, model=None, resumed_plan=None, console=None):
-    model, batch = model or CLIP(config.model), some_batch(config.batch_size)
-    return device_plan.choose_plan(config, model, batch, 10, resumed_plan, console or Quiet())
+    model, batch = model or CLIP(config.model), random_pairs(config.batch_size)
+    return device_plan.choose_plan(config, model, batch, 10, resumed_plan, console or QuietConsole())
 
 
 # Two towers.
@@ -42,64 +42,64 @@ def choose(config, model=None, resumed_plan=None, console=None):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_parallel_towers_train_bit_identically(tiny, chunk, optimizer):
     config = TrainConfig(model=tiny, batch_size=8, ema=0.9, patch_dropout=0.25, optimizer=optimizer)
-    plain, split = some_state(config, chunk), some_state(config, chunk)
+    plain, split = make_state(config, chunk), make_state(config, chunk)
     split = TrainState(split.model, config, SPLIT)
     split.chunk = chunk
     for number in range(3):
-        batch = some_batch(8, seed=number)
-        assert torch.equal(train_step(plain, batch)[0], train_step(split, split.take(batch))[0])
+        batch = random_pairs(8, seed=number)
+        assert torch.equal(train_step(plain, batch)[0], train_step(split, split.to_device(batch))[0])
     assert all(torch.equal(plain.weights[name], weight) for name, weight in split.weights.items())
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_the_towers_of_a_split_plan_run_in_parallel(tiny):
     """Each waits inside its tower for the other: one after the other would never finish."""
-    state = some_state(TrainConfig(model=tiny, batch_size=4))
+    state = make_state(TrainConfig(model=tiny, batch_size=4))
     state = TrainState(state.model, state.config, SPLIT)
     barrier = Barrier(2, timeout=120)
     for tower in (state.model.vision, state.model.text):
         tower.register_forward_pre_hook(lambda *_: print(barrier.wait()))
         tower.register_full_backward_hook(lambda *_: print(barrier.wait()))
-    assert train_step(state, some_batch(4))[0].isfinite().all()
+    assert train_step(state, random_pairs(4))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_step_in_lower_precision_is_close_to_fp32(tiny, precision):
     config = TrainConfig(model=tiny, batch_size=8)
-    full, low = some_state(config), some_state(config)
+    full, low = make_state(config), make_state(config)
     low = TrainState(low.model, config, Plan("cpu", precision))
-    a, b = (train_step(state, some_batch(8))[0] for state in (full, low))
+    a, b = (train_step(state, random_pairs(8))[0] for state in (full, low))
     assert torch.allclose(a, b, rtol=0.05, atol=0.13)  # one of eight may be matched differently
     assert not torch.equal(a, b)
     assert all(weight.dtype == torch.float32 for weight in low.weights.values())
 
 
 def test_an_overflow_in_fp16_halves_the_loss_scale_and_skips_the_update(tiny):
-    state = some_state(TrainConfig(model=tiny, batch_size=4))
+    state = make_state(TrainConfig(model=tiny, batch_size=4))
     state = TrainState(state.model, state.config, Plan("cpu", "fp16"))
     before = {name: weight.clone() for name, weight in state.weights.items()}
-    state.loss_scale.fill_(1e9)
-    train_step(state, some_batch(4))
-    assert state.loss_scale == 5e8
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=1e9)
+    train_step(state, random_pairs(4))
+    assert state.scaler.get_scale() == 5e8
     assert all(torch.equal(before[name], weight) for name, weight in state.weights.items())
-    assert TrainState(state.model, state.config, Plan("cpu", "fp16")).loss_scale == LOSS_SCALE
+    assert TrainState(state.model, state.config, Plan("cpu", "fp16")).scaler.get_scale() == LOSS_SCALE
 
 
 @pytest.mark.parametrize(("first", "then"), [("fp16", "fp32"), ("fp32", "fp16")])
 def test_a_run_can_be_resumed_in_another_precision(tiny, first, then):
     """An fp16 run resumed in fp32 once kept its loss scale, and had gradients a thousand times too large."""
     config = TrainConfig(model=tiny, batch_size=8)
-    states = [TrainState(some_state(config).model, config, Plan("cpu", one)) for one in (first, then)]
-    train_step(states[0], some_batch(8))
+    states = [TrainState(make_state(config).model, config, Plan("cpu", one)) for one in (first, then)]
+    train_step(states[0], random_pairs(8))
     states[1].load(states[0].model.state_dict(), states[0].tensors())
-    norms = [train_step(state, some_batch(8, seed=2))[0][3].item() for state in states]
+    norms = [train_step(state, random_pairs(8, seed=2))[0][3].item() for state in states]
     assert norms[1] == pytest.approx(norms[0], rel=0.05)
-    assert states[1].loss_scale == (LOSS_SCALE if then == "fp16" else 1)
+    assert states[1].scaler.get_scale() == (LOSS_SCALE if then == "fp16" else 1)
 
 
 def test_an_fp16_overflow_is_logged_and_does_not_end_the_run(tiny_run, tmp_path, monkeypatch):
     monkeypatch.setattr("m1clip.training.state.LOSS_SCALE", 1e9)
-    assert trained(replace(tiny_run, precision="fp16"), tmp_path / "r").finished
+    assert train_run(replace(tiny_run, precision="fp16"), tmp_path / "r").finished
     events = [record["event"] for record in runs.Run(tmp_path / "r").records("event")]
     assert "loss scale halved" in events
 
@@ -125,7 +125,7 @@ def test_an_impossible_device_is_an_error(monkeypatch, requested, message):
 
 def test_a_device_that_computes_the_same_matches(tiny, monkeypatch):
     fake_gpu(monkeypatch)
-    result = device_plan.compare_with_cpu(CLIP(tiny), some_batch(8), Plan("mps"))
+    result = device_plan.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"))
     assert (result.mismatch, result.worst) == (None, 0)
     assert result.tensors > 100
     assert str(result).startswith(f"{result.tensors} tensors match the CPU: outputs within 0.002")
@@ -143,7 +143,7 @@ def test_a_device_that_computes_the_same_matches(tiny, monkeypatch):
 )
 def test_a_device_that_computes_something_else_is_caught_with_the_module(tiny, monkeypatch, module, fault, message):
     fake_gpu(monkeypatch, module, fault)
-    result = device_plan.compare_with_cpu(CLIP(tiny), some_batch(8), Plan("mps"))
+    result = device_plan.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"))
     assert result.mismatch
     assert str(result).startswith(message)
 
@@ -158,9 +158,9 @@ def test_wrong_attention_is_blamed_on_the_attention(tiny, monkeypatch):
 
     fake_gpu(monkeypatch)
     monkeypatch.setattr(devices, "attention", attention)
-    assert device_plan.compare_with_cpu(CLIP(tiny), some_batch(8), Plan("mps")).mismatch is None
+    assert device_plan.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps")).mismatch is None
     wrong_call = len(calls) + len(calls) // 2 + 1  # the next time, the first call on mps
-    result = device_plan.compare_with_cpu(CLIP(tiny), some_batch(8), Plan("mps"))
+    result = device_plan.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"))
     expected = "the input of vision.blocks.0.attn.out (computed in vision.blocks.0.attn) differs"
     assert str(result).startswith(expected)
 
@@ -185,7 +185,7 @@ def test_the_dropout_of_the_training_step_is_compared_too(tiny, monkeypatch):
     fake_gpu(monkeypatch)
     monkeypatch.setattr(rng, "uniform", wrong)
     config = TrainConfig(model=tiny, batch_size=8, patch_dropout=0.5)
-    result = device_plan.compare_with_cpu(CLIP(tiny), some_batch(8), Plan("mps"), config)
+    result = device_plan.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"), config)
     assert str(result).startswith("the loss of a training step differs")
 
 
@@ -199,7 +199,7 @@ def test_a_fault_that_only_shows_with_many_rows_is_caught(tiny, monkeypatch):
         return text_BE.roll(1, 0) if len(tokens_BL) > 4 and passes.count(len(tokens_BL)) == 2 else text_BE
 
     monkeypatch.setattr(CLIP, "embed_tokens", rolled)
-    result = device_plan.compare_with_cpu(CLIP(tiny), some_batch(12), Plan("mps"))
+    result = device_plan.compare_with_cpu(CLIP(tiny), random_pairs(12), Plan("mps"))
     assert str(result).startswith("the embedding of 12 captions differs from the CPU's")
 
 
@@ -207,7 +207,7 @@ def test_parity_leaves_the_weights_unchanged(tiny, monkeypatch):
     fake_gpu(monkeypatch)
     model, config = CLIP(tiny), TrainConfig(model=tiny, optimizer="muon")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    assert device_plan.compare_with_cpu(model, some_batch(8), Plan("mps"), config).mismatch is None
+    assert device_plan.compare_with_cpu(model, random_pairs(8), Plan("mps"), config).mismatch is None
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
     assert all(weight.grad is None for weight in model.parameters())
 
@@ -230,8 +230,8 @@ def test_any_error_on_the_device_rejects_it(tiny_run, monkeypatch, error):
 
 def test_a_run_on_a_wrong_device_falls_back_to_the_cpu(tiny_run, monkeypatch, tmp_path):
     fake_gpu(monkeypatch, "text.blocks.1.mlp.activation", "backward")
-    console = Quiet()
-    assert trained(replace(tiny_run, device="mps", epochs=1), tmp_path / "r", console=console).finished
+    console = QuietConsole()
+    assert train_run(replace(tiny_run, device="mps", epochs=1), tmp_path / "r", console=console).finished
     machine = runs.Run(tmp_path / "r").read("machine.json")
     assert machine["device"] == "cpu"
     assert machine["why"].startswith("mps is not used, because the input gradient of text.blocks.1.mlp.activation")
@@ -281,7 +281,7 @@ def test_a_device_that_fails_in_the_trial_is_reported_and_the_others_go_on(tiny_
         real(plan_timing, *rest)
 
     monkeypatch.setattr(timing, "warm_up", fail)
-    console = Quiet()
+    console = QuietConsole()
     choice = choose(replace(tiny_run, device="auto"), console=console)
     assert choice.plan.device == "cpu"
     assert "mps: not measured" in choice.reason
@@ -290,8 +290,8 @@ def test_a_device_that_fails_in_the_trial_is_reported_and_the_others_go_on(tiny_
 
 def test_a_resumed_run_keeps_its_plan(tiny_run, tmp_path):
     config = replace(tiny_run, device=SPLIT.device, precision="bf16")
-    trained(config, tmp_path / "r", stop_at=2)
-    trained(replace(config, device="auto", precision="auto"), tmp_path / "r")
+    train_run(config, tmp_path / "r", stop_at=2)
+    train_run(replace(config, device="auto", precision="auto"), tmp_path / "r")
     machine = runs.Run(tmp_path / "r").read("machine.json")
     assert machine["plan"] == {"device": SPLIT.device, "precision": "bf16", "compile": False, "threads": 0}
     assert machine["why"].startswith("requested with")  # the reason of the first start
@@ -314,8 +314,8 @@ def test_a_model_that_cannot_be_compiled_is_trained_uncompiled(tiny_run, tmp_pat
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/bin/false",))
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     torch._dynamo.reset()
-    console = Quiet()
-    assert trained(replace(tiny_run, compile="on", steps=2), tmp_path / "r", console=console).finished
+    console = QuietConsole()
+    assert train_run(replace(tiny_run, compile="on", steps=2), tmp_path / "r", console=console).finished
     machine = runs.Run(tmp_path / "r").read("machine.json")
     assert machine["plan"]["compile"] is False
     assert "; not compiled: " in machine["why"]
@@ -323,4 +323,4 @@ def test_a_model_that_cannot_be_compiled_is_trained_uncompiled(tiny_run, tmp_pat
 
 
 def test_steps_end_a_run_whatever_the_epochs(tiny_run, tmp_path):
-    assert trained(replace(tiny_run, steps=5), tmp_path / "r").step == 5
+    assert train_run(replace(tiny_run, steps=5), tmp_path / "r").step == 5

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from trained import some_batch, some_state
 
+from helpers import make_state, random_pairs
 from m1clip import devices, losses
-from m1clip import run as runs
 from m1clip.bench import sweep
 from m1clip.config import TrainConfig, get_preset
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
-from m1clip.training import checkpoint, device_plan, timing
-from m1clip.training.checkpoint import Progress
+from m1clip.run import create_run
+from m1clip.training import device_plan, timing
+from m1clip.training.checkpoint import Progress, load_checkpoint, save_checkpoint
 from m1clip.training.state import TrainState
 from m1clip.training.step import train_step
 
@@ -65,12 +65,12 @@ def test_attention_of_strided_tensors_equals_the_cpus(name, length):
 @pytest.mark.parametrize("name", GPUS)
 def test_a_checkpoint_of_a_gpu_is_resumed_on_it(name, tiny, tmp_path):
     device, config = require_device(name), TrainConfig(model=tiny, batch_size=4)
-    run = runs.create(tmp_path, "r", "x", overwrite=False)
-    batch = some_batch(4).to(device, device)
+    run = create_run(tmp_path, "r", "x", overwrite=False)
+    batch = random_pairs(4).to(device, device)
     states = [TrainState(CLIP(tiny, Tokenizer.characters()).to(device), config) for _ in range(2)]
     train_step(states[0], batch)
-    path = checkpoint.save(run, states[0], Progress(step=1), keep=1)
-    assert checkpoint.load(path, states[1]).step == 1
+    path = save_checkpoint(run, states[0], Progress(step=1))
+    assert load_checkpoint(path, states[1]).step == 1
     first, second = (train_step(state, batch)[0][0].item() for state in states)
     assert first == pytest.approx(second, rel=1e-4)
 
@@ -81,7 +81,7 @@ def test_a_step_that_is_not_finite_changes_nothing(name, optimizer, tiny):
     device = require_device(name)
     config = TrainConfig(model=tiny, batch_size=4, optimizer=optimizer, ema=0.9)
     state = TrainState(CLIP(tiny).to(device), config)
-    train_step(state, some_batch(4).to(device, device))
+    train_step(state, random_pairs(4).to(device, device))
     before = {key: value.clone() for key, value in state.tensors().items()}
     state.model.vision_projection.weight.grad.fill_(float("nan"))
     state.update(torch.tensor(True, device=device))
@@ -117,11 +117,11 @@ def test_a_step_on_a_gpu_equals_the_cpus(name, requested, tiny):
     """Loss, gradient norm and weights after two steps, on the device and with one tower on each."""
     require_device(name)
     config = TrainConfig(model=tiny, batch_size=8)
-    cpu, other = some_state(config), some_state(config)
+    cpu, other = make_state(config), make_state(config)
     other = TrainState(other.model, config, Plan(requested.format(name)))
     for number in range(2):
-        batch = some_batch(8, seed=number)
-        expected, actual = train_step(cpu, batch)[0], train_step(other, other.take(batch))[0]
+        batch = random_pairs(8, seed=number)
+        expected, actual = train_step(cpu, batch)[0], train_step(other, other.to_device(batch))[0]
         assert torch.allclose(expected, actual.cpu(), rtol=1e-3, atol=1e-3)
     for expected, actual in zip(cpu.weights.values(), other.weights.values(), strict=True):
         assert torch.allclose(expected, actual.cpu(), atol=2e-4)
@@ -133,8 +133,8 @@ def test_a_gpu_trains_in_lower_precision(name, precision, tiny):
     if precision not in devices.precisions(require_device(name)):
         pytest.skip(f"{name} has no {precision} here")
     config = TrainConfig(model=tiny, batch_size=8)
-    state = TrainState(some_state(config).model, config, Plan(name, precision))
-    values = [train_step(state, state.to_device(some_batch(8)))[0][0].item() for _ in range(8)]
+    state = TrainState(make_state(config).model, config, Plan(name, precision))
+    values = [train_step(state, state.to_device(random_pairs(8)))[0][0].item() for _ in range(8)]
     assert values[-1] < values[0]
 
 

@@ -30,8 +30,8 @@ class Args:
     """Pairs of an epoch."""
     epochs: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """Epochs of the run, in which compiling has to pay off; 0 is those of the preset."""
-    no_measure: bool = False
-    """Time nothing now."""
+    measure: bool = True
+    """Time the model for a few seconds if it was not measured before."""
     json: bool = False
     """Print one line of JSON."""
 
@@ -58,7 +58,7 @@ def main(args: Args) -> int:
     config, store = replace(get_preset(args.preset), batch_size=args.batch_size), open_store()
     tokens, rows = config.model.text.context_length, store.steps()
     cost = timing.step_cost(config, args.batch_size, tokens, store)
-    if not args.no_measure:
+    if args.measure:
         batch = timing.random_batch(config, args.batch_size, tokens)
         rows = measure_missing(config, batch, cost, store, Console())
     advice = advise(cost, rows, devices.available(), {}, args.epochs * (args.pairs // args.batch_size))

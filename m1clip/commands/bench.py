@@ -15,9 +15,9 @@ from m1clip.console import command, loading, show_rows
 @dataclass(frozen=True, kw_only=True)
 class SweepArgs:
     presets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ()
-    """Models to time; `m1clip info` lists them."""
+    """Models to time, of those in `m1clip info`; all of the sweep if none is given."""
     devices: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ()
-    """Devices to time; default: all."""
+    """Devices to time; all if none is given."""
     restart: bool = False
     """Start again instead of resuming a sweep that was interrupted less than a day ago."""
     out: Path = Path("bench")
@@ -41,13 +41,13 @@ class Args(SweepArgs):
     quick: bool = False
     """Fewer sizes, less time per plan."""
     batch_sizes: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N")] = ()
-    """Batch sizes for every preset."""
+    """Batch sizes for every preset; those of the sweep if none is given."""
     threads: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N")] = ()
-    """CPU threads, in addition to PyTorch's default; default: 1, performance cores, all cores."""
+    """CPU threads beside PyTorch's default; if none is given: 1, performance cores, all cores."""
     compile: bool = False
-    """Also time torch.compile for every model (half a minute each); default: for two small ones."""
-    no_operations: bool = False
-    """Skip the single operations, and with them the utilization."""
+    """Also time torch.compile for every model (half a minute each), not only for two small ones."""
+    operations: bool = True
+    """Also time single operations; the utilization (MFU) needs them."""
 
 
 def parse(program: str, argv: list[str]) -> Args:
@@ -84,7 +84,7 @@ def main(args: Args) -> int:
     ]
     settings = {key: str(value) for key, value in vars(args).items() if key not in ("out", "json", "restart")}
     with sweep.open_session("bench", {**settings, "devices": str(names)}, args.restart, args.out) as session:
-        if not args.no_operations:
+        if args.operations:
             sizes = sweep.QUICK_MATMULS if args.quick else sweep.MATMULS
             session.run_operations(sizes, precisions, 0.2 if args.quick else 1.0)
         session.run_comparisons(comparisons, 1.0 if args.quick else 4.0)
@@ -99,6 +99,5 @@ def main(args: Args) -> int:
     for title, lines in (("findings", result.findings()), ("crossover", texts), ("skipped", result.skipped)):
         if lines:
             print(f"\n{title}", *lines, sep="\n  ")
-    advise = command("advise", "--preset", "nano")
-    print(f"\npage:  {page}\nnext:  {advise}    the fastest plan for a run")
+    print(f"\npage:  {page}\nnext:  {command('advise', '--preset', 'nano')}    the fastest plan for a run")
     return 0

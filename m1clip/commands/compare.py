@@ -37,7 +37,7 @@ class Args:
 
     training: Annotated[TrainConfig, tyro.conf.arg(name="")]
     on: Annotated[tuple[str, ...], tyro.conf.arg(metavar="DEVICE")] = ()
-    """Devices and placements (vision=A,text=B); default: all devices and placements."""
+    """Devices and placements (vision=A,text=B); all if none is given."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Take all defaults from this config.json."""
     runs: Path = Path("runs")
@@ -119,8 +119,8 @@ def train_on(folder: Path, requested: str) -> dict[str, Any]:
     peaks = [max(row["peak_rss_gb"], row["device_gb"] or 0) for row in diagnostics]
     record |= {"text": requested if device == requested else f"{requested} → {device}", "device": device}
     record |= {"step_ms": step_ms, "iqr_ms": f"{number(q1_ms)}–{number(q3_ms)}", "losses": losses}
-    pairs_per_s = 1e3 * run.read("config.json")["batch_size"] / step_ms
-    record |= {"pairs_per_s": pairs_per_s, "peak_gb": max(peaks, default=None)}
+    batch_size = run.read("config.json")["batch_size"]
+    record |= {"pairs_per_s": 1e3 * batch_size / step_ms, "peak_gb": max(peaks, default=None)}
     record |= {"joules": joules, "watts": None if joules is None else joules / seconds}
     record |= {"final_loss": mean([*losses.values()][-10:]) if losses else None}
     return record | {"mean_r1": json.loads(child.stdout).get("mean_r1")}

@@ -37,8 +37,7 @@ class PlanChoice:
     parity: str | None = None  # the result of the comparison with the CPU
 
     def record(self) -> dict[str, Any]:
-        plan = asdict(self.plan)
-        return {"device": self.plan.device, "why": self.reason, "plan": plan, "parity": self.parity}
+        return {"device": self.plan.device, "why": self.reason, "plan": asdict(self.plan), "parity": self.parity}
 
 
 def choose_plan(

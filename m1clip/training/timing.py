@@ -16,7 +16,7 @@ from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
-from m1clip.model.cost import model_cost as model_cost
+from m1clip.model.cost import model_cost
 from m1clip.training import memory
 from m1clip.training.measurements import MeasurementStore, StepCost, model_id, quartiles
 from m1clip.training.state import TrainState
@@ -166,8 +166,7 @@ def step_cost(config: TrainConfig, batch_size: int, tokens: int, store: Measurem
         cost = model_cost(config.model, tokens=tokens, captions=config.captions_per_image)
         rows = [dict(zip(names, (cost.total, cost.step_gflop, cost.activation_mb / 1e3), strict=True))]
         store.add("cost", model_id=model, tokens=tokens, **rows[0])
-    counts = {name: rows[0][name] for name in names}
-    return StepCost(model, config.preset, tokens, batch_size=batch_size, **counts)
+    return StepCost(model, config.preset, tokens, batch_size=batch_size, **{name: rows[0][name] for name in names})
 
 
 def add_comparison(store: MeasurementStore, cost: StepCost, timings: Sequence[PlanTiming], session: str = "") -> None:
