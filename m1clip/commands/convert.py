@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 import tyro
 
 from m1clip import run as runs
-from m1clip.commands import flags
 from m1clip.console import loading
 
 LOAD_CODE = {
@@ -41,10 +40,6 @@ class Args:
     """Folder of runs."""
     overwrite: bool = False
     """Replace the output folder."""
-
-
-def parse(prog: str, argv: list[str]) -> Args:
-    return flags.parse_flags(Args, prog, argv)
 
 
 def main(args: Args) -> int:
