@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import traceback
+from functools import partial
 from importlib import import_module
 from io import TextIOWrapper
 
@@ -59,7 +60,10 @@ def run_command(argv: list[str]) -> int:
         if name is None:
             return 0
         module = import_module(f"m1clip.commands.{name.replace(' ', '_')}")
-        code: int = module.main(module.parse(f"m1clip {name}", flags))
+        from m1clip.commands.flags import parse_flags  # imports tyro
+
+        parse = getattr(module, "parse", None) or partial(parse_flags, module.Args)
+        code: int = module.main(parse(f"m1clip {name}", flags))
         return code
     except BrokenPipeError:  # the reader has closed the pipe, as in `m1clip info | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -113,8 +113,10 @@ def test_unexpected_files_are_shown_or_unknown(tmp_path, name, text):
 
 
 @pytest.mark.parametrize("name", ["a b", "日本", "#1", "100%", 'it\'s "x"', "[b]", "$x_$", "-dash", "a&b=c", "a|b"])
-def test_unusual_run_names_work_everywhere(tmp_path, name):
+def test_unusual_run_names_work_everywhere(tmp_path, name, capsys):
     folder = write_run(tmp_path / name, 60, (10, 12), (), None)
+    assert run_command(["runs", "--runs", str(tmp_path)]) == 0
+    assert f"\n{name} " in capsys.readouterr().out
     assert run_command(["monitor", str(folder), "--once"]) == 0
     assert run_command(["report", str(folder)]) == 0
     client = TestClient(web.create_app(web.RunCache(tmp_path)), base_url="http://127.0.0.1")

@@ -2,13 +2,11 @@
 
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from m1clip.commands.flags import parse_flags
 from m1clip.console import loading
 from m1clip.run import is_run
 
@@ -42,9 +40,6 @@ class Args:
     """Folder of runs."""
     overwrite: bool = False
     """Replace the output folder."""
-
-
-parse = partial(parse_flags, Args)
 
 
 def main(args: Args) -> int:

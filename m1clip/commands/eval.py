@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from m1clip.commands.flags import parse_flags
 from m1clip.console import loading, show, show_retrieval, table
 from m1clip.format import percent
 
@@ -41,10 +40,6 @@ class Args:
     """Folder of all runs."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the scores as one line of JSON."""
-
-
-def parse(program: str, argv: list[str]) -> Args:
-    return parse_flags(Args, program, argv)
 
 
 def main(args: Args) -> int:

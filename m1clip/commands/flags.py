@@ -1,12 +1,21 @@
 """Flags from a dataclass: fields are flags, field docstrings are help lines, the class docstring heads the help."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from inspect import cleandoc
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
 T = TypeVar("T")
+RunName = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")]
+
+
+@dataclass(frozen=True)
+class RunsFolder:
+    runs: Path = Path("runs")
+    """Folder of the runs."""
 
 
 def parse_flags(kind: type[T], program: str, argv: Sequence[str], default: Any = tyro.MISSING_NONPROP) -> T:
