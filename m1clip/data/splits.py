@@ -189,7 +189,7 @@ def open_splits(
     limits = [0.0 if flag else float("inf") for flag in on_the_fly] or [config.cache_gb] * len(sources)
     configs = [replace(config, cache_gb=max_gb) for max_gb in limits]
     train = [
-        replace(_open_part(source.train, stored_size, limited, bad_rows, progress), weight=source.weight)
+        replace(_open_part(source.train, stored_size, limited, bad_rows, progress, False), weight=source.weight)
         for source, limited in zip(sources, configs, strict=True)
     ]
     val_pairs = [validation_subset(source.val, config) for source in sources]
@@ -208,21 +208,16 @@ def open_eval_split(
     pairs: Sequence[PairDataset], image_size: int, config: DataConfig, bad_rows: BadRows, progress: ProgressFactory
 ) -> Split:
     """One split of several datasets, cached, or decoded to memory if the cache limit is too small."""
-    return Split([_open_part(dataset, image_size, config, bad_rows, progress, in_memory=True) for dataset in pairs])
+    return Split([_open_part(dataset, image_size, config, bad_rows, progress, is_eval=True) for dataset in pairs])
 
 
 def _open_part(
-    pairs: PairDataset,
-    image_size: int,
-    config: DataConfig,
-    bad_rows: BadRows,
-    progress: ProgressFactory,
-    in_memory: bool = False,
+    pairs: PairDataset, image_size: int, config: DataConfig, bad_rows: BadRows, progress: ProgressFactory, is_eval: bool
 ) -> SplitPart:
     with progress("decoding images", len(pairs)) as advance:
         if cache := build_pixel_cache(pairs, image_size, config.cache_gb, config.workers, advance):
             pixels, bad = cache.pixels(), cache.bad_images()
-        elif in_memory:
+        elif is_eval:
             pixels, bad = decode_to_memory(pairs, image_size, config.workers, advance)
         else:
             images = OnTheFlyImages(pairs, image_size, config.workers, config.max_bad_rows)
