@@ -315,23 +315,20 @@ def random_resized_crop(pixels: Pixels, uniform_4B: Uniform, min_area: float, im
     width = np.rint(np.sqrt(area * ratio)).clip(1, full).astype(int)
     height = np.rint(np.sqrt(area / ratio)).clip(1, full).astype(int)
     left, top = np.rint(x * (full - width)).astype(int), np.rint(y * (full - height)).astype(int)
-    images_BCHW = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    images_BHWC = torch.from_numpy(pixels)
     crops_BHWC = torch.empty(len(pixels), image_size, image_size, 3, dtype=torch.uint8)
     # A loop is three times faster here than grid_sample on the batch: torch resizes uint8 with SIMD.
     for i, (x0, y0, w, h) in enumerate(zip(left, top, width, height, strict=True)):
-        crop_1CHW = images_BCHW[i : i + 1, :, y0 : y0 + h, x0 : x0 + w]
-        crops_BHWC[i] = _interpolate(crop_1CHW, image_size)[0].permute(1, 2, 0)
+        crops_BHWC[i] = resize(images_BHWC[i : i + 1, y0 : y0 + h, x0 : x0 + w], image_size)[0]
     return crops_BHWC
 
 
-def _interpolate(images_BCHW: Tensor, size: int) -> Tensor:
-    return F.interpolate(images_BCHW, size=(size, size), mode="bilinear", antialias=True)
-
-
 def resize(images_BHWC: Tensor, image_size: int) -> Tensor:
-    if images_BHWC.shape[1] == image_size:
+    size = (image_size, image_size)
+    if images_BHWC.shape[1:3] == size:
         return images_BHWC
-    return _interpolate(images_BHWC.permute(0, 3, 1, 2), image_size).permute(0, 2, 3, 1)
+    images_BCHW = images_BHWC.permute(0, 3, 1, 2)
+    return F.interpolate(images_BCHW, size=size, mode="bilinear", antialias=True).permute(0, 2, 3, 1)
 
 
 def flip_half(images_BHWC: Tensor, uniform_B: Uniform) -> Tensor:

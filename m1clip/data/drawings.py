@@ -1,12 +1,17 @@
-"""Draws synthetic scenes. drawings.toml says what each word of a caption looks like."""
+"""Draws synthetic scenes. drawings.toml says what each word of a caption looks like.
+
+All randomness comes from the generator that is passed in.
+"""
 
 import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from PIL import Image, ImageDraw
@@ -28,27 +33,6 @@ class Polygon(NamedTuple):
 
 
 Sketch = tuple[Polygon, ...]
-
-
-@dataclass(frozen=True)
-class TimeOfDay:
-    zenith: RGB
-    horizon: RGB
-    tint: tuple[float, float, float]
-    orb: RGB  # sun or moon
-    orb_y: float
-    cloud: RGB
-    bird: RGB
-    glass: RGB
-
-
-@dataclass(frozen=True)
-class Place:
-    ground: str
-    floor: Sketch
-    motif: Sketch = ()
-    count: int = 0
-    height: float = 0.0
 
 
 def ellipse(cx: float, cy: float, rx: float, ry: float) -> list[Point]:
@@ -144,15 +128,15 @@ def _parse(value: Any) -> Any:
 
 FILE = Path(__file__).with_suffix(".toml")
 _tables: dict[str, Any] = _parse(tomllib.loads(FILE.read_text(encoding="utf-8")))
-SIZES, POSITIONS, COLORS, FIXED, PAINTS, TRIMS, SUBJECTS, SKIES = (
-    _tables[name] for name in ("sizes", "positions", "colors", "fixed", "paints", "trims", "subjects", "skies")
-)
+CATEGORIES, SIZES, POSITIONS, COLORS, FIXED, PAINTS, TRIMS, SUBJECTS, SKIES = itemgetter(
+    "categories", "sizes", "positions", "colors", "fixed", "paints", "trims", "subjects", "skies"
+)(_tables)
 GROUPS: dict[int, list[Point]] = {int(count): points for count, points in _tables["groups"].items()}
-TIMES = {name: TimeOfDay(**table) for name, table in _tables["times"].items()}
-PLACES = {name: Place(**table) for name, table in _tables["places"].items()}
+TIMES, PLACES = (
+    {name: SimpleNamespace(**table) for name, table in _tables[kind].items()} for kind in ("times", "places")
+)
 
 
-# All randomness comes from the generator that is passed in.
 @dataclass(frozen=True)
 class Scene:
     """What an image shows: one field for each word of its caption."""

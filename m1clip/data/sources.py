@@ -31,8 +31,7 @@ class NoUsablePairs(ValueError):  # noqa: N818 - the data is wrong, not the prog
 @dataclass(frozen=True)
 class Source:
     spec: str
-    weight: float
-    """Times that each training pair occurs per epoch."""
+    weight: float  # times that each training pair occurs per epoch
     all: PairDataset
     train: PairDataset
     val: PairDataset
@@ -54,14 +53,10 @@ def parse_spec(data: str) -> list[tuple[str, float]]:
     specs = []
     for part in [data] if _exists(data) else data.split("+"):
         weighted = None if _exists(part) else re.fullmatch(r"(.+)@([0-9.]+)", part.strip())
-        spec, text = weighted.groups() if weighted else (part.strip(), "1")
-        try:
-            weight = float(text)
-        except ValueError:
-            raise ValueError(f"in {data!r}, the weight {text!r} must be a number") from None
-        if not 0 < weight <= 1000:
-            raise ValueError(f"in {data!r}, the weight {text} must be above 0 and at most 1000")
-        specs.append((spec, weight))
+        spec, weight = weighted.groups() if weighted else (part.strip(), "1")
+        if not re.fullmatch(r"\d+\.?\d*|\.\d+", weight) or not 0 < float(weight) <= 1000:
+            raise ValueError(f"in {data!r}, the weight {weight} must be a number above 0 and at most 1000")
+        specs.append((spec, float(weight)))
     return specs
 
 
