@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,10 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         return
     with open(path, errors="replace") as file:
         for line in file:
-            try:
+            with suppress(ValueError):
                 record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                yield record
+                if isinstance(record, dict):
+                    yield record
 
 
 def json_safe(value: Any) -> Any:
