@@ -18,7 +18,7 @@ from m1clip.console import Console
 from m1clip.data.batches import BatchStream
 from m1clip.data.rows import BadRows
 from m1clip.data.splits import open_eval_split
-from m1clip.data.synthetic.scenes import SyntheticScenes
+from m1clip.data.synthetic import SyntheticScenes
 from m1clip.evals.evaluate import embed_captions, embed_split_images
 from m1clip.model.clip import load
 from m1clip.run import create_run

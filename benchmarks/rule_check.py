@@ -6,6 +6,8 @@ should_use_mps: at least 100 M parameters, batch size 32 and 2^20 elements in th
 predicted_speedup: GPU over CPU, by the number of parameters alone.
 """
 
+import argparse
+
 from m1clip import devices
 from m1clip.config import VisionConfig, get_preset
 from m1clip.devices import Plan
@@ -32,6 +34,7 @@ def largest_product(row: StepRow) -> int:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     gpus = [name for name in devices.available() if name != "cpu"]
     if not gpus:
         print("PyTorch finds no GPU here: there is nothing to check the rules against")

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import traceback
+from functools import partial
 from importlib import import_module
 from io import TextIOWrapper
 
@@ -59,7 +60,10 @@ def run_command(argv: list[str]) -> int:
         if name is None:
             return 0
         module = import_module(f"m1clip.commands.{name.replace(' ', '_')}")
-        code: int = module.main(module.parse(f"m1clip {name}", flags))
+        from m1clip.commands.flags import parse_flags  # imports tyro
+
+        parse = getattr(module, "parse", None) or partial(parse_flags, module.Args)
+        code: int = module.main(parse(f"m1clip {name}", flags))
         return code
     except BrokenPipeError:  # the reader has closed the pipe, as in `m1clip info | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -85,20 +89,18 @@ def split_command(argv: list[str]) -> tuple[str | None, list[str]]:
         name = " ".join(argv[:length])
         if name in COMMANDS:
             return name, argv[length:]
-    is_group = any(name.startswith(f"{argv[0]} ") for name in COMMANDS)
-    if is_group and (len(argv) == 1 or argv[1] in ("-h", "--help")):
-        members = {name: text for name, text in COMMANDS.items() if name.startswith(argv[0])}
-        print("\n".join(f"m1clip {name:14}{text}" for name, text in members.items()))
+    members = [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]
+    if members and (len(argv) == 1 or argv[1] in ("-h", "--help")):
+        print("\n".join(f"m1clip {name:14}{COMMANDS[name]}" for name in members))
         return None, []
-    unknown = " ".join(argv[: 2 if is_group else 1])
+    unknown = " ".join(argv[: 2 if members else 1])
     raise ValueError(f"no command {unknown!r}; {did_you_mean(unknown, COMMANDS)} (m1clip --help lists them)")
 
 
 def report_error(error: Exception) -> int:
     """Print one sentence on stderr; exit code 2 for usage errors, 1 for failures."""
     if isinstance(error, OSError) and error.strerror:
-        location = f"{error.filename}: " if error.filename else ""
-        sentence = f"{location}{error.strerror}"
+        sentence = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif isinstance(error, ValueError | OSError | ArithmeticError | MemoryError) or type(error) is RuntimeError:
         sentence = str(error) or "not enough memory"  # only MemoryError comes without a message
     else:

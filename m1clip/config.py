@@ -300,9 +300,8 @@ def check_config(config: T) -> T:
     require(bag or not config.word_dropout, "word_dropout needs --model.text.encoder bag_of_words")
     both = config.init and (config.vision or config.text)
     require(not both, "--init provides both towers; --vision and --text cannot be combined with it")
-    require(
-        config.preset in {*PRESETS, "budget"}, f"no preset {config.preset!r}; {did_you_mean(config.preset, PRESETS)}"
-    )
+    if config.preset != "budget":
+        get_preset(config.preset)
     _ = config.budget_s, config.save_interval
     return config
 
@@ -352,14 +351,8 @@ def from_dict(kind: type[T], values: Any) -> T:
 
 _TOWERS = (VisionConfig, TimmConfig, TextConfig, HFConfig)
 _UNION_MEMBERS = {*(tower.__name__ for tower in _TOWERS), "constrained-int", "literal['auto']"}
-_PHRASES = {
-    "Input should be ": "",
-    "greater than or equal to": "at least",
-    "greater than": "above",
-    "less than or equal to": "at most",
-    "less than inf": "finite",
-    "less than": "below",
-}
+_PHRASES = {"Input should be ": "", "greater than or equal to": "at least", "less than or equal to": "at most"}
+_PHRASES |= {"greater than": "above", "less than inf": "finite", "less than": "below"}
 
 
 def _explain(errors: Sequence[Mapping[str, Any]], kind: type) -> str:
@@ -389,20 +382,13 @@ def _explain(errors: Sequence[Mapping[str, Any]], kind: type) -> str:
 
 def override(config: T, settings: Mapping[str, Any]) -> T:
     """The same config with these settings changed."""
-    nested: dict[str, dict[str, Any]] = {}
-    plain: dict[str, Any] = {}
-    for path, value in settings.items():
-        name, _, rest = path.partition(".")
-        if rest:
-            nested.setdefault(name, {})[rest] = value
-        else:
-            plain[name] = value
-    names = {field.name for field in fields(config)}  # type: ignore[arg-type]
-    for name in (*plain, *nested):
+    names = [field.name for field in fields(config)]  # type: ignore[arg-type]
+    for path, value in sorted(settings.items()):  # model before model.head
+        name, _, inner = path.partition(".")
         require(name in names, f"unknown setting {name}; {did_you_mean(name, names)}")
-    config = replace(config, **plain)  # type: ignore[type-var]
-    inner = {name: override(getattr(config, name), changes) for name, changes in nested.items()}
-    return replace(config, **inner)  # type: ignore[type-var]
+        new = override(getattr(config, name), {inner: value}) if inner else value
+        config = replace(config, **{name: new})  # type: ignore[type-var]
+    return config
 
 
 def with_defaults(config: TrainConfig, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> TrainConfig:
@@ -428,9 +414,11 @@ PRETRAINED_SHAPE = {
 
 def check_exclusive(given: Set[str]) -> None:
     """Refuse arguments of a training command that contradict each other."""
-    pairs = [("resume", "overwrite"), ("resume", "config"), ("resume", "preset"), ("config", "preset")]
-    for one, other in (*pairs, ("budget", "epochs"), ("budget", "steps")):
+    for one, other in (("resume", "overwrite"), ("resume", "config"), ("resume", "preset"), ("config", "preset")):
         require(not {one, other} <= given, f"--{one} and --{other} cannot be combined")
+    for end in ("epochs", "steps"):
+        message = f"--budget sets the length of the run; --{end} cannot be combined with it"
+        require(not {"budget", end} <= given, message)
 
 
 def select_settings(config: TrainConfig, paths: Iterable[str]) -> dict[str, Any]:
@@ -442,7 +430,10 @@ def requested_config(
     settings: Mapping[str, Any], config: TrainConfig | str | Path | None = None, resumed: Path | None = None
 ) -> TrainConfig:
     """The user's settings with defaults from a run folder to resume, a config or its file, or a preset."""
-    base = _base_config(settings, config, resumed)
+    source = resumed / "config.json" if resumed else config
+    if isinstance(source, str | Path):
+        source = from_json(TrainConfig, Path(source))
+    base = source or _requested_preset(settings)
     requested = check_config(override(base, settings))
     if base.budget and ("epochs" in settings or "steps" in settings):
         requested = replace(requested, budget="")
@@ -452,24 +443,14 @@ def requested_config(
     return requested
 
 
-def _base_config(
-    settings: Mapping[str, Any], config: TrainConfig | str | Path | None, resumed: Path | None
-) -> TrainConfig:
-    if resumed:
-        return from_json(TrainConfig, resumed / "config.json")
-    if isinstance(config, TrainConfig):
-        return config
-    if config is not None:
-        return from_json(TrainConfig, Path(config))
-    base = get_preset(settings.get("preset", "nano"))
+def _requested_preset(settings: Mapping[str, Any]) -> TrainConfig:
     for pretrained, shape in PRETRAINED_SHAPE.items():
-        fixed = [key for key in settings if key.startswith(shape)]
+        fixed = [f"--{key.replace('_', '-')}" for key in settings if key.startswith(shape)]
         if settings.get(pretrained) and fixed:
-            flag = f"--{fixed[0].replace('_', '-')}"
-            raise ValueError(f"--{pretrained} brings a model with its own shape; {flag} cannot change it")
-    if settings.get("init"):
-        base = override(base, {"model.activation": "gelu"})  # the preset's is not a request
-    return base
+            raise ValueError(f"--{pretrained} brings a model with its own shape; {fixed[0]} cannot change it")
+    preset = get_preset(settings.get("preset", "nano"))
+    # A pretrained CLIP has its own activation; the preset's is not a request.
+    return override(preset, {"model.activation": "gelu"}) if settings.get("init") else preset
 
 
 # Presets and recipe defaults.
@@ -501,66 +482,29 @@ def get_preset(name: str) -> TrainConfig:
     return PRESETS[name]
 
 
-TowerShape = tuple[int, int, int, int, int]
-
-
-def _clip(vision: TowerShape, text: TowerShape, embed_dim: int, **settings: Any) -> ModelConfig:
-    """vision: image_size, patch_size, width, layers, heads; text: vocab_size, context_length, width, layers, heads."""
-    return ModelConfig(VisionConfig(*vision), TextConfig(*text), embed_dim, **settings)
-
-
-def _conv_stem(model: ModelConfig) -> ModelConfig:
-    """The same with a convolutional stem and mean pooling; docs/log.md has what the stem gains."""
-    return override(model, {"vision.stem": "conv", "vision.pool": "mean"})
-
-
-def _preset(name: str, model: ModelConfig, **settings: Any) -> TrainConfig:
-    return TrainConfig(model=model, preset=name, **settings)
-
-
-_OPENAI = (49408, 77)
-
 # nano, tiny and small are sized for hundreds to thousands of pairs per second on a laptop. vit-b16-char is a
 # ViT-B/16 with a small character-level text tower. base, large and 1b have the shapes of OpenAI's ViT-B/32 and
 # ViT-L/14 and of OpenCLIP's ViT-H/14, so their weights fit; medium lies between them for the scaling study.
-PRESETS: dict[str, TrainConfig] = {
-    config.preset: config
-    for config in [
-        _preset(
-            "nano",
-            _conv_stem(_clip((64, 16, 128, 4, 2), (1024, 32, 128, 2, 2), 128)),
-            optimizer="muon",  # the largest single gain in docs/log.md
-            lr=3e-3,
-            epochs=3,
-        ),
-        _preset("tiny", _conv_stem(_clip((112, 16, 256, 6, 4), (4096, 48, 256, 4, 4), 256))),
-        _preset("small", _clip((112, 16, 384, 12, 6), (16384, 64, 384, 6, 6), 384), batch_size=128, lr=5e-4),
-        _preset(
-            "vit-b16-char",
-            _clip((224, 16, 768, 12, 12), (33, 77, 512, 6, 8), 512),
-            data="synthetic:216",
-            val_size=24,
-            tokenizer="char",
-            epochs=15,
-            batch_size=12,
-            lr=3e-4,
-            warmup=0.0,
-            weight_decay=0.01,
-            log_every=1,
-        ),
-        _preset(
-            "base",
-            _clip((224, 32, 768, 12, 12), (*_OPENAI, 512, 12, 8), 512, activation="quick_gelu"),
-            batch_size=32,
-            lr=5e-4,
-        ),
-        _preset("medium", _clip((224, 16, 896, 14, 14), (*_OPENAI, 640, 12, 10), 640), batch_size=16, lr=4e-4),
-        _preset(
-            "large",
-            _clip((224, 14, 1024, 24, 16), (*_OPENAI, 768, 12, 12), 768, activation="quick_gelu"),
-            batch_size=8,
-            lr=4e-4,
-        ),
-        _preset("1b", _clip((224, 14, 1280, 32, 16), (*_OPENAI, 1024, 24, 16), 1024), batch_size=4, lr=3e-4),
-    ]
+# Columns: image_size, patch_size, width, layers, heads; vocab_size, context_length, width, layers, heads; embed_dim.
+TowerShape = tuple[int, int, int, int, int]
+_CONV_STEM = {"model.vision.stem": "conv", "model.vision.pool": "mean"}  # docs/log.md has what the stem gains
+_MUON = {"optimizer": "muon", "lr": 3e-3}  # the largest single gain in docs/log.md
+_QUICK_GELU = {"model.activation": "quick_gelu"}
+_FEW_SCENES = {"data": "synthetic:216", "val_size": 24, "tokenizer": "char", "epochs": 15, "batch_size": 12, "lr": 3e-4}
+_FEW_SCENES |= {"warmup": 0.0, "weight_decay": 0.01, "log_every": 1}
+_PRESETS: dict[str, tuple[TowerShape, TowerShape, int, dict[str, Any]]] = {
+    "nano": ((64, 16, 128, 4, 2), (1024, 32, 128, 2, 2), 128, {**_CONV_STEM, **_MUON, "epochs": 3}),
+    "tiny": ((112, 16, 256, 6, 4), (4096, 48, 256, 4, 4), 256, _CONV_STEM),
+    "small": ((112, 16, 384, 12, 6), (16384, 64, 384, 6, 6), 384, {"batch_size": 128, "lr": 5e-4}),
+    "vit-b16-char": ((224, 16, 768, 12, 12), (33, 77, 512, 6, 8), 512, _FEW_SCENES),
+    "base": ((224, 32, 768, 12, 12), (49408, 77, 512, 12, 8), 512, {**_QUICK_GELU, "batch_size": 32, "lr": 5e-4}),
+    "medium": ((224, 16, 896, 14, 14), (49408, 77, 640, 12, 10), 640, {"batch_size": 16, "lr": 4e-4}),
+    "large": ((224, 14, 1024, 24, 16), (49408, 77, 768, 12, 12), 768, {**_QUICK_GELU, "batch_size": 8, "lr": 4e-4}),
+    "1b": ((224, 14, 1280, 32, 16), (49408, 77, 1024, 24, 16), 1024, {"batch_size": 4, "lr": 3e-4}),
+}
+PRESETS = {
+    name: override(
+        TrainConfig(model=ModelConfig(VisionConfig(*vision), TextConfig(*text), embed_dim), preset=name), settings
+    )
+    for name, (vision, text, embed_dim, settings) in _PRESETS.items()
 }

@@ -5,9 +5,9 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, cast
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
@@ -17,26 +17,9 @@ from rich.table import Table
 
 from m1clip.format import UNKNOWN, percent, printable
 
-EPOCH_COLUMNS = {
-    "epoch": 8,
-    "loss": 8,
-    "accuracy": 10,
-    "image→text": 12,
-    "text→image": 12,
-    "temp.": 9,
-    "pairs/s": 9,
-    "seconds": 9,
-}
+EPOCH_COLUMNS = ("epoch", "loss", "accuracy", "image→text", "text→image", "temp.", "pairs/s", "seconds")
+EPOCH_WIDTHS = (8, 8, 10, 12, 12, 9, 9, 9)
 NUMERIC = re.compile(rf"[-+≈~<>]?[\d.,]+.*|{UNKNOWN}|")
-
-
-class RecallScores(Protocol):
-    """R@1 of an evaluation, as the epoch table shows it."""
-
-    @property
-    def image_to_text(self) -> Any: ...
-    @property
-    def text_to_image(self) -> Any: ...
 
 
 class UnbreakableStream:
@@ -92,17 +75,14 @@ class Console:
 
             yield start
 
-    def print_header(
-        self, facts: dict[str, str], chance: dict[str, float], chance_recalls: tuple[float, float]
-    ) -> None:
+    def print_header(self, facts: dict[str, str], chance: dict[str, float], recalls: tuple[float, float]) -> None:
         """What is about to be trained, and the head of the epoch table with chance as its first row."""
         for name, fact in facts.items():
             self.print(f"[dim]{name:>10}[/]  {escape(fact)}")
-        recalls = map(percent, chance_recalls)
-        cells = (f"{chance['chance_loss']:.3f}", percent(chance["chance_accuracy"]), *recalls)
-        self.print(f"\n[bold]{_row(list(EPOCH_COLUMNS))}[/]")
-        self.print(f"[dim]{_row(('', '', 'in batch', 'R@1', 'R@1'))}[/]")
-        self.print(f"[dim]{_row(('chance', *cells))}[/]")
+        cells = (f"{chance['chance_loss']:.3f}", percent(chance["chance_accuracy"]), *map(percent, recalls))
+        self.print(f"\n[bold]{_epoch_row(*EPOCH_COLUMNS)}[/]")
+        self.print(f"[dim]{_epoch_row('', '', 'in batch', 'R@1', 'R@1')}[/]")
+        self.print(f"[dim]{_epoch_row('chance', *cells)}[/]")
 
     @contextmanager
     def training(self, step: int, total: int) -> Iterator[None]:
@@ -113,40 +93,35 @@ class Console:
     def update_training(self, step: int, records: list[dict[str, Any]], total: int) -> None:
         """Show means of the last steps."""
         assert self.training_bar is not None
-        valid = [record for record in records if not record.get("skipped")]
+        last, valid = records[-1], [record for record in records if not record.get("skipped")]
         valid = valid or [{"loss": float("nan"), "accuracy": 0.0}]
         loss, accuracy = (sum(record[key] for record in valid) / len(valid) for key in ("loss", "accuracy"))
-        last = records[-1]
         metrics = (
             f"loss {loss:.3f}, accuracy {percent(accuracy)} [dim](chance {last['chance_loss']:.2f}, "
             f"{percent(last['chance_accuracy'])})[/] {last['pairs_per_s']:.0f} pairs/s"
         )
         self.training_bar.update(self.training_bar.task_ids[0], completed=step, total=total, metrics=metrics)
 
-    def print_epoch(self, epoch: int, epochs: int | None, means: dict[str, Any], scores: RecallScores | None) -> None:
-        recalls = [percent(way.r1) for way in (scores.image_to_text, scores.text_to_image)] if scores else ["", ""]
-        cells = (
-            f"{epoch}/{epochs}" if epochs else f"{epoch}",
-            UNKNOWN if means["loss"] is None else f"{means['loss']:.3f}",
-            percent(means["accuracy"]),
-            *recalls,
-            f"{means['temperature']:.4f}",
-            f"{means['pairs_per_s']:.0f}",
-            f"{means['seconds']:.1f}",
-        )
-        self.print(_row(cells))
+    def print_epoch(
+        self, epoch: int, epochs: int | None, means: dict[str, Any], scores: Mapping[str, float] | None
+    ) -> None:
+        recalls = [percent(scores[key]) for key in ("i2t_r1", "t2i_r1")] if scores else ["", ""]
+        loss = UNKNOWN if means["loss"] is None else f"{means['loss']:.3f}"
+        speed = (f"{means['temperature']:.4f}", f"{means['pairs_per_s']:.0f}", f"{means['seconds']:.1f}")
+        name = f"{epoch}/{epochs}" if epochs else f"{epoch}"
+        self.print(_epoch_row(name, loss, percent(means["accuracy"]), *recalls, *speed))
 
     def _bar(self, first: ProgressColumn, total: int | None, **fields: Any) -> Progress:
         bar = BarColumn(max(4, min(40, self.console.width - 80)))
         columns = (first, bar, MofNCompleteColumn(), TimeRemainingColumn(compact=True))
-        hidden = not self.console.is_terminal
-        progress = Progress(*columns, console=self.console, transient=True, disable=hidden)
+        disable = not self.console.is_terminal
+        progress = Progress(*columns, console=self.console, transient=True, disable=disable)
         progress.add_task("", total=total, **fields)
         return progress
 
 
-def _row(cells: Sequence[str]) -> str:
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, EPOCH_COLUMNS.values(), strict=False))
+def _epoch_row(*cells: str) -> str:
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, EPOCH_WIDTHS, strict=False))
 
 
 def loading(description: str = "loading torch") -> Status:
@@ -156,39 +131,53 @@ def loading(description: str = "loading torch") -> Status:
 
 def command(*words: object) -> str:
     """A command line of this program that works here: the program may not be on the path."""
-    program = ["m1clip"]
-    if not shutil.which("m1clip"):
-        program = [min(os.path.relpath(sys.argv[0]), sys.argv[0], key=len)]
+    program = ["m1clip"] if shutil.which("m1clip") else [min(os.path.relpath(sys.argv[0]), sys.argv[0], key=len)]
     if program[0].endswith("__main__.py"):
         program = ["python", "-m", "m1clip"]
     return shlex.join([*program, *map(str, words)])
 
 
 def table(*columns: str) -> Table:
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    listing = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for i, column in enumerate(columns):
-        made.add_column(column, justify="left" if i == 0 else "right")
-    return made
+        listing.add_column(column, justify="left" if i == 0 else "right")
+    return listing
 
 
-def show(title: str, made: Table) -> None:
+def show(title: str, listing: Table) -> None:
     console = RichConsole(highlight=False)
     if not console.is_terminal:  # a file has no width
         console.width = 200
     console.print(f"[bold]{title}[/]", soft_wrap=True)
-    console.print(made)
+    console.print(listing)
 
 
 def show_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table of text without the columns in which nothing is known; numbers are right-aligned."""
-    lines = [list(row) for row in rows]
-    if not lines:
+    by_column = zip(columns, zip(*rows, strict=True), strict=False)  # not strict: there may be no rows
+    known = {name: cells for name, cells in by_column if set(cells) != {UNKNOWN}}
+    if not known:
         return
-    kept = [i for i in range(len(columns)) if any(line[i] != UNKNOWN for line in lines)]
-    made = table(*(columns[i] for i in kept))
-    for column, i in zip(made.columns, kept, strict=True):
-        numeric = all(NUMERIC.fullmatch(line[i]) for line in lines)
+    listing = table(*known)
+    for column, cells in zip(listing.columns, known.values(), strict=True):
+        numeric = all(map(NUMERIC.fullmatch, cells))
         column.justify, column.overflow = ("right", "ellipsis") if numeric else ("left", "fold")
-    for line in lines:
-        made.add_row(*(line[i] for i in kept))
-    show(title, made)
+    for row in zip(*known.values(), strict=True):
+        listing.add_row(*row)
+    show(title, listing)
+
+
+def show_retrieval(scores: Mapping[str, float]) -> None:
+    """The record of a Retrieval, with chance."""
+    prefixes = {"image→text": "i2t", "text→image": "t2i", "chance i→t": "chance_i2t", "chance t→i": "chance_t2i"}
+    keys = ("r1", "r5", "r10", "median_rank")
+    rows = {name: [scores[f"{prefix}_{key}"] for key in keys] for name, prefix in prefixes.items()}
+    if rows["chance i→t"] == rows["chance t→i"]:
+        rows["chance"] = rows.pop("chance i→t")
+        del rows["chance t→i"]
+    listing = table("", "R@1", "R@5", "R@10", "median rank")
+    for name, (*recalls, rank) in rows.items():
+        is_chance = name.startswith("chance")
+        rank_text = f"{rank:.1f}" if is_chance else f"{rank:g}"
+        listing.add_row(name, *map(percent, recalls), rank_text, style="dim" if is_chance else "")
+    show(f"validation retrieval: {scores['images']:,} images, {scores['captions']:,} captions", listing)

@@ -3,7 +3,7 @@
 import base64
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,57 +17,41 @@ class Markdown(str):
     """Text that is already Markdown."""
 
 
-class Document:
-    """Blocks of Markdown. Text is escaped, except `code` between backticks and values of class Markdown."""
+def write_document(folder: Path, name: str, title: str, template: str, **values: Any) -> Path:
+    """Write NAME.md and NAME.html with the title and a template; return the path of the HTML file.
 
-    def __init__(self, title: str):
-        self.title = title
-        self.blocks = [f"# {escape_markdown(title)}"]
+    Images of the template must be in the folder.
+    """
+    markdown = f"# {escape_markdown(title)}\n\n{render_template(template, **values)}\n"
+    page = (PACKAGE / "document.html").read_text().replace("BODY", render_html(markdown, folder), 1)
+    page = page.replace("TITLE", html.escape(title), 1)
+    for suffix, text in (("md", markdown), ("html", page)):
+        atomic_write(folder / f"{name}.{suffix}", text, durable=False)
+    return folder / f"{name}.html"
 
-    def heading(self, text: str) -> None:
-        self.blocks.append(f"## {escape_markdown(text)}")
 
-    def text(self, text: str, note: bool = False) -> None:
-        self.blocks.append(f"{'> ' if note else ''}{escape_markdown(text)}")
+def render_template(path: str, **values: Any) -> str:
+    """A Jinja template of this package; values are escaped, and a dash where they are unknown.
 
-    def points(self, points: Iterable[str]) -> None:
-        self.blocks.append("\n".join(f"- {escape_markdown(point)}" for point in points))
+    Text is escaped, except `code` between backticks and values of class Markdown.
+    """
+    import jinja2
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        self.blocks.append(markdown_table(columns, rows))
+    class Missing(jinja2.Undefined):
+        """A missing key is None, as every unknown value."""
 
-    def image(self, path: Path, alt: str) -> None:
-        """The file must be in the folder that the document is written to."""
-        self.blocks.append(f"![{escape_markdown(alt)}]({path.name})")
+        def __new__(cls, *_: Any, **__: Any) -> None:  # type: ignore[misc]
+            return None
 
-    def template(self, path: str, **values: Any) -> None:
-        """Add a Jinja template of this package; values are escaped, and a dash where they are unknown."""
-        import jinja2
-
-        class Missing(jinja2.Undefined):
-            """A missing key is None, as every unknown value."""
-
-            def __new__(cls, *_: Any, **__: Any) -> None:  # type: ignore[misc]
-                return None
-
-        environment = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(PACKAGE),
-            finalize=lambda value: escape_markdown(UNKNOWN if value is None else value),
-            undefined=Missing,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        text = environment.get_template(path).render(**values, table=markdown_table)
-        self.blocks.append(re.sub(r"\n{3,}", "\n\n", text).strip())
-
-    def write(self, folder: Path, name: str) -> Path:
-        """Write NAME.md and NAME.html; return the path of the HTML file."""
-        markdown = "\n\n".join(self.blocks) + "\n"
-        page = (PACKAGE / "document.html").read_text().replace("BODY", render_html(markdown, folder), 1)
-        page = page.replace("TITLE", html.escape(self.title), 1)
-        atomic_write(folder / f"{name}.md", markdown, durable=False)
-        atomic_write(folder / f"{name}.html", page, durable=False)
-        return folder / f"{name}.html"
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PACKAGE),
+        finalize=lambda value: escape_markdown(UNKNOWN if value is None else value),
+        undefined=Missing,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    text = environment.get_template(path).render(**values, table=markdown_table)
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
 def escape_markdown(value: object) -> Markdown:
@@ -85,14 +69,10 @@ def _escape(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def text_columns(rows: Sequence[Sequence[str]]) -> list[bool]:
-    """Which columns hold text: those in which a cell starts with a letter. The others hold numbers."""
-    return [any(cell[:1].isalpha() for cell in column) for column in zip(*rows, strict=True)]
-
-
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Markdown:
-    """Text is aligned left, numbers right."""
-    alignment = [Markdown("---" if is_text else "---:") for is_text in text_columns(rows)]
+    """A column in which a cell starts with a letter is text, aligned left; numbers are aligned right."""
+    is_text = [any(cell[:1].isalpha() for cell in column) for column in zip(*rows, strict=True)]
+    alignment = [Markdown("---" if left else "---:") for left in is_text]
     lines = (map(escape_markdown, line) for line in (columns, alignment, *rows))
     return Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines))
 

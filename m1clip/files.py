@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,10 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         return
     with open(path, errors="replace") as file:
         for line in file:
-            try:
+            with suppress(ValueError):
                 record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                yield record
+                if isinstance(record, dict):
+                    yield record
 
 
 def json_safe(value: Any) -> Any:
@@ -56,18 +54,14 @@ def lock_folder(folder: Path, mode: int = fcntl.LOCK_EX) -> Iterator[bool]:
 
     An exclusive lock waits half a second: a reader that checks the state holds it for an instant.
     """
-    handle = os.open(folder, os.O_RDONLY)
-    end = time.monotonic() + (0.5 if mode == fcntl.LOCK_EX else 0.0)
-    acquired = False
+    handle, acquired = os.open(folder, os.O_RDONLY), False
     try:
-        while not acquired:
-            try:
+        for delay in (0.0, *[0.05] * (10 if mode == fcntl.LOCK_EX else 0)):
+            time.sleep(delay)
+            with suppress(BlockingIOError):
                 fcntl.flock(handle, mode | fcntl.LOCK_NB)
                 acquired = True
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    break
-                time.sleep(0.05)
+                break
         yield acquired
     finally:
         os.close(handle)

@@ -5,7 +5,7 @@ CLIP's embeddings have been silently wrong on MPS (pixeltable#1314), so every GP
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,7 +80,7 @@ def record(model: nn.Module, loss: Callable[[], Tensor]) -> Recording:
 
 @contextmanager
 def record_modules(model: nn.Module) -> Iterator[Recording]:
-    recording, hooks = dict[str, Tensor](), []
+    recording: Recording = {}
 
     def save(name: str, index: int, module: nn.Module, *values: Any) -> None:
         value = values[index]
@@ -88,20 +88,17 @@ def record_modules(model: nn.Module) -> Iterator[Recording]:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             recording[name] = tensor.detach().float().cpu()
 
-    for name, leaf in model.named_modules():
-        if next(leaf.children(), None) is None:
-            # A wrong input is the fault of the parent: attention itself, for one, is not a module.
-            source = f"{name} (computed in {name.rpartition('.')[0] or 'the model'})"
-            hooks += [
-                leaf.register_forward_pre_hook(partial(save, f"the input of {source}", 0)),
-                leaf.register_forward_hook(partial(save, f"the output of {name}", 1)),
-                leaf.register_full_backward_pre_hook(partial(save, f"the output gradient of {source}", 0)),
-                leaf.register_full_backward_hook(partial(save, f"the input gradient of {name}", 0)),
-            ]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the inputs of the first layers need no gradient
-            yield recording
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the inputs of the first layers need no gradient
+        for name, leaf in model.named_modules():
+            if next(leaf.children(), None) is None:
+                # A wrong input is the fault of the parent: attention itself, for one, is not a module.
+                source = f"{name} (computed in {name.rpartition('.')[0] or 'the model'})"
+                for hook in (
+                    leaf.register_forward_pre_hook(partial(save, f"the input of {source}", 0)),
+                    leaf.register_forward_hook(partial(save, f"the output of {name}", 1)),
+                    leaf.register_full_backward_pre_hook(partial(save, f"the output gradient of {source}", 0)),
+                    leaf.register_full_backward_hook(partial(save, f"the input gradient of {name}", 0)),
+                ):
+                    hooks.enter_context(hook)
+        yield recording

@@ -16,13 +16,6 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 matplotlib.rcParams["text.parse_math"] = False  # a caption with two dollar signs is not a formula
 # Distinguishable with color blindness (Okabe and Ito).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A", "#000000")
-PHASE_COLORS = {
-    "data": "#CC79A7",
-    "copy": "#7A7A7A",
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "optimizer": "#E69F00",
-}
 
 
 def save_figure(figure: Figure, path: Path) -> Path:

@@ -57,7 +57,6 @@ class Run:
             fsync(self.path / "metrics.jsonl")
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        """The lines of metrics.jsonl."""
         lines = read_jsonl(self.path / "metrics.jsonl")
         return (record for record in lines if kind in (None, record.get("kind")))
 
@@ -69,11 +68,10 @@ class Run:
     def write_status(self, state: str, step: int, **values: Any) -> None:
         """Write the heartbeat: running, finished, stopped or failed. On a full disk the old one stays."""
         self.step, self.status_fields = step, values
-        process = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
-        process |= {"problem": self.problem} if self.problem else {}
+        status = {"state": state, "step": step, "pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
+        status |= {"problem": self.problem, **values} if self.problem else values
         with suppress(OSError):
-            text = json.dumps({"state": state, "step": step, **process, **values}, indent=2) + "\n"
-            atomic_write(self.path / "status.json", text, durable=state != "running")
+            self.write("status.json", status, durable=state != "running")
 
     @property
     def is_alive(self) -> bool:
@@ -83,38 +81,23 @@ class Run:
 
     def read_status(self) -> dict[str, Any]:
         """status.json, corrected by the lock: a run that claims to run without a process is dead."""
-        try:
-            status = self.read("status.json")
-        except (OSError, ValueError):
-            status = {}
-        if self.is_alive:
-            return {"step": 0, **status, "state": "running"}
-        state = status.get("state", "unknown")
-        return {"step": 0, **status, "state": "dead" if state == "running" else state}
+        status = {"step": 0, "state": "unknown", **self.read_or_empty("status.json")}
+        is_alive = self.is_alive
+        if is_alive or status["state"] == "running":
+            status["state"] = "running" if is_alive else "dead"
+        return status
 
     def summary(self) -> dict[str, Any]:
         """One row of a table of runs: progress, best score, device, and why it ended."""
-        status = self.read_status()
-        try:
-            device = self.read("machine.json").get("device")
-        except (OSError, ValueError):
-            device = None
-        running, dead = status["state"] == "running", status["state"] == "dead"
-        reason = f"its process {status.get('pid')} is gone" if dead else status.get("reason")
-        return {
-            "run": self.name,
-            "state": str(status["state"]),
-            "reason": _text(reason),
-            "problem": _text(status.get("problem")) if running else None,
-            "pid": status.get("pid") if running else None,
-            "step": int(_number(status.get("step")) or 0),
-            "total": _number(status.get("total")),
-            "eta_s": _number(status.get("eta_s")) if running else None,
-            "best_metric": _text(status.get("best_metric")),
-            "best_score": _number(status.get("best_score")),
-            "device": _text(device),
-            "time": _number(status.get("time")),
-        }
+        status = {**self.read_status(), "run": self.name, "device": self.read_or_empty("machine.json").get("device")}
+        if status["state"] == "dead":
+            status["reason"] = f"its process {status.get('pid')} is gone"
+        if status["state"] != "running":
+            status |= {"problem": None, "pid": None, "eta_s": None}
+        texts = {key: status.get(key) for key in ("run", "state", "reason", "problem", "best_metric", "device")}
+        texts = {key: None if text is None else str(text) for key, text in texts.items()}
+        numbers = {key: _number(status.get(key)) for key in ("total", "eta_s", "best_score", "time")}
+        return {**texts, **numbers, "step": int(_number(status["step"]) or 0), "pid": status.get("pid")}
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -138,18 +121,23 @@ class Run:
             reason = str(error) or type(error).__name__
             self.write_status(state, self.step, **{**self.status_fields, "reason": reason, "eta_s": None})
 
-    def write(self, name: str, value: Any) -> None:
-        atomic_write(self.path / name, json.dumps(value, indent=2) + "\n")
+    def write(self, name: str, value: Any, durable: bool = True) -> None:
+        atomic_write(self.path / name, json.dumps(value, indent=2) + "\n", durable)
 
     def read(self, name: str) -> dict[str, Any]:
         """A JSON file of the run that holds one object."""
-        try:
+        with suppress(RecursionError):
             value = json.loads((self.path / name).read_text())
-        except RecursionError:
-            value = None
-        if not isinstance(value, dict):
-            raise ValueError(f"{self.path / name} is not a file written by m1clip")
-        return value
+            if isinstance(value, dict):
+                return value
+        raise ValueError(f"{self.path / name} is not a file written by m1clip")
+
+    def read_or_empty(self, name: str) -> dict[str, Any]:
+        """The same; {} if the file is missing or damaged."""
+        try:
+            return self.read(name)
+        except (OSError, ValueError):
+            return {}
 
 
 def new_run_path(runs: Path, name: str | None, preset: str, overwrite: bool) -> Path:
@@ -161,16 +149,15 @@ def new_run_path(runs: Path, name: str | None, preset: str, overwrite: bool) -> 
     if name in ("", ".", "..") or set(name) & set("/\\\0"):
         raise ValueError(f"--name must be a plain folder name, not {name!r}; --runs sets the parent folder")
     path = runs / name
-    if path.is_dir() and is_empty(path):
+    if not path.exists() or (path.is_dir() and is_empty(path)):
         return path
-    if path.exists() and not is_run(path):
+    if not is_run(path):
         raise FileExistsError(f"{path} exists and is not a run; choose another --name")
-    if path.exists() and not overwrite:
+    if not overwrite:
         raise FileExistsError(f"{path} exists; --resume continues it, --overwrite deletes it and starts again")
-    if path.exists():
-        with lock_folder(path) as acquired:
-            if not acquired:
-                raise FileExistsError(f"{path} is being trained by another process")
+    with lock_folder(path) as acquired:
+        if not acquired:
+            raise FileExistsError(f"{path} is being trained by another process")
     return path
 
 
@@ -203,7 +190,6 @@ def all_runs(runs: Path) -> list[Run]:
 
 
 def run_summaries(runs: Path) -> list[dict[str, Any]]:
-    """Summaries of every run, oldest first."""
     summaries = []
     for run in all_runs(runs):
         with suppress(OSError):  # deleted since it was listed
@@ -226,10 +212,7 @@ def open_run(runs: Path, name: str | None) -> Run:
 
 def is_run(path: Path) -> bool:
     """Whether a training config is there, the first file a run writes; a model folder has another config."""
-    try:
-        return "epochs" in Run(path).read("config.json")
-    except (OSError, ValueError):
-        return False
+    return "epochs" in Run(path).read_or_empty("config.json")
 
 
 def is_empty(folder: Path) -> bool:
@@ -246,7 +229,3 @@ def _number(value: Any) -> float | int | None:
     """A finite number of reasonable size, or None."""
     valid = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
     return value if valid else None
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -10,18 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
-# Names of CPU temperature sensors: Intel, AMD, ARM boards.
-CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "soc_thermal")
+CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "soc_thermal")  # Intel, AMD, AMD, ARM boards
 
 
 def machine() -> dict[str, Any]:
@@ -38,36 +38,29 @@ def machine() -> dict[str, Any]:
 
 def torch_version() -> str | None:
     """The installed version, without importing torch."""
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return None
+    return next((package.version for package in distributions(name="torch")), None)
+
+
+def _macos_output(*command: str) -> str | None:
+    """What a macOS command prints; None on other systems."""
+    return subprocess.run(command, capture_output=True, text=True).stdout if sys.platform == "darwin" else None
 
 
 def chip() -> str | None:
     """Name of the processor, such as Apple M1."""
-    if sys.platform == "darwin":
-        sysctl = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
-        return sysctl.stdout.strip() or None
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        return platform.processor() or None
-    return names[0] if names else platform.machine() or None
+    if sysctl := _macos_output("sysctl", "-n", "machdep.cpu.brand_string"):
+        return sysctl.strip()
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine() or None
 
 
 def fast_cores() -> int | None:
     """Performance cores of Apple silicon; None on other machines."""
-    if sys.platform != "darwin":
-        return None
-    sysctl = subprocess.run(["sysctl", "-n", "hw.perflevel0.physicalcpu"], capture_output=True, text=True)
-    return int(sysctl.stdout) if sysctl.stdout.strip().isdecimal() else None
-
-
-def memory_gb() -> float:
-    """Resident memory of this process."""
-    return round(psutil.Process().memory_info().rss / 1e9, 3)
+    cores = (_macos_output("sysctl", "-n", "hw.perflevel0.physicalcpu") or "").strip()
+    return int(cores) if cores.isdecimal() else None
 
 
 class MemoryUse(NamedTuple):
@@ -83,6 +76,10 @@ def memory_use() -> MemoryUse:
     return MemoryUse(info.rss / 1e9, None if mapped is None else mapped / 1e9)
 
 
+def memory_gb() -> float:
+    return round(memory_use().rss_gb, 3)
+
+
 def peak_gb() -> float:
     """Peak resident memory of this process since its start."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -92,11 +89,9 @@ def peak_gb() -> float:
 def available_gb() -> float:
     """Memory available without swapping: of the machine, or of the container or ulimit if that is less."""
     free = psutil.virtual_memory().available
-    try:
-        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        free = min(free, int(limit) - int(used)) if limit != "max" else free
-    except (OSError, ValueError):
-        pass
+    with suppress(OSError, ValueError):  # no container, or one without a limit: "max"
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, limit - used)
     address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if address_space != resource.RLIM_INFINITY:
         free = min(free, address_space - psutil.Process().memory_info().vms)
@@ -141,15 +136,14 @@ class PeakMemory:
         return self
 
     def _sample(self) -> None:
-        while True:
+        is_last = False
+        while not is_last:
+            is_last = self.stopped.wait(0.002)
             self.gb = max(self.gb, memory_gb() - self.start)
-            if self.stopped.wait(0.002):
-                return
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stopped.set()
         self.thread.join()
-        self.gb = max(self.gb, memory_gb() - self.start)
 
 
 def readings(folder: Path) -> dict[str, Any]:
@@ -169,18 +163,15 @@ def readings(folder: Path) -> dict[str, Any]:
 
 def temperature_c() -> float | None:
     """The hottest CPU sensor; macOS shows none without root."""
-    read: Callable[[], dict[str, Any]] | None = getattr(psutil, "sensors_temperatures", None)
-    sensors = read() if read else {}
+    sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
     return max((entry.current for name in CPU_SENSORS for entry in sensors.get(name, [])), default=None)
 
 
 def speed_limit() -> int | None:
     """CPU speed in percent that macOS allows at the current temperature; None on other systems."""
-    if sys.platform != "darwin":
-        return None
-    lines = subprocess.run(["pmset", "-g", "therm"], capture_output=True, text=True).stdout.splitlines()
-    limits = [line.partition("=")[2].strip() for line in lines if "CPU_Speed_Limit" in line]
-    return int(limits[0]) if limits and limits[0].isdecimal() else 100
+    output = _macos_output("pmset", "-g", "therm")
+    limit = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", output or "")
+    return None if output is None else int(limit[1]) if limit else 100
 
 
 class EnergyMeter:
@@ -191,13 +182,11 @@ class EnergyMeter:
 
     def __init__(self) -> None:
         self.counters = list(_counters())
-        self.start = [counter() for counter in self.counters]
+        self.start = sum(counter() for counter in self.counters)
 
     def joules(self) -> float | None:
-        if not self.counters:
-            return None
-        now = [counter() for counter in self.counters]
-        return sum(b - a for a, b in zip(self.start, now, strict=True)) / 1e3
+        used = sum(counter() for counter in self.counters) - self.start
+        return used / 1e3 if self.counters else None
 
 
 def _counters() -> Iterable[Callable[[], float]]:
@@ -208,18 +197,17 @@ def _counters() -> Iterable[Callable[[], float]]:
     except ImportError:
         return
     for find in (get_soc, get_cpus, get_gpus):
-        try:
-            device = find()
-            parts = [device] if find is get_soc else [*(device.cpus if find is get_cpus else device.gpus)]
-            for part in parts:
-                _millijoules(part.get_total_energy_consumption())
-                yield partial(lambda part: _millijoules(part.get_total_energy_consumption()), part)
-        except (ZeusBaseError, OSError):
-            continue
+        with suppress(ZeusBaseError, OSError):
+            found = find()
+            for device in [found] if find is get_soc else found.cpus if find is get_cpus else found.gpus:
+                counter = partial(_millijoules, device.get_total_energy_consumption)
+                counter()
+                yield counter
 
 
-def _millijoules(reading: Any) -> float:
+def _millijoules(read: Callable[[], Any]) -> float:
     """A plain number, or the sum over a chip's parts; its total already includes cores and clusters."""
+    reading = read()
     if isinstance(reading, int | float):
         return float(reading)
     parts = [getattr(reading, field.name) for field in fields(reading) if field.name.count("_") < 3]

@@ -106,7 +106,7 @@ def test_a_background_run_is_named_after_the_preset_of_its_config(tiny_run, tmp_
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(to_json(replace(tiny_run, preset="tiny")))
     spawned = []
-    monkeypatch.setattr("m1clip.commands.background.spawn_training", lambda *args: spawned.append(args) or 0)
+    monkeypatch.setattr("m1clip.commands.train.spawn_training", lambda *args: spawned.append(args) or 0)
     assert cli.run_command(["train", "--config", "config.json", "--background"]) == 0
     ((argv, run),) = spawned
     assert argv == ["--config", "config.json", "--name", "tiny-1"]

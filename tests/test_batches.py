@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from m1clip.data import augment
-from m1clip.data.augment import Augmentation, sample_uniform
 from m1clip.data.batches import (
+    Augmentation,
     BatchStream,
     CaptionFeatureTable,
     FeatureTables,
@@ -17,13 +16,18 @@ from m1clip.data.batches import (
     TextFeatures,
     Tokens,
     find_duplicates,
+    flip_half,
     group_ids,
+    jitter_color,
     pixel_ids,
+    random_resized_crop,
+    resize,
+    sample_uniform,
     tokenize_captions,
 )
+from m1clip.data.pixel_cache import decode_rows
 from m1clip.data.splits import CachedImages, Split, SplitPart
-from m1clip.data.synthetic.scenes import SyntheticScenes
-from m1clip.data.workers import decode_rows
+from m1clip.data.synthetic import SyntheticScenes
 from m1clip.model.tokenizer import Tokenizer
 
 ALL = Augmentation(crop_scale=0.5, hflip=True, color_jitter=0.3)
@@ -164,7 +168,7 @@ def gradient_images(size: int, count: int = 1) -> np.ndarray:
 
 def test_a_crop_has_its_minimum_area_and_lies_inside_the_image():
     rng = np.random.default_rng(0)
-    crops = augment.random_resized_crop(gradient_images(80, 200), rng.random((4, 200)), 0.4, 64).numpy().astype(int)
+    crops = random_resized_crop(gradient_images(80, 200), rng.random((4, 200)), 0.4, 64).numpy().astype(int)
     width, height = (crops[..., c].max((1, 2)) - crops[..., c].min((1, 2)) + 1 for c in (0, 1))
     assert (width * height >= 0.37 * 80**2).all()  # the outermost columns are blends
     assert len(set(zip(crops[:, 0, 0, 0], crops[:, 0, 0, 1], strict=True))) > 100  # in many positions
@@ -173,12 +177,12 @@ def test_a_crop_has_its_minimum_area_and_lies_inside_the_image():
 
 
 def test_a_crop_of_the_whole_image_is_the_resized_image():
-    whole = augment.random_resized_crop(gradient_images(80), np.array([[1.0], [0.5], [0.3], [0.9]]), 0.5, 64)
-    assert torch.equal(whole, augment.resize(torch.from_numpy(gradient_images(80)), 64))
+    whole = random_resized_crop(gradient_images(80), np.array([[1.0], [0.5], [0.3], [0.9]]), 0.5, 64)
+    assert torch.equal(whole, resize(torch.from_numpy(gradient_images(80)), 64))
 
 
 def test_half_of_the_images_are_flipped():
-    flipped = augment.flip_half(torch.from_numpy(gradient_images(8, 2)), np.array([0.2, 0.8]))
+    flipped = flip_half(torch.from_numpy(gradient_images(8, 2)), np.array([0.2, 0.8]))
     assert flipped[0, 0, :, 0].tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
     assert flipped[1, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 
@@ -193,8 +197,8 @@ def test_color_jitter_is_torchvisions():
         uniform_3B = np.full((3, 1), 0.5)
         uniform_3B[index] = 0.0  # the minimum: 1 - strength
         expected = (adjust(images_BCHW, 0.7) * 255).permute(0, 2, 3, 1)
-        assert (augment.jitter_color(images_BHWC, uniform_3B, 0.3).float() - expected).abs().max() < 1.5
-    flat = augment.jitter_color(images_BHWC, np.array([[0.5], [0.0], [0.5]]), 0.999)  # hardly any contrast
+        assert (jitter_color(images_BHWC, uniform_3B, 0.3).float() - expected).abs().max() < 1.5
+    flat = jitter_color(images_BHWC, np.array([[0.5], [0.0], [0.5]]), 0.999)  # hardly any contrast
     assert flat.float().std() < 1
 
 

@@ -70,6 +70,6 @@ def test_info_lists_the_presets_and_refuses_unknown_ones(capsys, monkeypatch):
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
     assert [name for name in names if name in PRESETS] == ["nano", "tiny"]
     with pytest.raises(ValueError, match="did you mean nano"):
-        info.parse("m1clip info", ["nanno"])
+        info.main(info.parse("m1clip info", ["nanno"]))
     with pytest.raises(ValueError, match="--batch-size must be at least 1, not 0"):
         info.parse("m1clip info", ["--batch-size", "0"])

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from m1clip.document import Document, escape_markdown, markdown_table, render_html
+from m1clip.document import PACKAGE, escape_markdown, markdown_table, render_html, render_template, write_document
 
 PIECES = ["`", "``", "\\", "|", "*", "_", "[", "]", "(", ")", "<", ">", "&", "#", "-", "+", "=", "1.", "~", "!", "a"]
 PIECES += [" ", "    ", "x_y", "&lt;", "<b>", "[x](http://y)", "![x](y)", "\n", "\u2028", "$", ":", "---"]
@@ -60,16 +60,14 @@ def test_random_text_renders_as_itself_wherever_it_is_put(template, tmp_path):
             assert normalize(page.text) == normalize(expected), value
 
 
-def test_a_document_has_all_its_parts_in_both_files(tmp_path):
+def test_a_document_has_all_its_parts_in_both_files(tmp_path, monkeypatch):
     (tmp_path / "figure.png").write_bytes(b"PNG")
-    document = Document("a <title> & more")
-    document.heading("Results")
-    document.text("Run `m1clip train`.")
-    document.text("a note", note=True)
-    document.points(["one", "# two"])
-    document.table(["name", "value"], [["a|b", "1"], ["c", "2.5"]])
-    document.image(tmp_path / "figure.png", "a figure")
-    page = document.write(tmp_path, "doc").read_text()
+    (tmp_path / "document.html").write_text((PACKAGE / "document.html").read_text())
+    parts = ["## Results", "Run `m1clip train`.", "> a note", "- one\n- {{ point }}", "{{ table(*cells) }}"]
+    (tmp_path / "t.j2").write_text("\n\n".join([*parts, "![a figure](figure.png)"]))
+    monkeypatch.setattr("m1clip.document.PACKAGE", tmp_path)
+    cells = (["name", "value"], [["a|b", "1"], ["c", "2.5"]])
+    page = write_document(tmp_path, "doc", "a <title> & more", "t.j2", point="# two", cells=cells).read_text()
     markdown = (tmp_path / "doc.md").read_text()
     assert markdown.split("\n\n") == [
         "# a &lt;title&gt; &amp; more",
@@ -92,6 +90,5 @@ def test_values_of_a_template_are_escaped_and_unknown_ones_are_a_dash(tmp_path, 
     (tmp_path / "t.j2").write_text(
         "{{ name }}: {{ record.loss }}, {{ record.a.b }}, {{ none }}\n\n\n\n{{ table(['x'], [['1']]) }}"
     )
-    document = Document("t")
-    document.template("t.j2", name="*<b>*", record={"loss": 0.5}, none=None)
-    assert document.blocks[1] == "\\*&lt;b&gt;\\*: 0.5, –, –\n\n| x |\n| ---: |\n| 1 |"
+    text = render_template("t.j2", name="*<b>*", record={"loss": 0.5}, none=None)
+    assert text == "\\*&lt;b&gt;\\*: 0.5, –, –\n\n| x |\n| ---: |\n| 1 |"

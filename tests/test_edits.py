@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from m1clip.data.synthetic.scenes import SyntheticScenes
+from m1clip.data.synthetic import SyntheticScenes
 from m1clip.evals import edits
 from m1clip.evals.edits import edit_scores, is_editable
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from trained import some_batch, some_state
 
+from helpers import make_state, random_pairs
 from m1clip.config import TextConfig, TrainConfig, VisionConfig
 from m1clip.model import fast
 from m1clip.model.towers import BagOfWords, QuickGELU, TextTransformer, VisionTransformer, init_tower
@@ -130,9 +130,9 @@ def test_a_training_step_with_recomputed_layers_is_the_same_and_stores_less(tiny
     results = []
     for width in (10**6, 1):
         monkeypatch.setattr(fast, "MIN_RECOMPUTE_WIDTH", width)
-        state = some_state(config, 5)
-        stored = memory.kept_bytes(state, some_batch(12))
-        stats, *_ = train_step(state, some_batch(12))
+        state = make_state(config, 5)
+        stored = memory.activation_bytes(state, random_pairs(12))
+        stats, *_ = train_step(state, random_pairs(12))
         results.append((stored, stats, {name: weight.grad.clone() for name, weight in state.weights.items()}))
     (plain_bytes, plain_stats, plain_grads), (fast_bytes, fast_stats, fast_grads) = results
     torch.testing.assert_close(fast_stats, plain_stats)

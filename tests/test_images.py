@@ -4,7 +4,7 @@ import torch
 from PIL import Image
 
 from m1clip.config import PRESETS
-from m1clip.data.synthetic.scenes import SyntheticScenes
+from m1clip.data.synthetic import SyntheticScenes
 from m1clip.images import center_crop, to_rgb
 from m1clip.model.clip import CLIP
 

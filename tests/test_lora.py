@@ -4,15 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import m1clip
 from m1clip.config import ModelConfig
 from m1clip.files import atomic_folder
 from m1clip.model.clip import CLIP
-from m1clip.model.lora import add_lora, has_lora, load_adapter, merged_state_dict, save_adapter
+from m1clip.model.lora import add_lora, has_lora, merged_state_dict, save_adapter
 from m1clip.model.pretrained import load_timm
-from m1clip.model.safe_load import WeightMismatch
 from m1clip.model.tokenizer import Tokenizer
 
 peft = pytest.importorskip("peft", reason="needs m1clip[lora]")
@@ -95,34 +94,15 @@ def test_a_saved_adapter_is_what_peft_itself_would_save(tiny, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_saved_adapter_is_loaded_again(config, tmp_path):
-    model, loaded = fine_tuned(config), initial(config)
-    save_adapter(model, tmp_path)
-    load_adapter(loaded, tmp_path)
-    torch.testing.assert_close(embeddings(loaded), embeddings(model))
-
-
 def test_a_model_folder_may_contain_its_adapter(tiny, tmp_path):
-    model, loaded = fine_tuned(tiny), initial(tiny)
+    model = fine_tuned(tiny)
     model.tokenizer = Tokenizer.characters()
     with atomic_folder(tmp_path / "model") as partial:
         model.write(partial)
         save_adapter(model, partial / "adapter")
-    load_adapter(loaded, tmp_path / "model" / "adapter")
+    loaded = peft.PeftModel.from_pretrained(initial(tiny), str(tmp_path / "model" / "adapter")).eval()
     for same in (loaded, m1clip.load(tmp_path / "model")):
         torch.testing.assert_close(embeddings(same), embeddings(model), rtol=1e-4, atol=1e-5)
-
-
-def test_an_adapter_of_another_model_is_refused(tiny, tmp_path):
-    save_adapter(fine_tuned(tiny), tmp_path)
-    path = tmp_path / "adapter_model.safetensors"
-    tensors = load_file(path)
-    dropped = tensors.pop("base_model.model.text.blocks.0.attn.qkv.lora_A.weight")
-    save_file({**tensors, "base_model.model.text.extra": dropped}, path)
-    with pytest.raises(WeightMismatch) as error:
-        load_adapter(initial(tiny), tmp_path)
-    assert error.value.missing == ["text.blocks.0.attn.qkv.lora_A.weight"]
-    assert error.value.unexpected == ["text.extra"]
 
 
 def test_pointwise_convolutions_have_adapters_too(tiny):

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from long_log import MEMORY_GB, write_record, write_run, write_step
 from m1clip.cli import run_command
-from m1clip.monitor import curves, terminal_views, text_plot
+from m1clip.monitor import curves, terminal_views
 from m1clip.monitor.log import Log, RunView
 from m1clip.monitor.terminal import Monitor
 from m1clip.run import Run, create_run
@@ -165,7 +165,7 @@ def test_downsampling_keeps_ends_extremes_and_gaps():
 
 
 def test_a_gap_in_the_steps_is_a_gap_in_the_curve(night):
-    x, y = curves.curve_points(read_log(night / "metrics.jsonl"), "loss")
+    x, y = curves.CURVES["loss"].points(read_log(night / "metrics.jsonl"))
     at = np.flatnonzero(x == 1200)
     assert np.isnan(y[at[0]])
     assert np.isfinite(y[at[1]])
@@ -175,7 +175,7 @@ def test_an_average_starts_again_after_a_gap(tmp_path):
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for step in [*range(1, 101), *range(300, 401)]:
             write_record(file, "step", step, loss=1.0 if step < 200 else 3.0)
-    _, y = curves.curve_points(read_log(tmp_path / "metrics.jsonl"), "loss", window=50)
+    _, y = curves.CURVES["loss"].points(read_log(tmp_path / "metrics.jsonl"), window=50)
     assert set(y[np.isfinite(y)]) == {1.0, 3.0}
     assert np.isnan(y).sum() == 1
 
@@ -184,7 +184,7 @@ def test_a_log_of_every_tenth_step_has_no_gaps(tmp_path):
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for step in range(10, 1000, 10):
             write_record(file, "step", step, loss=1.0)
-    assert np.isfinite(curves.curve_points(read_log(tmp_path / "metrics.jsonl"), "loss")[1]).all()
+    assert np.isfinite(curves.CURVES["loss"].points(read_log(tmp_path / "metrics.jsonl"))[1]).all()
 
 
 def test_pairs_per_second_is_all_pairs_by_all_time(tmp_path):
@@ -211,7 +211,7 @@ def test_an_endless_line_is_read_only_once(tmp_path, monkeypatch):
     append(path, '{"kind": "step", "step": 1, "loss": 1.0}\n' + "x" * 3_000_000)
     log = read_log(path)
     with monkeypatch.context() as patch:
-        patch.setattr(Log, "_read_blocks", lambda *_: pytest.fail("the file was read again"))
+        patch.setattr(Log, "_read_lines", lambda *_: pytest.fail("the file was read again"))
         assert not log.refresh()
     append(path, '\n{"kind": "step", "step": 2, "loss": 1.0}\n')
     log.refresh()
@@ -220,13 +220,13 @@ def test_an_endless_line_is_read_only_once(tmp_path, monkeypatch):
 
 
 def test_minutes_are_those_of_the_steps(night):
-    x, _ = curves.curve_points(read_log(night / "metrics.jsonl"), "mean_r1", "minutes")
+    x, _ = curves.CURVES["mean_r1"].points(read_log(night / "metrics.jsonl"), "minutes")
     assert x[-1] == pytest.approx(2799 * 480.3 / 60_000, rel=1e-3)  # one of 2,800 steps has another time
 
 
 def test_a_line_plot_has_ticks_and_a_dotted_chance_level():
-    line = text_plot.Line(np.arange(10.0), np.arange(10.0), "blue")
-    plot = text_plot.line_plot("title", [line], 40, 8, lambda value, digits: f"{value:.0f}", [0.0])
+    line = (np.arange(10.0), np.arange(10.0), "blue")
+    plot = terminal_views.line_plot("title", [line], 40, 8, lambda value, digits: f"{value:.0f}", [0.0])
     rows = plot.plain.split("\n")
     assert len(rows) == 8
     assert rows[1].strip().startswith("9")
@@ -238,9 +238,9 @@ def test_a_line_plot_has_ticks_and_a_dotted_chance_level():
 
 
 def test_a_line_without_points_is_drawn_beside_others():
-    full, empty = (text_plot.Line(np.arange(9.0), np.arange(9.0), ""), text_plot.Line(np.empty(0), np.empty(0), ""))
+    full, empty = ((np.arange(9.0), np.arange(9.0), ""), (np.empty(0), np.empty(0), ""))
     plots = [
-        text_plot.line_plot("", lines, 40, 8, lambda value, _: f"{value:.0f}").plain
+        terminal_views.line_plot("", lines, 40, 8, lambda value, _: f"{value:.0f}").plain
         for lines in ([full], [empty, full])
     ]
     assert plots[0] == plots[1]
@@ -248,7 +248,7 @@ def test_a_line_without_points_is_drawn_beside_others():
 
 def test_a_line_plot_is_connected_between_points_and_broken_at_a_gap():
     x, y = np.array([0.0, 40.0, 60.0, 100.0]), np.array([0.0, 1.0, np.nan, 1.0])
-    plot = text_plot.line_plot("", [text_plot.Line(x, y, "blue")], 60, 8, lambda value, _: f"{value:.0f}")
+    plot = terminal_views.line_plot("", [(x, y, "blue")], 60, 8, lambda value, _: f"{value:.0f}")
     rows = [row[2:] for row in plot.plain.split("\n")[1:7]]
     drawn = [any(row[column : column + 1].strip() for row in rows) for column in range(57)]
     assert all(drawn[:22])
@@ -516,7 +516,7 @@ def test_slow_libraries_are_not_imported_before_the_first_screen(module):
 
 def test_an_error_of_the_application_is_one_sentence_and_exit_code_1(night, monkeypatch, capsys):
     """Textual alone would print a traceback and exit with 0."""
-    monkeypatch.setattr(terminal_views, "curves_view", lambda *_: 1 / 0)
+    monkeypatch.setattr("m1clip.monitor.terminal.curves_view", lambda *_: 1 / 0)
     for stream in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True, raising=False)
     run_app = Monitor.run

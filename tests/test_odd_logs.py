@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from long_log import write_run
 from m1clip.cli import run_command
-from m1clip.monitor import figures, web
+from m1clip.monitor import report, web
 
 RECORDS = {
     "wrong containers": {
@@ -64,7 +64,7 @@ FILES = {
 def quick_figures(request, monkeypatch):
     """Saving takes a second per report; it is done where the values themselves could break it."""
     if not {"huge numbers", "$x_$", "日本"} & {str(value) for value in request.node.callspec.params.values()}:
-        monkeypatch.setattr(figures, "save_figure", save_nothing)
+        monkeypatch.setattr(report, "save_figure", save_nothing)
 
 
 def save_nothing(figure, path):
@@ -95,10 +95,10 @@ def test_unexpected_records_are_shown_or_unknown(tmp_path, capsys, name):
     folder = write_run(tmp_path / "odd", 60, (10, 12), (), None, partial_line=False)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 61, **RECORDS[name]}) + "\n")
-    report = show_everywhere(folder)
-    assert "nan" not in report.lower().replace("nano", "")
-    assert "<script>" not in report
-    assert "\n# y" not in report
+    markdown = show_everywhere(folder)
+    assert "nan" not in markdown.lower().replace("nano", "")
+    assert "<script>" not in markdown
+    assert "\n# y" not in markdown
     assert "\x1b" not in capsys.readouterr().out
 
 
@@ -113,8 +113,10 @@ def test_unexpected_files_are_shown_or_unknown(tmp_path, name, text):
 
 
 @pytest.mark.parametrize("name", ["a b", "日本", "#1", "100%", 'it\'s "x"', "[b]", "$x_$", "-dash", "a&b=c", "a|b"])
-def test_unusual_run_names_work_everywhere(tmp_path, name):
+def test_unusual_run_names_work_everywhere(tmp_path, name, capsys):
     folder = write_run(tmp_path / name, 60, (10, 12), (), None)
+    assert run_command(["runs", "--runs", str(tmp_path)]) == 0
+    assert f"\n{name} " in capsys.readouterr().out
     assert run_command(["monitor", str(folder), "--once"]) == 0
     assert run_command(["report", str(folder)]) == 0
     client = TestClient(web.create_app(web.RunCache(tmp_path)), base_url="http://127.0.0.1")

@@ -9,10 +9,9 @@ import pytest
 
 from m1clip.data import pixel_cache
 from m1clip.data.decode import BadImage
-from m1clip.data.pixel_cache import PixelCache, build_pixel_cache, decode_to_memory
+from m1clip.data.pixel_cache import PixelCache, build_pixel_cache, decode_rows, decode_to_memory
 from m1clip.data.splits import OnTheFlyImages
-from m1clip.data.synthetic.scenes import SyntheticScenes
-from m1clip.data.workers import decode_rows
+from m1clip.data.synthetic import SyntheticScenes
 from m1clip.files import cache_folder
 
 
@@ -85,7 +84,7 @@ def test_an_incomplete_cache_is_completed(damage):
 BUILD = """
 import time
 from m1clip.data import pixel_cache
-from m1clip.data.synthetic.scenes import SyntheticScenes
+from m1clip.data.synthetic import SyntheticScenes
 pixel_cache.CHUNK_ROWS = 8
 
 class SlowScenes(SyntheticScenes):

@@ -375,7 +375,7 @@ from m1clip.config import get_preset
 config = replace(get_preset("nano"), data="synthetic:512", val_size=8, batch_size=512, epochs=1, chunk=512, threads=1)
 config = replace(config, device="cpu", precision="fp32", compile="off")
 train_run(replace(config, batch_size=16, chunk=16, log_every=99), Path(sys.argv[1]) / "warm-up", stop_at=32)
-limit = psutil.Process().memory_info().vms + 450_000_000
+limit = psutil.Process().memory_info().vms + 360_000_000
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 train_run(config, Path(sys.argv[1]) / "r")
 """
@@ -384,7 +384,10 @@ train_run(config, Path(sys.argv[1]) / "r")
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS does not enforce RLIMIT_AS")
 def test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_chunks(tmp_path):
-    """A real limit: 512 pairs of nano need about 600 MB at once, and get 450."""
+    """A real limit of 360 MB: the forward pass of 512 pairs takes 490 MB, a whole step in chunks of 256 takes 270.
+
+    Closer to what the backward pass needs, small allocations fail in native libraries, which crash.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent)))}
     command = [sys.executable, "-c", OUT_OF_MEMORY, str(tmp_path)]
     done = subprocess.run(command, env=environment, timeout=600, capture_output=True, text=True)

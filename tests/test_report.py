@@ -12,7 +12,7 @@ from conftest import tiny_config, tiny_run_config
 
 from long_log import MEMORY_GB, write_eval, write_run
 from m1clip.cli import run_command
-from m1clip.monitor.curves import wilson_interval
+from m1clip.monitor.report import wilson_interval
 from m1clip.run import Run
 
 

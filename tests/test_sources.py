@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from m1clip.config import DataConfig
-from m1clip.data.folders import label_caption
 from m1clip.data.sources import open_sources, parse_spec
+from m1clip.data.tables import label_caption
 from photos import bad_rows, captions_by_image, coco_json, image_names, jpeg, karpathy_json, open_source, write_photos
 
 

@@ -5,10 +5,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from m1clip.data.synthetic import scenes
-from m1clip.data.synthetic.drawings import COLORS, PLACES, POSITIONS, SIZES, SKIES, SUBJECTS, TIMES
-from m1clip.data.synthetic.render import render_scene
-from m1clip.data.synthetic.scenes import SyntheticScenes, permute
+from m1clip.data import synthetic as scenes
+from m1clip.data.drawings import COLORS, PLACES, POSITIONS, SIZES, SKIES, SUBJECTS, TIMES, render_scene
+from m1clip.data.synthetic import SyntheticScenes, permute
 
 WORDS = {
     **{"subject": SUBJECTS, "color": COLORS, "count": (1, 2), "size": SIZES},

@@ -13,7 +13,7 @@ import numpy as np
 from m1clip import sensors
 from m1clip.bench.sweep import OperationRow, Session, peak_gflops
 from m1clip.devices import Plan, tower_devices
-from m1clip.document import Document
+from m1clip.document import write_document
 from m1clip.format import milliseconds, number
 from m1clip.plots import COLORS, annotate, axes, legend, log_axis, save_figure
 from m1clip.training.advice import RowPair, is_significant
@@ -219,6 +219,4 @@ def write_sweep(sweep: Sweep, folder: Path) -> Path:
     values = {"sweep": sweep, "plain": [row for row in sweep.steps if row.plan == Plan(row.device)]}
     values |= {"steps": make_table(STEP_COLUMNS, sweep.step_records())}
     values |= {"operations": make_table(OPERATION_COLUMNS, sweep.operations)}
-    document = Document("Training steps on this machine")
-    document.template("bench/templates/bench.md.j2", **values)
-    return document.write(folder, "bench")
+    return write_document(folder, "bench", "Training steps on this machine", "bench/templates/bench.md.j2", **values)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from m1clip.bench.report import Sweep, make_table
-from m1clip.document import Document
+from m1clip.document import write_document
 from m1clip.format import UNKNOWN, duration, number
 from m1clip.plots import COLORS, annotate, axes, log_axis, save_figure
 from m1clip.training.advice import fit_step_time
@@ -64,6 +64,6 @@ def plot_scaling(records: ModelRecords, devices: Sequence[str], ram_gb: float, p
 def write_scaling(sweep: Sweep, records: ModelRecords, devices: Sequence[str], folder: Path) -> Path:
     """Write scaling.md, scaling.html and a figure; return the path of the HTML file."""
     plot_scaling(records, devices, sweep.machine["ram_gb"], folder / "scaling.png")
-    document, models = (Document("Training time and memory by model size"), make_table(SCALING_COLUMNS, records))
-    document.template("bench/templates/scaling.md.j2", sweep=sweep, models=models, devices=devices)
-    return document.write(folder, "scaling")
+    title, template = "Training time and memory by model size", "bench/templates/scaling.md.j2"
+    models = make_table(SCALING_COLUMNS, records)
+    return write_document(folder, "scaling", title, template, sweep=sweep, models=models, devices=devices)

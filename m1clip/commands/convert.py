@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from m1clip import run as runs
-from m1clip.commands import flags
 from m1clip.console import loading
+from m1clip.run import is_run
 
 LOAD_CODE = {
     "transformers": 'CLIPModel.from_pretrained("{}")',
@@ -43,14 +42,12 @@ class Args:
     """Replace the output folder."""
 
 
-def parse(prog: str, argv: list[str]) -> Args:
-    return flags.parse_flags(Args, prog, argv)
-
-
 def main(args: Args) -> int:
-    run = Path(args.runs) / args.model
-    spec = str(run) if not Path(args.model).exists() and runs.is_run(run) else args.model
-    out = args.out or default_folder(Path(spec), args.to)
+    run = args.runs / args.model
+    spec = str(run) if not Path(args.model).exists() and is_run(run) else args.model
+    path = Path(spec)
+    name = f"{path.stem if path.is_file() else path.name}-{args.to}"
+    out = args.out or (path / args.to if is_run(path) else path.with_name(name))
     if out.exists() and not args.overwrite:
         raise FileExistsError(f"{out} exists; --overwrite replaces it, --out DIR writes elsewhere")
     with loading():
@@ -64,10 +61,3 @@ def main(args: Args) -> int:
         export_clip(model, args.to, out)
     print(f"{out}\n\n{LOAD_CODE[args.to].format(out)}")
     return 0
-
-
-def default_folder(path: Path, library: str) -> Path:
-    """In a run, or beside a model or file."""
-    if runs.is_run(path):
-        return path / library
-    return path.with_name(f"{path.stem if path.is_file() else path.name}-{library}")

@@ -3,13 +3,11 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from m1clip import console
-from m1clip.commands.flags import parse_flags
-from m1clip.console import show, table
+from m1clip.console import loading, show, show_retrieval, table
 from m1clip.format import percent
 
 
@@ -44,50 +42,28 @@ class Args:
     """Print the scores as one line of JSON."""
 
 
-def parse(program: str, argv: list[str]) -> Args:
-    return parse_flags(Args, program, argv)
-
-
 def main(args: Args) -> int:
-    with console.loading():
+    with loading():
         from m1clip import api
 
     names = ("data", "val_size", "seed", "image_column", "caption_column")
     settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     result = api.evaluate(args.model, split=args.split, device=args.device, runs=args.runs, **settings)
+    scores, edits = result.scores.record(), [asdict(edit) for edit in result.edits]
     if args.json:
-        edits = [asdict(edit) for edit in result.edits]
-        print(json.dumps({"model": str(result.model), **result.scores.record(), "edits": edits}))
+        print(json.dumps({"model": str(result.model), **scores, "edits": edits}))
         return 0
     print(f"{result.model}\n")
-    show_retrieval(result.scores)
-    if result.edits:
+    show_retrieval(scores)
+    if edits:
         print()
-        show_edits(result.edits)
+        show_edits(edits)
     return 0
 
 
-if TYPE_CHECKING:  # imports torch
-    from m1clip.evals.edits import EditScore
-    from m1clip.evals.retrieval import Retrieval
-
-
-def show_retrieval(scores: "Retrieval") -> None:
-    made = table("", "R@1", "R@5", "R@10", "median rank")
-    for name, way in (("image→text", scores.image_to_text), ("text→image", scores.text_to_image)):
-        made.add_row(name, percent(way.r1), percent(way.r5), percent(way.r10), f"{way.median_rank:g}")
-    chances = {"chance i→t": scores.chance_image_to_text, "chance t→i": scores.chance_text_to_image}
-    if scores.chance_image_to_text == scores.chance_text_to_image:
-        chances = {"chance": scores.chance_text_to_image}
-    for name, chance in chances.items():
-        recalls = (percent(chance.r1), percent(chance.r5), percent(chance.r10))
-        made.add_row(name, *recalls, f"{chance.median_rank:.1f}", style="dim")
-    show(f"validation retrieval: {scores.images:,} images, {scores.captions:,} captions", made)
-
-
-def show_edits(scores: "list[EditScore]") -> None:
-    made = table("changed word", "accuracy", "captions")
+def show_edits(scores: list[dict[str, Any]]) -> None:
+    listing = table("changed word", "accuracy", "captions")
     for score in scores:
-        made.add_row(score.changed, percent(score.accuracy), f"{score.edits}")
-    made.add_row("chance", percent(scores[0].chance), "", style="dim")
-    show("one word changed: is the original caption closer to the image?", made)
+        listing.add_row(score["changed"], percent(score["accuracy"]), f"{score['edits']}")
+    listing.add_row("chance", percent(scores[0]["chance"]), "", style="dim")
+    show("one word changed: is the original caption closer to the image?", listing)

@@ -1,21 +1,29 @@
 """Flags from a dataclass: fields are flags, field docstrings are help lines, the class docstring heads the help."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from inspect import cleandoc
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
 T = TypeVar("T")
+RunName = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")]
 
 
-def parse_flags(kind: type[T], program: str, argv: Sequence[str], default: T | None = None) -> T:
+@dataclass(frozen=True)
+class RunsFolder:
+    runs: Path = Path("runs")
+    """Folder of the runs."""
+
+
+def parse_flags(kind: type[T], program: str, argv: Sequence[str], default: Any = tyro.MISSING_NONPROP) -> T:
     """Parse argv; prints help or an error with suggestions and exits where that is due."""
-    options: dict[str, Any] = {} if default is None else {"default": default}
     # tyro joins lines, but not indented ones: these are the examples.
     description = "\n  ".join(cleandoc(kind.__doc__ or "").splitlines())
     config = (tyro.conf.AvoidSubcommands, tyro.conf.HelptextFromCommentsOff)
-    parsed: T = tyro.cli(kind, prog=program, args=argv, description=description, config=config, **options)
+    parsed: T = tyro.cli(kind, prog=program, args=argv, description=description, config=config, default=default)
     return parsed
 
 

@@ -6,10 +6,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from m1clip.commands import flags
+from m1clip.commands.flags import parse_flags
 from m1clip.config import PRESETS, get_preset
-from m1clip.console import loading, show, table
+from m1clip.console import loading, show_rows
 from m1clip.format import number, percent
+
+VISION = "{image_size} px, {stem} stem, patch {patch_size}, width {width}, {layers} layers, {heads} heads"
+TEXT = "{vocab_size:,} tokens, context length {context_length}, width {width}, {layers} layers, {heads} heads"
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,8 @@ class Args:
 
 
 def parse(prog: str, argv: list[str]) -> Args:
-    if argv and not argv[0].startswith("-"):
-        argv = ["--preset", *argv]  # `m1clip info nano` is what people type first
-    args = flags.parse_flags(Args, prog, argv)
-    if args.preset is not None:
-        get_preset(args.preset)
+    preset_first = argv and not argv[0].startswith("-")  # `m1clip info nano` is what people type first
+    args = parse_flags(Args, prog, ["--preset", *argv] if preset_first else argv)
     if args.batch_size is not None and args.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, not {args.batch_size}")
     return args
@@ -48,70 +48,38 @@ def main(args: Args) -> int:
 
 
 def describe_preset(name: str, batch_size: int | None) -> dict[str, Any]:
+    config = get_preset(name)
     from m1clip.model.cost import model_cost
 
-    config = get_preset(name)
-    cost, batch_size = model_cost(config.model), batch_size or config.batch_size
-    return {
-        "preset": name,
-        "vision": asdict(config.model.vision),
-        "text": asdict(config.model.text),
-        "embed_dim": config.model.embed_dim,
-        "parameters": cost.parameters,
-        "total": cost.total,
-        "forward_gflop": cost.forward_gflop,
-        "step_gflop": cost.step_gflop,
-        "batch_size": batch_size,
-        "memory_gb": cost.memory_gb(batch_size),
-    }
+    model, cost, batch_size = config.model, model_cost(config.model), batch_size or config.batch_size
+    shape = {"vision": asdict(model.vision), "text": asdict(model.text), "embed_dim": model.embed_dim}
+    memory = {"batch_size": batch_size, "memory_gb": cost.memory_gb(batch_size)}
+    return {"preset": name, **shape, "total": cost.total, **asdict(cost), **memory}
 
 
 def show_preset(preset: dict[str, Any]) -> None:
-    vision, text, total = preset["vision"], preset["text"], preset["total"]
+    print(f"{preset['preset']}\n  vision     {VISION.format(**preset['vision'])}")
+    print(f"  text       {TEXT.format(**preset['text'])}\n  embedding  {preset['embed_dim']} dimensions\n")
+    total, forward, step = preset["total"], number(preset["forward_gflop"], 4), number(preset["step_gflop"], 4)
+    counts = [(part, f"{count:,}", percent(count / total)) for part, count in preset["parameters"].items()]
+    show_rows("parameters", ("part", "parameters", "share"), [*counts, ("total", f"{total:,}", "")])
     print(
-        f"{preset['preset']}\n"
-        f"  vision     {vision['image_size']} px, {vision['stem']} stem, patch {vision['patch_size']}, "
-        f"{tower_shape(vision)}\n"
-        f"  text       {text['vocab_size']:,} tokens, context length {text['context_length']}, "
-        f"{tower_shape(text)}\n"
-        f"  embedding  {preset['embed_dim']} dimensions\n"
+        f"\ncompute per pair: {forward} GFLOP forward, {step} forward and backward (captions of full context length)\n"
     )
-    parameters = table("part", "parameters", "share")
-    for part, count in preset["parameters"].items():
-        parameters.add_row(part, f"{count:,}", percent(count / total))
-    parameters.add_row("total", f"{total:,}", "", style="bold")
-    show("parameters", parameters)
-    print(
-        f"\ncompute per pair: {number(preset['forward_gflop'], 4)} GFLOP forward, "
-        f"{number(preset['step_gflop'], 4)} forward and backward (captions of full context length)\n"
-    )
-    memory = table("part", "GB")
-    for part, gigabytes in preset["memory_gb"].items():
-        memory.add_row(part, f"{gigabytes:.3f}")
-    memory.add_row("total", f"{sum(preset['memory_gb'].values()):.3f}", style="bold")
-    show(f"memory of a training step, batch size {preset['batch_size']}, float32, AdamW", memory)
-
-
-def tower_shape(tower: dict[str, Any]) -> str:
-    return f"width {tower['width']}, {tower['layers']} layers, {tower['heads']} heads"
+    memory_gb = {**preset["memory_gb"], "total": sum(preset["memory_gb"].values())}
+    title = f"memory of a training step, batch size {preset['batch_size']}, float32, AdamW"
+    show_rows(title, ("part", "GB"), [(part, f"{size:.3f}") for part, size in memory_gb.items()])
 
 
 def show_presets(presets: list[dict[str, Any]]) -> None:
-    overview = table("", "image/patch", "vision", "text", "parameters", "GFLOP/pair", "batch", "memory")
+    columns = ("", "image/patch", "vision", "text", "parameters", "GFLOP/pair", "batch", "memory")
+    rows = []
     for preset in presets:
-        vision, text = preset["vision"], preset["text"]
-        overview.add_row(
-            preset["preset"],
-            f"{vision['image_size']}/{vision['patch_size']}",
-            f"{vision['width']}×{vision['layers']}",
-            f"{text['width']}×{text['layers']}",
-            f"{preset['total'] / 1e6:.2f} M",
-            number(preset["step_gflop"], 4),
-            f"{preset['batch_size']}",
-            f"{sum(preset['memory_gb'].values()):.2f} GB",
-        )
-    show("presets", overview)
-    print(
-        "\nvision and text: width × layers. GFLOP/pair: forward and backward. Memory: one float32 step with "
-        "AdamW. More: m1clip info NAME"
-    )
+        image = "{image_size}/{patch_size}".format(**preset["vision"])
+        towers = ["{width}×{layers}".format(**preset[tower]) for tower in ("vision", "text")]
+        parameters, memory = f"{preset['total'] / 1e6:.2f} M", f"{sum(preset['memory_gb'].values()):.2f} GB"
+        cost = (parameters, number(preset["step_gflop"], 4), str(preset["batch_size"]), memory)
+        rows.append([preset["preset"], image, *towers, *cost])
+    show_rows("presets", columns, rows)
+    legend = "vision and text: width × layers. GFLOP/pair: forward and backward. Memory: one float32 step with AdamW."
+    print(f"\n{legend} More: m1clip info NAME")

@@ -5,14 +5,10 @@ import re
 import signal
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from m1clip import files
-from m1clip.commands.flags import parse_flags
+from m1clip.commands.flags import RunName, RunsFolder, parse_flags
 from m1clip.console import command
+from m1clip.files import json_safe
 from m1clip.monitor import LOOPBACK_HOSTS
 from m1clip.run import Run, open_run
 
@@ -22,7 +18,7 @@ ASCII |= {ord(char): plain for char, plain in {"–": "-", "→": ">", "…": "~
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(RunsFolder):
     """Follow a run, without disturbing it.
 
     m1clip monitor                  the newest run, in the terminal; keys: 5 all runs, space compare, q quit
@@ -30,10 +26,8 @@ class Args:
     m1clip monitor nano-3 --once    print a snapshot as text
     """
 
-    run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
+    run: RunName = None
     """Name or path of a run; default: the newest."""
-    runs: Path = Path("runs")
-    """Folder of the runs."""
     once: bool = False
     """Print a snapshot and exit."""
     json: bool = False
@@ -58,14 +52,11 @@ def parse(program: str, argv: list[str]) -> Args:
         raise ValueError("--once and --web exclude each other: --once prints text, --web serves a page")
     if args.token is not None and not re.fullmatch(r"[!-~]+", args.token):
         raise ValueError("--token must be ASCII without spaces; `auto` generates one")
-    web_options = (args.host, args.port, args.token, args.open)
-    if not args.web and web_options != (Args.host, Args.port, Args.token, Args.open):
+    if not args.web and any(getattr(args, name) != getattr(Args, name) for name in ("host", "port", "token", "open")):
         raise ValueError("--host, --port, --token and --open need --web")
     if args.host not in LOOPBACK_HOSTS and not args.token:
-        raise ValueError(
-            f"--host {args.host} shows your runs and images to other machines: it needs a --token "
-            "(--token auto generates one)"
-        )
+        danger = f"--host {args.host} shows your runs and images to other machines"
+        raise ValueError(f"{danger}: it needs a --token (--token auto generates one)")
     if not 0 < args.port < 65536:
         raise ValueError(f"--port must be 1–65535, not {args.port}")
     return args
@@ -101,21 +92,17 @@ def print_snapshot(run: Run, as_json: bool) -> int:
     view = RunView(run)
     view.refresh()
     if as_json:
-        step = {name: view.log.recent_mean(name, 1) for name in view.log.columns}
-        step["step"] = view.log.last_step
+        step = {name: view.log.recent_mean(name, 1) for name in view.log.columns} | {"step": view.log.last_step}
         records = {kind: view.log.last(kind) or None for kind in RECORD_KINDS}
         state = {**view.summary, "last_step": step, **records, "events": view.log.events[-20:]}
-        print(json.dumps(files.json_safe(state)))
+        print(json.dumps(json_safe(state)))
         return 0
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 100
+    console.width = console.width if console.is_terminal else 100
     with console.capture() as capture:
         console.print(snapshot(view, console.width), soft_wrap=True)
-    text = capture.get()
-    if not (sys.stdout.encoding or "").lower().startswith("utf"):
-        text = text.translate(ASCII)
-    print(text, end="")
+    is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    print(capture.get() if is_unicode else capture.get().translate(ASCII), end="")
     if view.summary["state"] in ("dead", "failed"):
         print(f"\nresume: {command('train', '--resume', '--name', run.path)}")
     return 0

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import tyro
 
-from m1clip.commands.flags import parse_flags
+from m1clip.commands.flags import RunsFolder
 from m1clip.console import loading
 from m1clip.run import open_run
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(RunsFolder):
     """Write a report with figures: one HTML file with everything, and the same as Markdown.
 
     m1clip report                         the newest run, into its own folder
@@ -25,25 +25,16 @@ class Args:
 
     run: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RUN ...]")] = ()
     """Names or paths of runs; default: the newest."""
-    runs: Path = Path("runs")
-    """Folder of the runs."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Output folder; default: `report` in the run's folder, or `reports/NAMES` for several runs."""
     json: bool = False
     """Print the paths as one line of JSON."""
 
 
-def parse(program: str, argv: list[str]) -> Args:
-    args = parse_flags(Args, program, argv)
-    if len(set(args.run)) != len(args.run):
-        raise ValueError("a run is named twice")
-    return args
-
-
 def main(args: Args) -> int:
     runs = [open_run(args.runs, name) for name in args.run or (None,)]
     if len({run.path.resolve() for run in runs}) != len(runs):
-        raise ValueError("a run is named twice: two of these are the same folder")
+        raise ValueError(f"a run is named twice: {', '.join(args.run)}")
     with loading("writing the report"):
         from m1clip.monitor.log import RunView
         from m1clip.monitor.report import write_comparison, write_report
@@ -57,9 +48,6 @@ def main(args: Args) -> int:
             page = write_report(views[0], args.out or runs[0].path / "report")
         else:
             page = write_comparison(views, args.out or Path("reports") / "-".join(run.name for run in runs)[:100])
-    markdown = page.with_suffix(".md")
-    if args.json:
-        print(json.dumps({"html": str(page), "markdown": str(markdown)}))
-        return 0
-    print(f"{page}\n{markdown}")
+    paths = {"html": str(page), "markdown": str(page.with_suffix(".md"))}
+    print(json.dumps(paths) if args.json else "\n".join(paths.values()))
     return 0

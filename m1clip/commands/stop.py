@@ -4,40 +4,33 @@ import os
 import signal
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import psutil
-import tyro
 
-from m1clip.commands.flags import parse_flags
+from m1clip.commands.flags import RunName, RunsFolder
 from m1clip.console import command, loading
 from m1clip.run import Run, all_runs, open_run
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(RunsFolder):
     """Ask a run to finish its step, save a checkpoint and end, and wait until it has.
 
     m1clip stop                     the run that is running
     m1clip stop nano-3
     """
 
-    run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
+    run: RunName = None
     """Name or path of the run; default: the only one that is running."""
-    runs: Path = Path("runs")
-    """Folder of the runs."""
     wait: float = 300.0
     """Seconds to wait; a long step or a large checkpoint takes time."""
 
 
-def parse(program: str, argv: list[str]) -> Args:
-    return parse_flags(Args, program, argv)
-
-
 def main(args: Args) -> int:
-    run = find_running(args)
+    run = open_run(args.runs, args.run) if args.run else find_running(args)
     status = run.read_status()
     if status["state"] != "running":
         raise ValueError(f"{run.path} is not running: it is {status['state']} at step {status['step']}")
@@ -56,8 +49,6 @@ def main(args: Args) -> int:
 
 
 def find_running(args: Args) -> Run:
-    if args.run is not None:
-        return open_run(args.runs, args.run)
     running = [run for run in all_runs(args.runs) if run.is_alive]
     if not running:
         raise ValueError(f"no run is running in {args.runs}/")
@@ -72,11 +63,8 @@ def training_pid(run: Run, status: dict[str, Any]) -> int:
     if status.get("host") not in (None, socket.gethostname()):
         raise ValueError(f"{run.path} is being trained on {status['host']}: stop it there")
     pid, status_time = status.get("pid"), status.get("time")
-    try:
-        created = psutil.Process(pid).create_time() if isinstance(pid, int) else None
-    except psutil.NoSuchProcess:
-        created = None
-    # An old status may name a process id that another program has now.
-    if not isinstance(pid, int) or created is None or status_time is None or created > status_time:
-        raise RuntimeError(f"{run.path} is still starting; try again in a moment")
-    return pid
+    with suppress(psutil.NoSuchProcess):
+        # An old status may name a process id that another program has now.
+        if isinstance(pid, int) and status_time is not None and psutil.Process(pid).create_time() <= status_time:
+            return pid
+    raise RuntimeError(f"{run.path} is still starting; try again in a moment")

@@ -1,22 +1,27 @@
-"""m1clip train: flags to keyword arguments of m1clip.train, then its result."""
+"""m1clip train: flags to keyword arguments of m1clip.train, then its result; or the same in the background."""
 
 import json
+import shlex
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from m1clip import console
-from m1clip.commands.eval import show_retrieval
 from m1clip.commands.flags import given_flags, parse_flags
 from m1clip.config import TrainConfig, check_exclusive, get_preset, requested_config, select_settings
 from m1clip.format import duration
-from m1clip.run import Run, create_run, new_run_path, open_run
+from m1clip.run import Run, create_run, is_empty, is_run, new_run_path, open_run
 
 if TYPE_CHECKING:  # imports torch
     from m1clip.training.loop import TrainResult
+
+LOG = "output.log"
 
 
 @dataclass(frozen=True)
@@ -68,20 +73,21 @@ def given_settings(training: TrainConfig, argv: Sequence[str]) -> dict[str, Any]
 def setting_paths() -> set[str]:
     """Every setting of a TrainConfig with our own towers."""
 
-    def paths(value: Any, prefix: str) -> set[str]:
-        nested = {key: inner for key, inner in vars(value).items() if hasattr(inner, "__dataclass_fields__")}
-        leaves = {prefix + key for key in vars(value).keys() - nested.keys()}
-        return leaves.union(*(paths(inner, f"{prefix}{key}.") for key, inner in nested.items()))
+    def paths(prefix: str, value: Any) -> set[str]:
+        if not isinstance(value, dict):
+            return {prefix}
+        return set().union(*(paths(f"{prefix}.{key}".lstrip("."), inner) for key, inner in value.items()))
 
-    return paths(TrainConfig(), "")
+    return paths("", asdict(TrainConfig()))
 
 
 def main(args: Args) -> int:
     settings = given_settings(args.training, args.argv)
-    resumed = open_run(args.runs, args.name).path if args.resume else None
-    requested = requested_config(settings, args.config, resumed)  # errors come before torch is imported
+    resumed = open_run(args.runs, args.name) if args.resume else None
+    # Before torch is imported, so that an error comes at once.
+    requested = requested_config(settings, args.config, resumed.path if resumed else None)
     if args.background:
-        return start_background(args, requested.preset)
+        return start_background(args, resumed, requested.preset)
     with console.loading():
         from m1clip import api
     result = api.train(
@@ -91,18 +97,13 @@ def main(args: Args) -> int:
     return 0 if result.finished else 130
 
 
-def start_background(args: Args, preset: str) -> int:
+def start_background(args: Args, resumed: Run | None, preset: str) -> int:
     """Run the same command in another process, with the run named."""
-    from m1clip.commands.background import spawn_training
-
     argv = [word for word in args.argv if word != "--background"]
-    if args.resume:
-        run = open_run(args.runs, args.name)
-    elif args.name is None:  # reserve the number now
-        run = create_run(args.runs, None, preset, overwrite=False)
-    else:
-        run = Run(new_run_path(args.runs, args.name, "", args.overwrite))
-    return spawn_training(argv if args.name else [*argv, "--name", run.name], run)
+    if args.name is not None:
+        return spawn_training(argv, resumed or Run(new_run_path(args.runs, args.name, "", args.overwrite)))
+    run = resumed or create_run(args.runs, None, preset, overwrite=False)  # reserves the number now
+    return spawn_training([*argv, "--name", run.name], run)
 
 
 def print_result(args: Args, result: "TrainResult") -> None:
@@ -110,7 +111,7 @@ def print_result(args: Args, result: "TrainResult") -> None:
         print(json.dumps(result.record()))
     elif result.finished and result.scores:
         print()
-        show_retrieval(result.scores)
+        console.show_retrieval(result.scores.record())
         print(f"\ntrained in {duration(result.seconds)}; the model is {result.model}")
         if result.best_step not in (None, result.step) and not result.restored:
             print(f"step {result.best_step} scored higher; it is {result.run / 'best'}")
@@ -119,3 +120,43 @@ def print_result(args: Args, result: "TrainResult") -> None:
     else:
         resume = console.command("train", "--resume", "--name", result.run)
         print(f"stopped and saved at step {result.step}; {resume} continues")
+
+
+def spawn_training(argv: list[str], run: Run) -> int:
+    """Start `m1clip train ARGV` detached; return once it trains, or with its output and exit code if it fails."""
+    resumed = is_run(run.path) and "--overwrite" not in argv
+    run.path.parent.mkdir(parents=True, exist_ok=True)
+    # The child creates the run folder; until then its output waits beside it.
+    log = run.path / LOG if resumed else run.path.parent / f".{run.name}.log"
+    with open(log, "ab" if resumed else "wb") as file:
+        log_start, program = file.tell(), [sys.executable, "-m", "m1clip", "train", *argv]
+        child = subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
+    try:
+        with console.loading("starting"):
+            while child.poll() is None and not has_started(run, child.pid):
+                time.sleep(0.1)
+    except KeyboardInterrupt:  # or a closed terminal: nothing has been trained yet
+        child.terminate()
+        child.wait()
+        raise
+    finally:
+        if not resumed and has_started(run, child.pid):
+            log = log.rename(run.path / LOG)
+    if child.poll() not in (None, 0):
+        sys.stderr.write(log.read_text(errors="replace")[log_start:])
+        if log.parent != run.path:
+            log.unlink()
+        if run.path.is_dir() and is_empty(run.path):
+            run.path.rmdir()
+        return child.returncode
+    state = "is training in the background" if child.poll() is None else "has finished"
+    print(f"{run.path} {state}, process {child.pid}")
+    runs = [] if run.path.parent == Path("runs") else ["--runs", run.path.parent]
+    print(f"watch:  {console.command('monitor', run.path)}\noutput: tail -f {shlex.quote(str(log))}")
+    print(f"list:   {console.command('runs', *runs)}\nstop:   {console.command('stop', run.path)}")
+    return 0
+
+
+def has_started(run: Run, pid: int) -> bool:
+    """Whether the child owns the run: from here on errors are in its status."""
+    return is_run(run.path) and run.read_status().get("pid") == pid

@@ -1,5 +1,6 @@
-"""Training batches. Batch k is a function of (seed, k), so that a run can resume at any step.
+"""Training batches and their augmentation. Batch k is a function of (seed, k): a run can resume at any step.
 
+Every random number is a function of (seed, epoch, sample) alone.
 Shapes: B pairs, K captions per image, L tokens, D features, N images and M captions of the split.
 """
 
@@ -7,24 +8,28 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from m1clip import devices
-from m1clip.data.augment import CAPTION, DROPOUT_KEY, VIEW, Augmentation, Uniform, augment_images, sample_uniform
 from m1clip.data.index import RowIndices
 from m1clip.data.splits import Split
 from m1clip.images import Pixels
 
 MAX_TOKENIZED = 500_000  # captions; of larger splits they are tokenized batch by batch
+STORED_SCALE = 1.25  # stored size over image size: few crops have to be enlarged
+# Independent streams of random numbers of a sample.
+CAPTION, DROPOUT_KEY, CROP, FLIP, COLOR, VIEW = 0, 3, (4, 5, 6, 7), 8, (9, 10, 11), 12
 Tokenize = Callable[[Sequence[str]], Tensor]
 TokenIds = Sequence[Sequence[int] | NDArray[np.int32]]
+Uniform = NDArray[np.float64]
 
 
 # Inputs of a tower: pixels or token ids, or for a frozen tower its precomputed features.
@@ -55,10 +60,8 @@ def map_input(function: Callable[[Tensor], Tensor], inputs: Input) -> Input:
 class Batch:
     image: Images | ImageFeatures
     text: Tokens | TextFeatures
-    key_B: Tensor
-    """Random key of each row for dropout: a function of (seed, epoch, sample)."""
-    duplicate_BB: Tensor | None
-    """False negatives: different rows with an equal caption or image; None if there are none."""
+    key_B: Tensor  # random key of each row for dropout: a function of (seed, epoch, sample)
+    duplicate_BB: Tensor | None  # false negatives: different rows with an equal caption or image; None if none
     rows: RowIndices
 
     def __len__(self) -> int:
@@ -87,12 +90,9 @@ class Batch:
 class ImageFeatureTable:
     """Features of a frozen vision tower for every image of a split."""
 
-    views: Sequence[NDArray[Any]]
-    """(N, D) for each augmented view."""
-    image_id_N: RowIndices
-    """Equal for equal images."""
-    source_row_N: RowIndices
-    """Row whose image was encoded: another one where the row's own cannot be decoded."""
+    views: Sequence[NDArray[Any]]  # (N, D) for each augmented view
+    image_id_N: RowIndices  # equal for equal images
+    source_row_N: RowIndices  # row whose image was encoded: another one where the row's own cannot be decoded
 
     def take(self, rows: RowIndices, uniform_B: Uniform) -> Tensor:
         """(B, D): one view of each row, chosen by a uniform random number."""
@@ -107,18 +107,15 @@ class ImageFeatureTable:
 class CaptionFeatureTable:
     """Features of a frozen text tower for every caption of a split."""
 
-    features_MD: NDArray[Any]
-    """In the order of encoding: captions of similar length together."""
-    position_M: RowIndices
-    """Position of each caption in features_MD."""
-    start_N: RowIndices
-    """First caption of each image, and at the end M."""
-    caption_id_M: RowIndices
-    """Equal for equal captions."""
+    features_MD: NDArray[Any]  # in the order of encoding: captions of similar length together
+    position_M: RowIndices  # of each caption in features_MD
+    start_N: RowIndices  # first caption of each image, and at the end M
+    caption_id_M: RowIndices  # equal for equal captions
 
-    def take(self, captions: RowIndices, K: int) -> Tensor:
+    def take(self, captions: RowIndices) -> tuple[Tensor, list[Any]]:
+        """Features of some captions, and an id for each that is equal for equal captions."""
         features = torch.from_numpy(self.features_MD[self.position_M[captions]]).float()
-        return features.view(-1, K, features.shape[1])
+        return features, self.caption_id_M[captions].tolist()
 
 
 @dataclass(frozen=True)
@@ -134,11 +131,10 @@ class TokenizedCaptions:
     """All captions of a split as token ids."""
 
     ids_M: Sequence[NDArray[np.int32]]
-    start_N: RowIndices
-    """First caption of each image, and at the end M."""
+    start_N: RowIndices  # first caption of each image, and at the end M
     pad: Callable[[TokenIds], Tensor]
 
-    def take(self, captions: RowIndices) -> tuple[Tensor, list[bytes]]:
+    def take(self, captions: RowIndices) -> tuple[Tensor, list[Any]]:
         """Padded ids of some captions, and an id for each that is equal for equal captions."""
         ids = [self.ids_M[caption] for caption in captions.tolist()]
         return self.pad(ids), [caption.tobytes() for caption in ids]
@@ -161,13 +157,19 @@ def tokenize_captions(
 
 
 @dataclass(frozen=True)
+class Augmentation:
+    crop_scale: float = 1.0
+    hflip: bool = False
+    color_jitter: float = 0.0
+
+
+@dataclass(frozen=True)
 class BatchStream:
     pairs: Split
     tokenize: Tokenize
     batch_size: int
     seed: int
-    image_size: int
-    """Input resolution of the model; stored images may be larger."""
+    image_size: int  # input resolution of the model; stored images may be larger
     augmentation: Augmentation = Augmentation()
     captions_per_image: int = 1
     tokenized: TokenizedCaptions | None = None
@@ -227,28 +229,15 @@ class BatchStream:
     ) -> tuple[Tokens | TextFeatures, list[list[Any]]]:
         """K captions of each row, and for each k ids that are equal for equal captions."""
         uniform_B, K = sample_uniform(self.seed, epoch, samples, CAPTION), self.captions_per_image
-        text: Tokens | TextFeatures
-        if (table := self.features.captions) is not None:
-            captions = pick_captions(table.start_N, rows, uniform_B, K)
-            text = TextFeatures(table.take(captions, K))
-            ids = table.caption_id_M[captions].tolist()
+        if table := self.features.captions or self.tokenized:
+            text, ids = table.take(pick_captions(table.start_N, rows, uniform_B, K))
         else:
-            if self.tokenized is not None:
-                captions = pick_captions(self.tokenized.start_N, rows, uniform_B, K)
-                tokens, ids = self.tokenized.take(captions)
-            else:
-                tokens = self.tokenize(self._pick_texts(rows, uniform_B))
-                ids = [caption.tobytes() for caption in tokens.numpy()]
-            text = Tokens(tokens.view(-1, K, tokens.shape[1]))
-        return text, [ids[k::K] for k in range(K)]
-
-    def _pick_texts(self, rows: RowIndices, uniform_B: Uniform) -> list[str]:
-        picked = []
-        for row, u in zip(rows, uniform_B, strict=True):
-            texts = self.pairs.captions(int(row))
-            first = int(u * len(texts))
-            picked += [texts[(first + k) % len(texts)] for k in range(self.captions_per_image)]
-        return picked
+            by_row = [self.pairs.captions(int(row)) for row in rows]
+            captions, start_B = list(chain.from_iterable(by_row)), np.cumsum([0, *map(len, by_row)])
+            text = self.tokenize([captions[i] for i in pick_captions(start_B, np.arange(len(rows)), uniform_B, K)])
+            ids = [caption.tobytes() for caption in text.numpy()]
+        kind = TextFeatures if self.features.captions else Tokens
+        return kind(text.view(-1, K, text.shape[1])), [ids[k::K] for k in range(K)]
 
 
 def pick_captions(start_N: RowIndices, rows: RowIndices, uniform_B: Uniform, K: int) -> RowIndices:
@@ -281,3 +270,79 @@ def find_duplicates(*ids_by_kind: Sequence[Hashable]) -> Tensor | None:
             group_B = torch.from_numpy(group_ids(ids))
             equal.append(group_B[:, None] == group_B)
     return torch.stack(equal).any(0).fill_diagonal_(False) if equal else None
+
+
+def stored_size(image_size: int, crop_scale: float) -> int:
+    """Size at which images are decoded, with a margin if they are cropped."""
+    return image_size if crop_scale == 1 else int(np.ceil(image_size * STORED_SCALE / 8)) * 8
+
+
+def sample_uniform(seed: int, epoch: int, samples: NDArray[np.int64], stream: int) -> Uniform:
+    """Uniform numbers in [0, 1), each a function of (seed, epoch, sample, stream) and nothing else."""
+    key = np.random.SeedSequence((seed, epoch, stream)).generate_state(1, np.uint64)[0]
+    x = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
+    for shift in (30, 27):  # the mixing steps of splitmix64
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(0xBF58476D1CE4E5B9)
+    unit: Uniform = (x >> np.uint64(11)).astype(np.float64) / 2.0**53
+    return unit
+
+
+def augment_images(
+    pixels: Pixels, augmentation: Augmentation, image_size: int, seed: int, epoch: int, samples: NDArray[np.int64]
+) -> Tensor:
+    """images_BHWC as one epoch of training sees them."""
+
+    def draw(*streams: int) -> Uniform:
+        return np.stack([sample_uniform(seed, epoch, samples, stream) for stream in streams])
+
+    if augmentation.crop_scale < 1:
+        images_BHWC = random_resized_crop(pixels, draw(*CROP), augmentation.crop_scale, image_size)
+    else:
+        images_BHWC = resize(torch.from_numpy(pixels), image_size)
+    if augmentation.hflip:
+        images_BHWC = flip_half(images_BHWC, draw(FLIP)[0])
+    if augmentation.color_jitter:
+        images_BHWC = jitter_color(images_BHWC, draw(*COLOR), augmentation.color_jitter)
+    return images_BHWC
+
+
+def random_resized_crop(pixels: Pixels, uniform_4B: Uniform, min_area: float, image_size: int) -> Tensor:
+    """Random crops of at least `min_area` of each image, resized to (B, image_size, image_size, C)."""
+    full = pixels.shape[1]
+    area, ratio, x, y = uniform_4B
+    area = full**2 * (min_area + (1 - min_area) * area)
+    ratio = np.exp((2 * ratio - 1) * np.log(4 / 3))  # width over height in 3/4 … 4/3, as in torchvision
+    width = np.rint(np.sqrt(area * ratio)).clip(1, full).astype(int)
+    height = np.rint(np.sqrt(area / ratio)).clip(1, full).astype(int)
+    left, top = np.rint(x * (full - width)).astype(int), np.rint(y * (full - height)).astype(int)
+    images_BHWC = torch.from_numpy(pixels)
+    crops_BHWC = torch.empty(len(pixels), image_size, image_size, 3, dtype=torch.uint8)
+    # A loop is three times faster here than grid_sample on the batch: torch resizes uint8 with SIMD.
+    for i, (x0, y0, w, h) in enumerate(zip(left, top, width, height, strict=True)):
+        crops_BHWC[i] = resize(images_BHWC[i : i + 1, y0 : y0 + h, x0 : x0 + w], image_size)[0]
+    return crops_BHWC
+
+
+def resize(images_BHWC: Tensor, image_size: int) -> Tensor:
+    size = (image_size, image_size)
+    if images_BHWC.shape[1:3] == size:
+        return images_BHWC
+    images_BCHW = images_BHWC.permute(0, 3, 1, 2)
+    return F.interpolate(images_BCHW, size=size, mode="bilinear", antialias=True).permute(0, 2, 3, 1)
+
+
+def flip_half(images_BHWC: Tensor, uniform_B: Uniform) -> Tensor:
+    flip_B111 = torch.from_numpy(uniform_B < 0.5)[:, None, None, None]
+    return torch.where(flip_B111, images_BHWC.flip(2), images_BHWC)
+
+
+def jitter_color(images_BHWC: Tensor, uniform_3B: Uniform, strength: float) -> Tensor:
+    """Multiply brightness, contrast and saturation, each by a factor in 1 ± strength."""
+    brightness, contrast, saturation = (
+        torch.from_numpy(1 + strength * (2 * draw_B - 1)).float()[:, None, None, None] for draw_B in uniform_3B
+    )
+    x_BHWC = images_BHWC.float() * brightness
+    gray_BHW1 = (x_BHWC @ torch.tensor([0.299, 0.587, 0.114]))[..., None]
+    saturated_BHWC = torch.lerp(gray_BHW1, x_BHWC, saturation)
+    x_BHWC = torch.lerp(gray_BHW1.mean((1, 2), keepdim=True), saturated_BHWC, contrast)
+    return x_BHWC.round().clamp(0, 255).byte()

@@ -3,20 +3,21 @@
 import os
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from m1clip.config import DataConfig
 from m1clip.data.rows import BadRow, Listing, Row
-from m1clip.data.tables import IMAGE_SUFFIX, caption_texts, find_image_root, list_table, load_json, read_csv
+from m1clip.data.tables import IMAGE_SUFFIX, caption_texts, find_images, list_table, load_json
 
 
 def list_coco(path: Path) -> Listing:
     """annotations/captions_train2017.json, captions_val2017.json, those of 2014, or Karpathy's JSON."""
     if karpathy := _karpathy_file(path, "coco"):
-        return _list_karpathy(karpathy, path)
-    files = sorted(chain(path.glob("annotations/captions_*.json"), path.glob("captions_*.json")))
+        return find_images(path, _karpathy_rows(karpathy))
+    files = sorted([*path.glob("annotations/captions_*.json"), *path.glob("captions_*.json")])
     if not files:
         raise FileNotFoundError(f"{path} has neither annotations/captions_*.json nor dataset_coco.json")
     return Listing(str(path), chain.from_iterable(_coco_rows(file, path) for file in files))
@@ -55,19 +56,15 @@ def _image_folder(root: Path, split: str, files: Iterable[Any]) -> str:
     first = list(islice((file for file in files if isinstance(file, str)), 5))
     names = [name for name in (split, "train2017", "val2017", "train2014", "val2014") if name]
     folders = [folder for name in names for folder in (name, f"images/{name}")]
-    folders += ["", "images", "Images", "train2017", "val2017"]
+    folders += ["", "images", "Images"]
     return next((f for f in folders if any((root / f / file).is_file() for file in first)), folders[0])
 
 
-def _list_karpathy(path: Path, root: Path) -> Listing:
+def _karpathy_rows(path: Path) -> Iterator[Row | BadRow]:
     """{"images": [{"filename", "filepath", "split", "sentences": [{"raw"}]}]}"""
-    images = _objects(path, load_json(path), "images")
-    names = [os.path.join(image.get("filepath") or "", str(image.get("filename") or "")) for image in images]
-    rows = (
-        Row(name, caption_texts(image.get("sentences")), line, str(path), str(image.get("split") or ""))
-        for line, (name, image) in enumerate(zip(names, images, strict=True), 1)
-    )
-    return Listing(find_image_root(root / "table", names[:50]), rows)
+    for line, image in enumerate(_objects(path, load_json(path), "images"), 1):
+        name = os.path.join(image.get("filepath") or "", str(image.get("filename") or ""))
+        yield Row(name, caption_texts(image.get("sentences")), line, str(path), str(image.get("split") or ""))
 
 
 def _karpathy_file(path: Path, dataset: str) -> Path | None:
@@ -83,20 +80,14 @@ def list_json(path: Path) -> Listing | None:
     if "annotations" in values:
         root = path.parent.parent if path.parent.name == "annotations" else path.parent
         return Listing(str(root), _coco_rows(path, root))
-    return _list_karpathy(path, path.parent)
+    return find_images(path.parent, _karpathy_rows(path))
 
 
 def list_text_file(path: Path, config: DataConfig) -> Listing:
     """A .txt that lists images: name.jpg#0, a tab and a caption; otherwise it is read as CSV."""
     with open(path, encoding="utf-8-sig", errors="replace") as file:
         is_token_file = re.match(r"[^\t]+#\d+\t", file.readline())
-    return _with_image_root(path, _token_rows(path)) if is_token_file else list_table(path, config)
-
-
-def _with_image_root(path: Path, rows: Iterator[Row | BadRow]) -> Listing:
-    head = list(islice(rows, 50))
-    root = find_image_root(path, [row.image for row in head if isinstance(row, Row)])
-    return Listing(root, chain(head, rows))
+    return find_images(path.parent, _token_rows(path)) if is_token_file else list_table(path, config)
 
 
 def recognize(path: Path, config: DataConfig) -> Listing | None:
@@ -113,7 +104,7 @@ def recognize(path: Path, config: DataConfig) -> Listing | None:
 def list_flickr(path: Path, dataset: str, config: DataConfig) -> Listing:
     """Flickr8k or Flickr30k: token files, Kaggle's CSVs or Karpathy's JSON, and lists of the splits."""
     if karpathy := _karpathy_file(path, dataset):
-        return _list_karpathy(karpathy, path)
+        return find_images(path, _karpathy_rows(karpathy))
     patterns = ("*.t*", "*.csv", "*/*.t*", "*/*.csv")
     files = sorted(file for pattern in patterns for file in path.glob(pattern) if file.is_file())
     tokens = [file for file in files if re.search(r"(\.|^)token(\.txt)?$", file.name)]
@@ -124,9 +115,15 @@ def list_flickr(path: Path, dataset: str, config: DataConfig) -> Listing:
             return list_table(annotations[0], config)
         expected = f"a .token file, captions.txt, results.csv or dataset_{dataset}.json"
         raise FileNotFoundError(f"{path} has none of the files of {dataset}: {expected}")
-    rows = _token_rows(tokens[0]) if tokens else _csv_rows(csvs[0])
-    splits, (root, rows) = _read_split_lists(files), _with_image_root(path / "table", rows)
-    return Listing(root, (_with_split(row, splits) for row in rows))
+    config = replace(config, image_column="auto", caption_column="auto")  # the flags are about other sources
+    listing = find_images(path, _token_rows(tokens[0])) if tokens else list_table(csvs[0], config)
+    if not (splits := _read_split_lists(files)):
+        return listing
+    rows = (
+        row._replace(split=splits.get(os.path.splitext(row.image)[0], "unlisted")) if isinstance(row, Row) else row
+        for row in listing.rows
+    )
+    return Listing(listing.root, rows)
 
 
 def _token_rows(path: Path) -> Iterator[Row | BadRow]:
@@ -141,16 +138,6 @@ def _token_rows(path: Path) -> Iterator[Row | BadRow]:
                 yield BadRow("broken line", f"{path} line {number}", "expected name.jpg#0, tab, caption")
 
 
-def _csv_rows(path: Path) -> Iterator[Row | BadRow]:
-    """image,caption, or Kaggle's image_name| comment_number| comment."""
-    for record in read_csv(path):
-        if isinstance(record, BadRow):
-            yield record
-        else:
-            values = list(record.values.values())
-            yield Row(values[0], [values[-1]], record.line, str(path))
-
-
 def _read_split_lists(files: Iterable[Path]) -> dict[str, str]:
     """The split of each image, from lists such as Flickr_8k.trainImages.txt, train.txt, dev.txt."""
     splits = {}
@@ -159,9 +146,3 @@ def _read_split_lists(files: Iterable[Path]) -> dict[str, str]:
             for line in file.read_text(errors="replace").splitlines():
                 splits[os.path.splitext(line.strip())[0]] = split[1].lower()
     return splits
-
-
-def _with_split(row: Row | BadRow, splits: dict[str, str]) -> Row | BadRow:
-    if isinstance(row, BadRow) or not splits:
-        return row
-    return row._replace(split=splits.get(os.path.splitext(row.image)[0], "unlisted"))

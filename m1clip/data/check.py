@@ -16,16 +16,16 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from m1clip.data.decode import DECODE_ERRORS, ORIENTATION, BadImage, decode, read_header
 from m1clip.data.index import IndexedPairs
+from m1clip.data.pixel_cache import map_chunks, row_chunks
 from m1clip.data.rows import BadImages, BadRows, PairDataset, ProgressFactory
 from m1clip.data.sources import Source
-from m1clip.data.workers import map_chunks, row_chunks
 
 TINY = 32  # pixels of the shorter edge
 HUGE = 25_000_000  # pixels: slow to decode
 MAX_BITS, MAX_COLOR = 3, 8  # differences of near duplicates: bits of each 64-bit dHash, mean color of 255
 MAX_NEAR_DUPLICATES = 100_000
 TRAITS = ("tiny", "huge", "CMYK", "16-bit", "palette", "alpha", "grayscale", "EXIF-rotated", "animated", "HEIC")
-IMAGE_STATS = np.dtype("?, i4, i4, i8, u2, u8, 2u8, 3i2")
+IMAGE_STATS = np.dtype("?, i4, i4, i8, 10?, u8, 2u8, 3i2")
 IMAGE_STATS.names = ("good", "width", "height", "bytes", "traits", "content", "dhash", "color")
 SIZE_BINS = (64, 128, 224, 336, 512, 1024, 2048)  # pixels of the shorter edge
 TILE, GAP, LINE = 224, 14, 17  # pixels of a contact sheet
@@ -66,14 +66,14 @@ def examine_rows(pairs: PairDataset, rows: Sequence[int]) -> tuple[ImageStats, B
     return stats, bad
 
 
-def image_traits(header: Image.Image) -> int:
-    """Unusual properties of an image, one bit for each of TRAITS."""
+def image_traits(header: Image.Image) -> tuple[bool, ...]:
+    """Whether an image has each of TRAITS."""
     width, height = header.size
     # Pillow reads 16-bit color as 8 bits; only the tile's raw mode tells.
     tile = header.tile[0] if getattr(header, "tile", None) else None  # type: ignore[attr-defined]
     is_deep = header.format in ("PNG", "TIFF") and tile is not None and ";16" in str(tile[3])
     try:
-        flags = (
+        return (
             min(width, height) < TINY,
             width * height > HUGE,
             header.mode == "CMYK",
@@ -87,7 +87,6 @@ def image_traits(header: Image.Image) -> int:
         )
     except DECODE_ERRORS as error:  # such as a broken second frame of an animation
         raise BadImage("unreadable", f"cannot be decoded ({error})") from None
-    return sum(1 << bit for bit, flag in enumerate(flags) if flag)
 
 
 def dhash(image: Image.Image) -> tuple[int, ...]:
@@ -111,8 +110,7 @@ def near_duplicates(stats: ImageStats) -> list[Pair]:
     pairs = set[Pair]()
     for block in range(4):
         key = (left[rows] >> np.uint64(16 * block)) & np.uint64(0xFFFF)
-        order = np.argsort(key, kind="stable")
-        for group in np.split(rows[order], np.flatnonzero(np.diff(key[order])) + 1):
+        for group in _groups(rows, key):
             for i, row in enumerate(group[:-1]):
                 near = group[i + 1 : i + 2000]  # bounds the work if all images look alike
                 near = near[np.bitwise_count(left[near] ^ left[row]) <= MAX_BITS]
@@ -124,15 +122,19 @@ def near_duplicates(stats: ImageStats) -> list[Pair]:
     return sorted(pairs)
 
 
+def _groups(rows: NDArray[Any], keys: NDArray[Any]) -> list[NDArray[Any]]:
+    """Two or more rows that have the same key."""
+    order = np.argsort(keys, kind="stable")
+    groups = np.split(rows[order], np.flatnonzero(np.diff(keys[order])) + 1)
+    return [group for group in groups if len(group) > 1]
+
+
 def duplicate_images(source: Source, stats: ImageStats) -> dict[str, list[Pair]]:
     """Pairs of rows with equal bytes or equal looks; leaks are those with one image in train, one not."""
     good, content = np.flatnonzero(stats["good"]), stats["content"]
-    order = good[np.argsort(content[good], kind="stable")]
-    groups = np.split(order, np.flatnonzero(np.diff(content[order])) + 1)
-    groups = [group for group in groups if len(group) > 1]
+    groups = _groups(good, content[good])
     exact = [(int(a), int(b)) for group in groups for a, b in pairwise(group)]
-    near = [(int(good[a]), int(good[b])) for a, b in near_duplicates(stats[good])]
-    near = [(a, b) for a, b in near if content[a] != content[b]]
+    near = [(a, b) for a, b in near_duplicates(stats) if content[a] != content[b]]
     split = np.zeros(len(stats), int)
     for number, pairs in enumerate((source.train, source.val, source.test), 1):
         if isinstance(pairs, IndexedPairs):
@@ -149,23 +151,22 @@ def duplicate_images(source: Source, stats: ImageStats) -> dict[str, list[Pair]]
 def size_histogram(stats: ImageStats) -> dict[str, int]:
     """Number of images by the length of their shorter edge."""
     shorter = np.minimum(stats["width"], stats["height"])[stats["good"]]
-    counts = np.bincount(np.searchsorted(SIZE_BINS, shorter, "right"), minlength=len(SIZE_BINS) + 1)
+    counts, _ = np.histogram(shorter, (0, *SIZE_BINS, np.inf))
     ranges = [f"{low}–{high - 1}" for low, high in pairwise(SIZE_BINS)]
     names = [f"below {SIZE_BINS[0]}", *ranges, f"{SIZE_BINS[-1]} up"]
     return dict(zip(names, counts.tolist(), strict=True))
 
 
 def trait_counts(stats: ImageStats) -> dict[str, int]:
-    traits = stats["traits"][stats["good"]]
-    counts = {name: int((traits >> bit & 1).sum()) for bit, name in enumerate(TRAITS)}
+    counts = dict(zip(TRAITS, stats["traits"].sum(0).tolist(), strict=True))
     return {name: count for name, count in counts.items() if count}
 
 
 def notable_images(stats: ImageStats, duplicates: dict[str, list[Pair]]) -> list[tuple[int, str]]:
     """Rows for the contact sheet, and why: one image for each trait, and some duplicates."""
     rows, shown = list[tuple[int, str]](), set[Pair]()
-    for bit, name in enumerate(TRAITS):
-        having = np.flatnonzero(stats["good"] & (stats["traits"] >> bit & 1).astype(bool))[:1]
+    for number, name in enumerate(TRAITS):
+        having = np.flatnonzero(stats["traits"][:, number])[:1]
         rows += [(int(row), name) for row in having if name != "grayscale"]
     for kind in ("leaks", "exact_duplicates", "near_duplicates"):
         new = [pair for pair in duplicates[kind] if pair not in shown][:2]

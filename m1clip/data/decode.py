@@ -37,9 +37,6 @@ class BadImage(ValueError):  # noqa: N818 - the image is wrong, not the program
         super().__init__(reason)
         self.kind = kind
 
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:  # it is pickled between processes
-        return BadImage, (self.kind, str(self))
-
 
 def read_header(data: bytes) -> Image.Image:
     """Format, size and mode; the pixels are not decoded yet."""

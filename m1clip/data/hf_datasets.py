@@ -17,10 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from m1clip.config import DataConfig
-from m1clip.data.folders import label_caption
 from m1clip.data.rows import BadRow, Listing, Row
-from m1clip.data.tables import Record, caption_texts, guess_caption_columns, holds_images
-from m1clip.data.webdataset import SPLIT_PREFIX
+from m1clip.data.tables import Values, caption_texts, guess_caption_columns, holds_images, label_caption
+from m1clip.data.webdataset import split_from_name
 from m1clip.files import cache_folder
 
 if TYPE_CHECKING:
@@ -45,8 +44,7 @@ def list_parquet(paths: list[Path], config: DataConfig) -> Listing:
     """Files whose names start with train-, val- or test- form these splits."""
     splits: dict[str, list[str]] = {}
     for path in paths:
-        prefix = SPLIT_PREFIX.match(path.name)
-        splits.setdefault(prefix[1].lower().replace("-", "_") if prefix else "train", []).append(str(path))
+        splits.setdefault(split_from_name(path.name).lower().replace("-", "_") or "train", []).append(str(path))
     return _listing(_load_parquet(splits), str(paths[0].parent), config)
 
 
@@ -125,11 +123,11 @@ def _rows(data: "Dataset", name: str, split: str, config: DataConfig) -> Iterato
     others = data.data.table.select([column for column in data.column_names if column not in images])
     ranges, columns, line = _byte_ranges(data, image), None, 0
     for batch in others.to_batches(1000):
-        records = [Record(0, _caption_labels(row, labels, config.template)) for row in batch.to_pylist()]
+        records = [_caption_labels(row, labels, config.template) for row in batch.to_pylist()]
         columns = columns or guess_caption_columns(Path(name), records, config)
-        for _, values in records:
+        for values in records:
             line += 1
-            captions = [text for column in columns for text in caption_texts(values.get(column))]
+            captions = caption_texts([values.get(column) for column in columns])
             row_split, table = split or str(values.get("split") or ""), f"{name} {split}".strip()
             file, offset, length, path = next(ranges)
             if length:
@@ -140,7 +138,7 @@ def _rows(data: "Dataset", name: str, split: str, config: DataConfig) -> Iterato
                 yield BadRow("missing file", f"{table} row {line}", "the row has no image")
 
 
-def _caption_labels(values: dict[str, Any], labels: dict[str, list[str]], template: str) -> dict[str, Any]:
+def _caption_labels(values: Values, labels: dict[str, list[str]], template: str) -> Values:
     """Class numbers become captions."""
     for column, names in labels.items():
         if isinstance(values.get(column), int) and 0 <= values[column] < len(names):

@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import groupby, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +40,7 @@ class IndexWriter:
         self.listing, self.allow, self.bad_rows = listing, config.allow, bad_rows
         self.containers, self.tables = {"": 0}, {"": 0}  # names that many rows share, stored as numbers
         self.root, self.real_root = os.path.abspath(listing.root), os.path.realpath(listing.root)
-        self.linked_folders: dict[str, bool] = {}
+        self.leaves_root = lru_cache(None)(self._leaves_root)  # realpath is slow
 
     def write(self, folder: Path, progress: Advance) -> None:
         keys = self._write_rows(folder / "rows.arrow", progress)
@@ -54,18 +56,13 @@ class IndexWriter:
 
     def _write_rows(self, path: Path, progress: Advance) -> RowIndices:
         """Write the rows in their order; return a key for each that is equal for rows of one image."""
-        keys, batch = array("q"), list[Row]()
+        keys, rows = array("q"), self._usable_rows()
         with pa.ipc.new_file(str(path), SCHEMA) as writer:
-            for row in self._usable_rows():
-                if len(batch) == ARROW_BATCH:
-                    writer.write_batch(self._record_batch(batch))
-                    progress(len(batch))
-                    batch = []
-                batch.append(row)
-                keys.append(hash((row.container, row.offset, row.image)))
-            writer.write_batch(self._record_batch(batch))
-            progress(len(batch))
-        return np.frombuffer(keys, np.int64) if keys else np.empty(0, np.int64)
+            while batch := list(islice(rows, ARROW_BATCH)):
+                keys.extend(hash((row.container, row.offset, row.image)) for row in batch)
+                writer.write_batch(self._record_batch(batch))
+                progress(len(batch))
+        return np.array(keys, np.int64)
 
     def _record_batch(self, rows: Sequence[Row]) -> pa.RecordBatch:
         columns = {name: [getattr(row, name) for row in rows] for name in ("image", *NUMBERS, "captions")}
@@ -76,32 +73,21 @@ class IndexWriter:
 
     def _usable_rows(self) -> Iterator[Row]:
         """Valid rows; consecutive rows of one image are merged here already."""
-        last, captions = None, list[str]()
-        for row in self.listing.rows:
-            row = row if isinstance(row, BadRow) else self._check_url(row.validated())
-            if isinstance(row, BadRow):
-                path = os.path.join(self.listing.root, row.location)
-                is_relative = os.path.exists(path) and not os.path.exists(row.location)
-                self.bad_rows.add(row._replace(location=path) if is_relative else row)
-                self.bad_rows.rows += 1
-            elif last and (last.image, last.offset) == (row.image, row.offset) and not row.container:
-                captions.extend(row.captions)
-                self.bad_rows.rows += 1
-            else:
-                if last:
-                    yield last._replace(captions=captions)
-                last, captions = row, list(row.captions)
-        if last:
-            yield last._replace(captions=captions)
+        rows = filter(None, map(self._validate, self.listing.rows))
+        for _, group in groupby(rows, attrgetter("container", "offset", "image")):
+            first, *others = group
+            self.bad_rows.rows += len(others)
+            yield first._replace(captions=[caption for row in (first, *others) for caption in row.captions])
 
-    def _check_url(self, row: Row | BadRow) -> Row | BadRow:
-        if isinstance(row, BadRow) or "://" not in row.image:
+    def _validate(self, row: Row | BadRow) -> Row | None:
+        row = row if isinstance(row, BadRow) else row.validated(self.allow)
+        if isinstance(row, Row):
             return row
-        if not row.image.startswith(("http://", "https://")):
-            return BadRow("refused", row.location, f"{row.image[:80]} is not an http or https URL")
-        if "urls" not in self.allow:
-            return BadRow("refused", row.location, f"{row.image[:80]} is a URL; --allow urls downloads it")
-        return row
+        path = os.path.join(self.listing.root, row.location)
+        is_relative = os.path.exists(path) and not os.path.exists(row.location)
+        self.bad_rows.add(row._replace(location=path) if is_relative else row)
+        self.bad_rows.rows += 1
+        return None
 
     def _check_images(
         self, reader: pa.RecordBatchFileReader, order: RowIndices, starts: RowIndices
@@ -138,7 +124,7 @@ class IndexWriter:
         path, name = os.path.join(self.root, image), image[:80]
         try:
             status = os.lstat(path)
-            if stat.S_ISLNK(status.st_mode) or self._is_linked_out(os.path.dirname(path)):
+            if stat.S_ISLNK(status.st_mode) or self.leaves_root(os.path.dirname(path)):
                 target = os.path.realpath(path)
                 if "links" not in self.allow and not target.startswith(self.real_root + os.sep):
                     return BadRow("refused", path, f"{name} links to {target}; --allow links follows it")
@@ -149,20 +135,15 @@ class IndexWriter:
             return BadRow("missing file", path, f"{name} is not a file")
         return f"{image}/{status.st_size}/{status.st_mtime_ns}"
 
-    def _is_linked_out(self, folder: str) -> bool:
+    def _leaves_root(self, folder: str) -> bool:
         """Whether a folder below the root is really elsewhere, through a symlink."""
-        if folder not in self.linked_folders:
-            is_below = os.path.normpath(folder).startswith(self.root + os.sep)
-            is_inside = os.path.realpath(folder).startswith(self.real_root + os.sep)
-            self.linked_folders[folder] = is_below and not is_inside
-        return self.linked_folders[folder]
+        is_below = os.path.normpath(folder).startswith(self.root + os.sep)
+        return is_below and not os.path.realpath(folder).startswith(self.real_root + os.sep)
 
 
 def _group_rows(keys: RowIndices) -> tuple[RowIndices, RowIndices]:
     """Rows grouped by image, in the order of each image's first row, and the start of each group."""
     _, first, group = np.unique(keys, return_index=True, return_inverse=True)
-    if len(first) == len(keys):
-        return np.arange(len(keys)), np.arange(len(keys) + 1)
     first_row = first[group]
     order = np.argsort(first_row, kind="stable")
     starts = np.flatnonzero(np.diff(first_row[order], prepend=-1))
@@ -188,7 +169,9 @@ class IndexedPairs:
 
     def __init__(self, folder: Path, rows: RowIndices | None = None):
         self.folder = folder
-        self.rows = np.arange(len(open_index(folder).starts) - 1) if rows is None else rows
+        self.rows = np.arange(len(self._index.starts) - 1) if rows is None else rows
+        facts, digest = self._index.facts, blake2b(self.rows.tobytes(), digest_size=8).hexdigest()
+        self.fingerprint, self.identity = (f"{facts[key]}/{digest}" for key in ("fingerprint", "identity"))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -199,14 +182,6 @@ class IndexedPairs:
     @property
     def _index(self) -> IndexFiles:
         return open_index(self.folder)  # in a worker process, the files are opened again
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{self._index.facts['fingerprint']}/{blake2b(self.rows.tobytes(), digest_size=8).hexdigest()}"
-
-    @property
-    def identity(self) -> str:
-        return f"{self._index.facts['identity']}/{blake2b(self.rows.tobytes(), digest_size=8).hexdigest()}"
 
     def column(self, name: str) -> NDArray[Any]:
         """A column of numbers, one value per image."""
@@ -236,10 +211,8 @@ class IndexedPairs:
         """The undecoded image file."""
         image, facts = self.value("image", index), self._index.facts
         try:
-            local = os.path.join(facts["root"], image)
-            path = facts["containers"][self.value("container", index)] or (
-                download_image(image) if "://" in image else local
-            )
+            container = facts["containers"][self.value("container", index)]
+            path = container or (download_image(image) if "://" in image else os.path.join(facts["root"], image))
             with open(path, "rb") as file:
                 size = self.value("length", index) or os.fstat(file.fileno()).st_size
                 if size > MAX_BYTES:

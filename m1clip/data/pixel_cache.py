@@ -1,22 +1,29 @@
-"""Decoded images in a memory-mapped file that runs share, and the disk space of all such caches. No torch."""
+"""Images decoded by worker processes into a memory-mapped file that runs share. No torch.
+
+Also the disk space of all such caches.
+"""
 
 import atexit
 import fcntl
 import json
+import multiprocessing
 import os
 import shutil
+import signal
+import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing, contextmanager, suppress
 from errno import ENOSPC
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from stat import S_ISREG
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +31,105 @@ from numpy.typing import NDArray
 from m1clip import images
 from m1clip.data import decode
 from m1clip.data.rows import Advance, BadImages, PairDataset
-from m1clip.data.workers import Decoded, decode_rows, map_chunks, row_chunks
-from m1clip.files import cache_folder, read_jsonl
+from m1clip.files import cache_folder, lock_folder, read_jsonl
 from m1clip.format import file_size
-from m1clip.images import Pixels
+from m1clip.images import Pixels, center_crop
 
 CHUNK_ROWS = 256
+TASKS_PER_WORKER = 4  # queued, running or done but not yet consumed: bounds the memory
 PREFIXES = ("pixels-", "index-", "content-", "features-")  # cache entries that can be built again
 RESERVED_BYTES = 1e9  # never used of a disk, or a twentieth of a small one
 RETRIED = ("HEIC", "missing file", "cannot be read")  # kinds whose cause may be gone by the next run
+UNUSED = fcntl.LOCK_EX | fcntl.LOCK_NB  # the lock that only an entry without users gives
+T = TypeVar("T")
+Rows = Sequence[int]
 Notes = dict[Any, Any]
 Produce = Callable[[list[range]], Iterable[tuple[bytes, Notes]]]
+
+
+class Decoded(NamedTuple):
+    pixels: Pixels  # (rows, height, width, 3); black where an image cannot be decoded
+    bad: BadImages
+
+
+def decode_rows(pairs: PairDataset, image_size: int, rows: Rows) -> Decoded:
+    pixels, bad = np.zeros((len(rows), image_size, image_size, 3), np.uint8), BadImages()
+    for i, row in enumerate(rows):
+        try:
+            pixels[i] = center_crop(pairs.image(row, 2 * image_size), image_size)
+        except decode.BadImage as error:
+            bad[row] = (error.kind, str(error))
+    return Decoded(pixels, bad)
+
+
+def row_chunks(rows: int, size: int) -> list[range]:
+    return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def map_chunks(function: Callable[[Rows], T], chunks: Sequence[Rows], workers: int) -> Iterator[T]:
+    """Results in order. One chunk or `workers=1` runs in the main process."""
+    if len(chunks) == 1 or workers == 1:
+        yield from map(function, chunks)
+        return
+    with closing(WorkerPool(function, workers)) as pool:
+        yield from pool.map(chunks)
+
+
+class WorkerPool(Generic[T]):
+    """Processes that apply one function, picklable and sent to each of them once, to chunks of rows.
+
+    They are spawned, because forking a threaded process can deadlock.
+    """
+
+    def __init__(self, function: Callable[[Rows], T], workers: int):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self.workers = workers or cores or 1
+        context = multiprocessing.get_context("spawn")
+        self.executor = ProcessPoolExecutor(self.workers, context, _start_worker, (function,))
+
+    def map(self, chunks: Iterable[Rows]) -> Iterator[T]:
+        """Results in order."""
+        pending = deque[tuple[Rows, Future[T]]]()
+        try:
+            for rows in chunks:
+                pending.append((rows, self.executor.submit(_apply, rows)))
+                if len(pending) > TASKS_PER_WORKER * self.workers:
+                    rows, future = pending.popleft()
+                    yield future.result()
+            while pending:
+                rows, future = pending.popleft()
+                yield future.result()
+        except BrokenProcessPool:
+            raise RuntimeError(
+                f"a worker process was killed near image {rows[0]}: out of memory (--workers 1 needs less), "
+                "or a file that crashes the decoder"
+            ) from None
+
+    def close(self) -> None:
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+_function: Callable[[Rows], Any]
+
+
+def _start_worker(function: Callable[[Rows], Any]) -> None:
+    """Leave Ctrl-C to the parent, exit if it is killed, and run at a lower priority than training."""
+    global _function
+    _function = function
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(5)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _apply(rows: Rows) -> Any:
+    return _function(rows)
 
 
 class RowStore:
@@ -56,20 +151,19 @@ class RowStore:
     def build(self, produce: Produce, max_bytes: float, progress: Advance, contents: str = "decoded images") -> bool:
         """Verify what exists and produce the missing chunks; False if a cache of `max_bytes` is too small."""
         self._lock_folder()
+        is_complete = False
         try:
-            fits = not self.missing_bytes or free_space(self.missing_bytes, max_bytes, self.folder, contents)
-            if fits:
+            if not self.missing_bytes or free_space(self.missing_bytes, max_bytes, self.folder, contents):
                 with explain_full_disk(self.folder):
                     self._complete(produce, progress)
                 fcntl.flock(self._lock, fcntl.LOCK_SH)  # held while we run: an entry in use is not removed
-        except BaseException:
-            self.close()
-            raise
-        if not fits:
-            self.close()
-            with suppress(OSError):
-                self.folder.rmdir()
-        return fits
+                is_complete = True
+        finally:
+            if not is_complete:
+                self.close()
+                with suppress(OSError):  # it has chunks
+                    self.folder.rmdir()
+        return is_complete
 
     def _lock_folder(self) -> None:
         """Lock exclusively to build, shared if others only read; wait while another process builds."""
@@ -77,13 +171,11 @@ class RowStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder, os.O_RDONLY)
             for mode in (fcntl.LOCK_EX, fcntl.LOCK_SH):
-                with suppress(BlockingIOError):
+                with suppress(BlockingIOError, FileNotFoundError):
                     fcntl.flock(self._lock, mode | fcntl.LOCK_NB)
-                    with suppress(FileNotFoundError):  # it may have been removed while we waited
-                        if os.stat(self.folder).st_ino == os.fstat(self._lock).st_ino:
-                            os.utime(self.folder)  # the oldest entries are removed first
-                            return
-                    break
+                    if os.stat(self.folder).st_ino == os.fstat(self._lock).st_ino:  # not removed while we waited
+                        os.utime(self.folder)  # the oldest entries are removed first
+                        return
             os.close(self._lock)
             time.sleep(0.2)
 
@@ -193,25 +285,21 @@ def free_space(needed: int, max_bytes: float, keep: Path, contents: str) -> bool
 
     A disk without space is an error: what fits the limit was promised.
     """
-    folder = cache_folder()
-    entries = [path for path in folder.iterdir() if path.name.startswith(PREFIXES)]
-    files = {entry: _file_stats(entry) for entry in entries}
-    entries.sort(key=lambda entry: files[entry][0].st_mtime if files[entry] else 0.0)
-    sizes = {entry: sum(file.st_size for file in files[entry] if S_ISREG(file.st_mode)) for entry in entries}
-    locks = {entry: _try_lock(entry) for entry in entries if entry != keep}
-    unused = [entry for entry, lock in locks.items() if lock is not None]
-    used = sum(sizes.values())
-    try:
-        if used - sum(sizes[entry] for entry in unused) + needed > max_bytes:
+    folder, used, unused = cache_folder(), 0, list[tuple[float, int, Path]]()
+    with ExitStack() as locks:
+        for entry in (path for path in folder.iterdir() if path.name.startswith(PREFIXES)):
+            with suppress(OSError):  # another process may remove it
+                size = sum(file.stat().st_size for file in (entry, *entry.rglob("*")) if file.is_file())
+                used += size
+                if entry != keep and locks.enter_context(lock_folder(entry, UNUSED)):
+                    unused.append((entry.stat().st_mtime, size, entry))
+        unused.sort(reverse=True)
+        if used - sum(size for _, size, _ in unused) + needed > max_bytes:
             return False
         while unused and (used + needed > max_bytes or needed > free_bytes(folder)):
-            entry = unused.pop(0)
-            _remove(entry)
-            used -= sizes[entry]
-    finally:
-        for lock in locks.values():
-            if lock is not None:
-                os.close(lock)
+            _, size, entry = unused.pop()
+            entry.unlink(missing_ok=True) if entry.is_file() else shutil.rmtree(entry, ignore_errors=True)
+            used -= size
     if needed > (free := free_bytes(folder)):
         raise OSError(
             f"{folder} has {file_size(max(0, free))} free, the {contents} need {file_size(needed)}; "
@@ -229,9 +317,9 @@ def free_bytes(folder: Path) -> int:
 def temporary_cache(prefix: str) -> Path:
     """A cache folder that is removed when this process exits; folders of killed processes are removed now."""
     for leftover in cache_folder().glob(f"{prefix}*"):
-        if (lock := _try_lock(leftover)) is not None:
-            _remove(leftover)
-            os.close(lock)
+        with suppress(OSError), lock_folder(leftover, UNUSED) as is_unused:
+            if is_unused:
+                shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(mkdtemp(prefix=prefix, dir=cache_folder()))
     fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -246,33 +334,3 @@ def explain_full_disk(folder: Path) -> Iterator[None]:
         if error.errno == ENOSPC or "No space left" in str(error):
             raise OSError(f"the disk of {folder.parent} is full; set M1CLIP_CACHE to another disk") from None
         raise
-
-
-def _file_stats(path: Path) -> list[os.stat_result]:
-    """Of the entry and everything below it that another process does not remove meanwhile."""
-    stats = []
-    for file in (path, *path.rglob("*")):
-        with suppress(FileNotFoundError):
-            stats.append(file.lstat())
-    return stats
-
-
-def _try_lock(path: Path) -> int | None:
-    """A file descriptor with an exclusive lock, or None if the entry is in use or gone."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return handle
-    except BlockingIOError:
-        os.close(handle)
-        return None
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

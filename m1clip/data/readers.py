@@ -1,16 +1,29 @@
-"""The rows of a spec, listed by the reader of its format. No torch."""
+"""The rows of a spec: each path is listed by the reader of its format, image folders here. No torch.
+
+A folder has captions in .txt files, in a metadata table, or folder names as labels.
+"""
 
 import os
+import re
+from collections.abc import Iterator
 from glob import glob
+from itertools import chain
 from pathlib import Path
 
 from braceexpand import braceexpand
 
 from m1clip.config import DataConfig
-from m1clip.data import caption_datasets, folders, hf_datasets, tables, webdataset
-from m1clip.data.rows import Listing
+from m1clip.data import caption_datasets, hf_datasets, tables, webdataset
+from m1clip.data.rows import MAX_CAPTION_BYTES, SPLIT_WORDS, BadRow, Listing, Row
 from m1clip.data.sources import SCHEMES
 from m1clip.format import did_you_mean
+
+CAPTION_SUFFIXES = (".txt", ".caption")
+# Text files about a folder, not about one of its images.
+NOT_CAPTIONS = re.compile(r"(readme|licen[cs]e|notes?|credits|captions?|classes|labels|attribution)\.\w+", re.I)
+# Folder names that say nothing about the images.
+NO_LABEL = re.compile(r"|images?|imgs?|pictures?|photos?|jpe?gs?|data|(train|val|test)\d+|flick\w+", re.I)
+MAX_INSPECTED = 20_000
 
 
 def list_rows(spec: str, config: DataConfig) -> Listing:
@@ -34,7 +47,11 @@ def _list_paths(paths: list[Path], config: DataConfig) -> Listing:
         return webdataset.list_shards(paths)
     if suffixes == {".parquet"} and tables.contains_images(paths[0]):
         return hf_datasets.list_parquet(paths, config)
-    return folders.join_listings([_list_path(path, config) for path in paths])
+    if len(paths) == 1:
+        return _list_path(paths[0], config)
+    listings = [_list_path(path, config) for path in paths]
+    root = os.path.commonpath([os.path.abspath(listing.root) for listing in listings])
+    return Listing(root, chain.from_iterable(_rebase(listing, root) for listing in listings))
 
 
 def _list_path(path: Path, config: DataConfig) -> Listing:
@@ -45,7 +62,7 @@ def _list_path(path: Path, config: DataConfig) -> Listing:
                 return _list_paths(files, config)
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
             return hf_datasets.list_dataset(str(path), config)
-        return folders.list_folder(path, config)
+        return _list_folder(path, config)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     if suffix in (".txt", ".token"):
@@ -66,3 +83,110 @@ def expand_paths(spec: str) -> list[Path]:
         hint = f"; {did_you_mean(spec.partition(':')[0], SCHEMES)}" if ":" in spec else ""
         raise FileNotFoundError(f"no data source {spec!r}: there is no such file or folder{hint}")
     return [Path(name) for name in names]
+
+
+def _rebase(listing: Listing, root: str, split: str = "") -> Iterator[Row | BadRow]:
+    """The rows of a listing relative to another root, with a default split."""
+    prefix = os.path.relpath(listing.root, root)
+    for row in listing.rows:
+        if isinstance(row, Row) and not row.container:
+            image = row.image if "://" in row.image else os.path.normpath(os.path.join(prefix, row.image))
+            row = row._replace(image=image, split=row.split or split)
+        yield row
+
+
+def _list_folder(path: Path, config: DataConfig) -> Listing:
+    patterns = (f"{parent}metadata{suffix}" for suffix in tables.TABLE_SUFFIXES for parent in ("", "*/"))
+    if metadata := sorted(table for pattern in patterns for table in path.glob(pattern)):
+        splits = [(table, split_from_path(table.relative_to(path))) for table in metadata]
+        rows = (_rebase(tables.list_table(table, config), str(path), split) for table, split in splits)
+        return Listing(str(path), chain.from_iterable(rows))
+    files = [file for file in path.iterdir() if file.suffix.lower() in tables.TABLE_SUFFIXES and file.is_file()]
+    found = _inspect(path, config)
+    if "caption file" in found:
+        return Listing(str(path), _caption_file_rows(path, config))
+    if listing := caption_datasets.recognize(path, config):
+        return listing
+    if len(files) == 1:
+        return tables.list_table(files[0], config)
+    if found == {"label"}:
+        return Listing(str(path), _labeled_rows(path, config))
+    hint = f"; or name a table: {', '.join(map(str, sorted(files)))}" if files else ""
+    if not found:
+        raise ValueError(f"{path} has no images in it{hint}")
+    raise ValueError(
+        f"{path} has images but no captions: add a .txt beside each image, list them in a metadata.csv "
+        f"(file_name, text), or sort them into one folder per label{hint}"
+    )
+
+
+def _walk(path: Path, config: DataConfig) -> Iterator[tuple[str, list[str], list[str], list[BadRow]]]:
+    """Every folder, relative to the path: its images, its caption files, and its links that are refused; sorted."""
+    follow, visited = "links" in config.allow, set[tuple[int, int]]()
+    for folder, subfolders, files in os.walk(path, followlinks=follow):
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in visited:  # a cycle of symlinks
+            subfolders[:] = []
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        links = [os.path.join(folder, name) for name in subfolders if os.path.islink(os.path.join(folder, name))]
+        refused = [BadRow("refused", link, "a symlink to a folder; --allow links follows it") for link in links]
+        names = sorted(name for name in files if not name.startswith("."))
+        images = [name for name in names if tables.IMAGE_SUFFIX.search(name)]
+        texts = [name for name in names if name.lower().endswith(CAPTION_SUFFIXES)]
+        yield os.path.relpath(folder, path).removeprefix("."), images, texts, [] if follow else refused
+
+
+def _inspect(path: Path, config: DataConfig) -> set[str]:
+    """What describes the first images: a "caption file", a folder name that is a "label", or "no label"."""
+    found, count = set[str](), 0
+    for folder, images, texts, _ in _walk(path, config):
+        stems, label = {Path(name).stem for name in texts}, os.path.basename(folder)
+        if any(name in stems or Path(name).stem in stems for name in images):
+            found.add("caption file")
+        if images:
+            is_label = label.lower() not in SPLIT_WORDS and not NO_LABEL.fullmatch(label)
+            found.add("label" if is_label else "no label")
+        count += len(images)
+        if count > MAX_INSPECTED:
+            break
+    return found
+
+
+def _caption_file_rows(path: Path, config: DataConfig) -> Iterator[Row | BadRow]:
+    for folder, images, texts, refused in _walk(path, config):
+        yield from refused
+        for name in images:
+            yield _read_caption_file(path, os.path.join(folder, name))
+        captioned = {stem for name in images for stem in (name, Path(name).stem)}
+        for name in texts:
+            if Path(name).stem not in captioned and not NOT_CAPTIONS.fullmatch(name):
+                yield BadRow("missing file", str(path / folder / name), "a caption file without an image")
+
+
+def _read_caption_file(path: Path, image: str) -> Row | BadRow:
+    stems = (os.path.splitext(image)[0], image)
+    candidates = (path / (stem + suffix) for stem in stems for suffix in (*CAPTION_SUFFIXES, ".TXT"))
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if file is None:
+        return BadRow("no caption", str(path / image), "there is no .txt file beside it")
+    try:
+        with open(file, "rb") as opened:
+            text = opened.read(MAX_CAPTION_BYTES).decode("utf-8-sig", "surrogateescape")
+    except OSError as error:
+        return BadRow("no caption", str(file), f"cannot be read ({error.strerror})")
+    return Row(image, text.splitlines() or [""], split=split_from_path(Path(image)))
+
+
+def _labeled_rows(path: Path, config: DataConfig) -> Iterator[Row | BadRow]:
+    for folder, images, _, refused in _walk(path, config):
+        yield from refused
+        caption = tables.label_caption(os.path.basename(folder), config.template)
+        for image in (os.path.join(folder, name) for name in images):
+            yield Row(image, [caption], split=split_from_path(Path(image)))
+
+
+def split_from_path(path: Path) -> str:
+    """The split that one of a path's folders names, if any."""
+    return next((SPLIT_WORDS[part.lower()] for part in path.parts[:-1] if part.lower() in SPLIT_WORDS), "")

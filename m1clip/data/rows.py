@@ -6,7 +6,7 @@ A reader is a generator of rows, so a million rows need no memory.
 import html
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,8 +24,9 @@ SPLIT_WORDS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 Advance = Callable[[int], None]
+# Opens a progress bar from a label and a total, if known; the returned function advances it.
 ProgressFactory = Callable[[str, int | None], AbstractContextManager[Advance]]
-"""Opens a progress bar from a label and a total, if known; the returned function advances it."""
+BadImages = dict[int, tuple[str, str]]  # kind and reason of the images that cannot be decoded, by row
 
 
 @contextmanager
@@ -56,16 +57,12 @@ class BadRow(NamedTuple):
 
 
 class Row(NamedTuple):
-    image: str
-    """Path relative to the listing's root, name inside `container`, or URL."""
+    image: str  # path relative to the listing's root, name inside `container`, or URL
     captions: Sequence[str]
-    line: int = 0
-    """Line number in `table`, from 1; 0 if no table lists the image."""
+    line: int = 0  # in `table`, from 1; 0 if no table lists the image
     table: str = ""
-    split: str = ""
-    """Split in the source's own words, such as val2017."""
-    container: str = ""
-    """File that contains the image, as `length` bytes at `offset`: a tar shard or an Arrow file."""
+    split: str = ""  # in the source's own words, such as val2017
+    container: str = ""  # file that contains the image, as `length` bytes at `offset`: a tar shard or an Arrow file
     offset: int = 0
     length: int = 0
 
@@ -76,7 +73,7 @@ class Row(NamedTuple):
         image = self.image.encode(errors="replace").decode()
         return f"{self.container}: {image}" if self.container else image
 
-    def validated(self) -> "Row | BadRow":
+    def validated(self, allow: Collection[str]) -> "Row | BadRow":
         """The row with its usable captions only, or the reason why it cannot be used."""
         if not self.image or "\0" in self.image:
             return BadRow("broken line", self.location, "names no image")
@@ -86,11 +83,11 @@ class Row(NamedTuple):
         captions = [text for text in texts if text and ("&" not in text or html.unescape(text).strip())]
         if not captions:
             return BadRow("no caption", self.location, "the caption is empty")
+        if "://" in self.image and not self.image.startswith(("http://", "https://")):
+            return BadRow("refused", self.location, f"{self.image[:80]} is not an http or https URL")
+        if "://" in self.image and "urls" not in allow:
+            return BadRow("refused", self.location, f"{self.image[:80]} is a URL; --allow urls downloads it")
         return self if captions == self.captions else self._replace(captions=captions)
-
-
-BadImages = dict[int, tuple[str, str]]
-"""Kind and reason of the images that cannot be decoded, by row."""
 
 
 class Listing(NamedTuple):
@@ -102,12 +99,9 @@ class Listing(NamedTuple):
 class BadRows:
     """Unusable rows of a source, counted by kind, and the first of them as examples."""
 
-    rows: int = 0
-    """All rows, usable or not: lines of a table, or images."""
-    images: int = 0
-    """Distinct images among them."""
-    lost_images: int = 0
-    """Bad rows that cost an image, not just one line of a table."""
+    rows: int = 0  # all, usable or not: lines of a table, or images
+    images: int = 0  # distinct ones among them
+    lost_images: int = 0  # bad rows that cost an image, not just one line of a table
     counts: Counter[str] = field(default_factory=Counter)
     examples: list[BadRow] = field(default_factory=list)
 
@@ -125,13 +119,8 @@ class BadRows:
             self.add(BadRow(kind, pairs.location(row), reason), image=True)
 
     def __add__(self, other: "BadRows") -> "BadRows":
-        return BadRows(
-            self.rows + other.rows,
-            self.images + other.images,
-            self.lost_images + other.lost_images,
-            self.counts + other.counts,
-            (self.examples + other.examples)[:MAX_EXAMPLES],
-        )
+        totals = self.rows + other.rows, self.images + other.images, self.lost_images + other.lost_images
+        return BadRows(*totals, self.counts + other.counts, (self.examples + other.examples)[:MAX_EXAMPLES])
 
     @property
     def fraction(self) -> float:

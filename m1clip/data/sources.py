@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from m1clip.config import DataConfig
 from m1clip.data.decode import BadImage
 from m1clip.data.index import SPLIT_CODES, IndexedPairs, IndexWriter, RowIndices
-from m1clip.data.pixel_cache import explain_full_disk, temporary_cache
+from m1clip.data.pixel_cache import explain_full_disk, row_chunks, temporary_cache
 from m1clip.data.rows import BadRows, PairDataset, ProgressFactory, no_progress
-from m1clip.data.workers import row_chunks
 from m1clip.files import cache_folder
 
 SCHEMES = ("synthetic", "coco", "flickr30k", "flickr8k", "hf")
@@ -32,8 +31,7 @@ class NoUsablePairs(ValueError):  # noqa: N818 - the data is wrong, not the prog
 @dataclass(frozen=True)
 class Source:
     spec: str
-    weight: float
-    """Times that each training pair occurs per epoch."""
+    weight: float  # times that each training pair occurs per epoch
     all: PairDataset
     train: PairDataset
     val: PairDataset
@@ -55,14 +53,10 @@ def parse_spec(data: str) -> list[tuple[str, float]]:
     specs = []
     for part in [data] if _exists(data) else data.split("+"):
         weighted = None if _exists(part) else re.fullmatch(r"(.+)@([0-9.]+)", part.strip())
-        spec, text = weighted.groups() if weighted else (part.strip(), "1")
-        try:
-            weight = float(text)
-        except ValueError:
-            raise ValueError(f"in {data!r}, the weight {text!r} must be a number") from None
-        if not 0 < weight <= 1000:
-            raise ValueError(f"in {data!r}, the weight {text} must be above 0 and at most 1000")
-        specs.append((spec, weight))
+        spec, weight = weighted.groups() if weighted else (part.strip(), "1")
+        if not re.fullmatch(r"\d+\.?\d*|\.\d+", weight) or not 0 < float(weight) <= 1000:
+            raise ValueError(f"in {data!r}, the weight {weight} must be a number above 0 and at most 1000")
+        specs.append((spec, float(weight)))
     return specs
 
 
@@ -90,7 +84,7 @@ def _open_source(spec: str, weight: float, config: DataConfig, progress: Progres
 
 
 def _open_synthetic(spec: str, weight: float, config: DataConfig) -> Source:
-    from m1clip.data.synthetic.scenes import SyntheticScenes
+    from m1clip.data.synthetic import SyntheticScenes
 
     size = spec.partition(":")[2]
     if size and not size.isdecimal():

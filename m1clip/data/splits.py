@@ -1,7 +1,7 @@
 """Train and validation splits of a run: pairs of its sources, with cached or on-the-fly images. No torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -9,10 +9,9 @@ import numpy as np
 
 from m1clip.config import DataConfig
 from m1clip.data.index import IndexedPairs, RowIndices
-from m1clip.data.pixel_cache import build_pixel_cache, decode_to_memory
+from m1clip.data.pixel_cache import WorkerPool, build_pixel_cache, decode_rows, decode_to_memory
 from m1clip.data.rows import BadRows, PairDataset, ProgressFactory, no_progress
 from m1clip.data.sources import Source, validation_subset
-from m1clip.data.workers import WorkerPool, decode_rows
 from m1clip.images import Pixels
 
 SHUFFLE_WINDOW = 10_000  # rows; on the fly, shards are read nearly in sequence
@@ -64,8 +63,7 @@ class SplitPart:
     """The pairs of one source."""
 
     pairs: PairDataset
-    rows: RowIndices
-    """Usable rows of `pairs`."""
+    rows: RowIndices  # usable ones of `pairs`
     images: CachedImages | OnTheFlyImages
     weight: float = 1.0
 
@@ -160,8 +158,7 @@ class Splits:
     train: Split
     val: Split
     skipped: BadRows
-    facts: dict[str, str]
-    """For the run's header: how the data was split, and which images are decoded on the fly."""
+    facts: dict[str, str]  # for the run's header: how the data was split, which images are decoded on the fly
 
     def record(self) -> dict[str, Any]:
         """data.json of a run."""
@@ -190,9 +187,10 @@ def open_splits(
     """
     bad_rows = sum((source.bad_rows for source in sources), BadRows())
     limits = [0.0 if flag else float("inf") for flag in on_the_fly] or [config.cache_gb] * len(sources)
+    configs = [replace(config, cache_gb=max_gb) for max_gb in limits]
     train = [
-        _open_part(source.train, stored_size, config, bad_rows, progress, max_gb, source.weight)
-        for source, max_gb in zip(sources, limits, strict=True)
+        replace(_open_part(source.train, stored_size, limited, bad_rows, progress, False), weight=source.weight)
+        for source, limited in zip(sources, configs, strict=True)
     ]
     val_pairs = [validation_subset(source.val, config) for source in sources]
     val = open_eval_split(val_pairs, image_size, config, bad_rows, progress)
@@ -210,28 +208,20 @@ def open_eval_split(
     pairs: Sequence[PairDataset], image_size: int, config: DataConfig, bad_rows: BadRows, progress: ProgressFactory
 ) -> Split:
     """One split of several datasets, cached, or decoded to memory if the cache limit is too small."""
-    settings = (image_size, config, bad_rows, progress, config.cache_gb)
-    return Split([_open_part(dataset, *settings, in_memory=True) for dataset in pairs])
+    return Split([_open_part(dataset, image_size, config, bad_rows, progress, is_eval=True) for dataset in pairs])
 
 
 def _open_part(
-    pairs: PairDataset,
-    image_size: int,
-    config: DataConfig,
-    bad_rows: BadRows,
-    progress: ProgressFactory,
-    max_gb: float,
-    weight: float = 1.0,
-    in_memory: bool = False,
+    pairs: PairDataset, image_size: int, config: DataConfig, bad_rows: BadRows, progress: ProgressFactory, is_eval: bool
 ) -> SplitPart:
     with progress("decoding images", len(pairs)) as advance:
-        if cache := build_pixel_cache(pairs, image_size, max_gb, config.workers, advance):
+        if cache := build_pixel_cache(pairs, image_size, config.cache_gb, config.workers, advance):
             pixels, bad = cache.pixels(), cache.bad_images()
-        elif in_memory:
+        elif is_eval:
             pixels, bad = decode_to_memory(pairs, image_size, config.workers, advance)
         else:
             images = OnTheFlyImages(pairs, image_size, config.workers, config.max_bad_rows)
-            return SplitPart(pairs, np.arange(len(pairs)), images, weight)
+            return SplitPart(pairs, np.arange(len(pairs)), images)
     bad_rows.add_images(pairs, bad)
     good_rows = np.setdiff1d(np.arange(len(pairs)), list(bad)).astype(np.int64)
-    return SplitPart(pairs, good_rows, CachedImages(pixels, good_rows), weight)
+    return SplitPart(pairs, good_rows, CachedImages(pixels, good_rows))

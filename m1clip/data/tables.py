@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,35 +32,43 @@ ID_COLUMN = re.compile(r"(^|_)(id|ids|key|index|idx|hash|sha256|md5)$")
 MAX_QUOTED_LINES = 50  # a longer quoted field counts as a missing quotation mark
 SAMPLED_ROWS = 200  # columns are guessed from these
 UNSPLITTABLE = ["\0"]  # fields of a line that fit no header
-
-
-class Record(NamedTuple):
-    line: int
-    values: dict[str, Any]
+Values = dict[str, Any]
+Record = tuple[int, Values]  # line number, from 1, and value by column
 
 
 def list_table(path: Path, config: DataConfig) -> Listing:
     """The rows of one table; images are searched for near it."""
     records = READERS[path.suffix.lower()](path)
     head = list(islice(records, SAMPLED_ROWS))
-    good = [record for record in head if isinstance(record, Record)]
+    good = [record[1] for record in head if not isinstance(record, BadRow)]
     if not good:
         raise ValueError(f"{path} has no rows" + (f" that can be read: {head[0]}" if head else ""))
-    image_column, caption_columns, split_column = guess_columns(path, good, config)
-    root = find_image_root(path, [str(record.values.get(image_column) or "") for record in good])
+    names = list(dict.fromkeys(chain.from_iterable(good)))
+    image_column = _guess_column(path, good, names, "image", config.image_column)
+    others = [{name: value for name, value in values.items() if name != image_column} for values in good]
+    caption_columns = guess_caption_columns(path, others, config)
+    split_column = next(iter(_usual_names(names, SPLIT_COLUMNS)), None)
 
-    def row(record: Record) -> Row:
-        line, values = record
-        image = _unix_path(str(values.get(image_column) or "").strip())
-        captions = [text for column in caption_columns for text in caption_texts(values.get(column))]
+    def row(line: int, values: Values) -> Row:
+        image = str(values.get(image_column) or "").strip()
+        image = image if "/" in image else image.replace("\\", "/")
+        captions = caption_texts([values.get(column) for column in caption_columns])
         return Row(image, captions, line, str(path), str(values.get(split_column) or "") if split_column else "")
 
-    rows = (item if isinstance(item, BadRow) else row(item) for item in chain(head, records))
-    return Listing(root, rows)
+    rows = (item if isinstance(item, BadRow) else row(*item) for item in chain(head, records))
+    return find_images(path.parent, rows)
 
 
-def _unix_path(name: str) -> str:
-    return name if "/" in name else name.replace("\\", "/")
+def find_images(folder: Path, rows: Iterator[Row | BadRow]) -> Listing:
+    """The rows, relative to the folder with most of their images: this one, one beside or above it, or the current."""
+    head = list(islice(rows, SAMPLED_ROWS))
+    images = [row.image for row in head if isinstance(row, Row) and row.image]
+    above = folder.absolute().parent
+    below, beside = ([str(path) for path in sorted(f.iterdir()) if path.is_dir()][:50] for f in (folder, above))
+    folders = [str(folder), *below, str(above), ".", *beside]
+    found = [sum(os.path.isfile(os.path.join(root, image)) for image in images) for root in folders]
+    best = next((k for k, count in enumerate(found) if 2 * count > len(images)), found.index(max(found)))
+    return Listing(folders[best], chain(head, rows))
 
 
 def caption_texts(value: Any) -> list[str]:
@@ -84,43 +92,37 @@ def caption_texts(value: Any) -> list[str]:
     return [value]
 
 
+def label_caption(label: str, template: str) -> str:
+    """n02099601-golden_retriever or 042.golden_retriever → a photo of a golden retriever."""
+    name = re.sub(r"^(n\d{8}[-_ ]|\d{3}\.)", "", label).replace("_", " ").strip() or label
+    if name.lower().startswith(tuple("aeiou")):
+        template = re.sub(r"\b(a|A) \{\}", r"\1n {}", template)
+    return template.replace("{}", name)
+
+
 # Which column is which: as the flags say, else by usual names, else by contents.
-def guess_columns(path: Path, records: Sequence[Record], config: DataConfig) -> tuple[str, tuple[str, ...], str | None]:
-    """The image column, the caption columns, and the split column, if any."""
-    names = _column_names(records)
-    image = _guess_column(path, records, names, "image", config.image_column)
-    others = [Record(line, {k: v for k, v in values.items() if k != image}) for line, values in records]
-    lower = {name.strip().lower(): name for name in reversed(names)}
-    split = next((lower[name] for name in SPLIT_COLUMNS if name in lower), None)
-    return image, guess_caption_columns(path, others, config), split
-
-
-def guess_caption_columns(path: Path, records: Sequence[Record], config: DataConfig) -> tuple[str, ...]:
-    names, requested = _column_names(records), config.caption_column
+def guess_caption_columns(path: Path, records: Sequence[Values], config: DataConfig) -> tuple[str, ...]:
+    names, requested = list(dict.fromkeys(chain.from_iterable(records))), config.caption_column
     numbered = [name for name in names if re.fullmatch(r"(caption|text|sentence)s?[_ ]?\d+", name.lower())]
     if requested == "auto" and numbered and not any(name.lower() in CAPTION_COLUMNS for name in names):
         return tuple(numbered)
 
     def word_count(name: str) -> int:
-        return sum(len(text.split()) for record in records for text in caption_texts(record.values.get(name)))
+        return sum(len(text.split()) for values in records for text in caption_texts(values.get(name)))
 
     names.sort(key=word_count, reverse=True)  # if no name is known, the column with the most words
     return (_guess_column(path, records, names, "caption", requested),)
 
 
-def _column_names(records: Sequence[Record]) -> list[str]:
-    return list(dict.fromkeys(name for record in records for name in record.values))
-
-
-def _guess_column(path: Path, records: Sequence[Record], names: Sequence[str], role: str, requested: str) -> str:
+def _guess_column(path: Path, records: Sequence[Values], names: Sequence[str], role: str, requested: str) -> str:
     if requested != "auto":
         if requested not in names:
             raise ValueError(f"{path} has no column {requested!r}; it has {', '.join(map(repr, names))}")
         return requested
-    usual, fits = (IMAGE_COLUMNS, _are_images) if role == "image" else (CAPTION_COLUMNS, _are_texts)
-    lower = {name.strip().lower(): name for name in reversed(names)}
-    by_name = [lower[name] for name in usual if name in lower]
-    fitting = [name for name in names if fits([record.values.get(name) for record in records])]
+    usual, fits = (IMAGE_COLUMNS, _is_image) if role == "image" else (CAPTION_COLUMNS, caption_texts)
+    by_name = _usual_names(names, usual)
+    counts = {name: sum(bool(fits(values.get(name))) for values in records) for name in names}
+    fitting = [name for name, count in counts.items() if 2 * count > len(records)]
     both = [name for name in by_name if name in fitting]
     by_contents = [name for name in fitting if not ID_COLUMN.search(name.lower())]
     if candidates := [*both, *by_contents, *by_name]:
@@ -129,25 +131,15 @@ def _guess_column(path: Path, records: Sequence[Record], names: Sequence[str], r
     raise ValueError(f"{path}: which column is the {role}? Set --{role}-column to one of {columns}")
 
 
-def _are_images(values: Sequence[Any]) -> bool:
-    texts = [value.strip() for value in values if isinstance(value, str) and value.strip()]
-    images = [text for text in texts if IMAGE_SUFFIX.search(text) or re.match(r"https?://", text)]
-    return len(images) * 2 > len(values)
+def _usual_names(names: Sequence[str], usual: Sequence[str]) -> list[str]:
+    """Those of the names that are usual, the likeliest first."""
+    lower = {name.strip().lower(): name for name in reversed(names)}
+    return [lower[name] for name in usual if name in lower]
 
 
-def _are_texts(values: Sequence[Any]) -> bool:
-    return sum(bool(caption_texts(value)) for value in values) * 2 > len(values)
-
-
-def find_image_root(path: Path, images: Sequence[str]) -> str:
-    """The folder with most of the images: the table's own, one beside or above it, or the current one."""
-    parent, above = path.parent, path.absolute().parent.parent
-    beside, cousins = ([str(p) for p in sorted(f.iterdir()) if p.is_dir()][:50] for f in (parent, above))
-    folders = [str(parent), *beside, str(above), ".", *cousins]
-    images = [_unix_path(name) for name in images if name]
-    found = [sum(os.path.isfile(os.path.join(folder, name)) for name in images) for folder in folders]
-    best = next((k for k, count in enumerate(found) if 2 * count > len(images)), found.index(max(found)))
-    return folders[best]
+def _is_image(value: Any) -> bool:
+    text = value.strip() if isinstance(value, str) else ""
+    return bool(IMAGE_SUFFIX.search(text) or re.match(r"https?://", text))
 
 
 # Readers, one per format.
@@ -175,7 +167,7 @@ def read_csv(path: Path, delimiter: str = "") -> Iterator[Record | BadRow]:
             if fields and len(fields) > len(names) == 2:  # unquoted commas can only belong to the caption
                 fields = [fields[0], delimiter.join(fields[1:])]
             if fields and len(fields) == len(names):
-                yield Record(number, dict(zip(names, map(str.strip, fields), strict=True)))
+                yield number, dict(zip(names, map(str.strip, fields), strict=True))
             elif fields != []:
                 yield _broken_line(f"{path} line {number}", text, names)
                 lines = chain(extra, lines)
@@ -218,7 +210,7 @@ def read_json_lines(path: Path) -> Iterator[Record | BadRow]:
 
 def _json_record(number: int, value: Any, location: str) -> Record | BadRow:
     if isinstance(value, dict):
-        return Record(number, value)
+        return number, value
     return BadRow("broken line", location, "expected an object in {}")
 
 
@@ -226,7 +218,7 @@ def read_json_table(path: Path) -> Iterator[Record | BadRow]:
     values = load_json(path)
     if isinstance(values, dict):
         lists = [v for v in values.values() if isinstance(v, list) and v and isinstance(v[0], dict)]
-        if _are_images(list(values)):  # {"a.jpg": "a caption" or several}
+        if 2 * sum(map(_is_image, values)) > len(values):  # {"a.jpg": "a caption" or several}
             values = [{"image": image, "caption": captions} for image, captions in values.items()]
         elif len(lists) == 1:  # {"data": [{…}, {…}]}
             values = lists[0]
@@ -250,8 +242,7 @@ def read_parquet(path: Path) -> Iterator[Record | BadRow]:
         file = pq.ParquetFile(path)
         names = [field.name for field in file.schema_arrow if not holds_images(field.type)]
         batches = file.iter_batches(2000, columns=names)
-        for number, values in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
-            yield Record(number, values)
+        yield from enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1)
     except pa.ArrowException as error:
         raise ValueError(f"{path} is not a readable Parquet file: {error}") from None
 

@@ -6,14 +6,12 @@ import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from m1clip.data.rows import MAX_CAPTION_BYTES, BadRow, Listing, Row
 from m1clip.data.tables import IMAGE_SUFFIX, caption_texts
 
 PICKLES = re.compile(r"\.(pyd|pkl|pickle|pt|pth|joblib|npy|npz)$", re.I)  # what WebDataset readers unpickle
 CAPTION_MEMBERS = ("txt", "text", "caption", "cap")
-SPLIT_PREFIX = re.compile(r"(train|val|valid|validation|dev|held-out|test)[-_.]", re.I)
 Members = dict[str, tarfile.TarInfo]
 
 
@@ -41,10 +39,12 @@ def _shard_rows(path: Path) -> Iterator[Row | BadRow]:
                 folder, slash, name = member.name.rpartition("/")
                 stem, _, suffix = name.partition(".")
                 if folder + slash + stem != key or suffix.lower() in members:
-                    yield from _pair(path, tar, key, members)
+                    if members:
+                        yield _pair(path, tar, key, members)
                     key, members = folder + slash + stem, {}
                 members[suffix.lower()] = member
-            yield from _pair(path, tar, key, members)
+            if members:
+                yield _pair(path, tar, key, members)
             with open(path, "rb") as file:
                 file.seek(tar.offset)
                 if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
@@ -69,33 +69,30 @@ def _refuse_unsafe(path: Path, member: tarfile.TarInfo) -> None:
             raise ValueError(f"{path} is refused: its member {member.name!r} {problem}")
 
 
-def _pair(path: Path, tar: tarfile.TarFile, key: str, members: Members) -> Iterator[Row | BadRow]:
-    if not members:
-        return
-    location = f"{path}: {key}"
+def _pair(path: Path, tar: tarfile.TarFile, key: str, members: Members) -> Row | BadRow:
+    location, values = f"{path}: {key}", None
     image = next((member for suffix, member in members.items() if IMAGE_SUFFIX.search(f".{suffix}")), None)
     if image is None:
-        yield BadRow("missing file", location, f"no image among its members ({', '.join(sorted(members))})")
-        return
+        return BadRow("missing file", location, f"no image among its members ({', '.join(sorted(members))})")
     if image.offset_data + image.size > os.path.getsize(path):
-        yield BadRow("truncated", location, "the shard ends inside the image")
-        return
+        return BadRow("truncated", location, "the shard ends inside the image")
     text = next((members[suffix] for suffix in CAPTION_MEMBERS if suffix in members), None)
     lines = _read(tar, text).decode("utf-8-sig", "surrogateescape").splitlines() if text else []
-    values: Any = None
-    if "json" in members:
-        try:
-            values = json.loads(_read(tar, members["json"]))
-        except (ValueError, RecursionError) as error:
-            if not lines:
-                yield BadRow("broken line", f"{location}.json", f"not JSON ({error})")
-                return
+    try:
+        values = json.loads(_read(tar, members["json"])) if "json" in members else None
+    except (ValueError, RecursionError) as error:
+        if not lines:
+            return BadRow("broken line", f"{location}.json", f"not JSON ({error})")
     values = values if isinstance(values, dict) else {}
     caption = caption_texts(values.get("caption") or values.get("text"))
     captions = caption_texts(values.get("captions")) or lines or caption or [""]
-    prefix = SPLIT_PREFIX.match(path.name)
-    split = prefix[1] if prefix else ""
-    yield Row(image.name, captions, 0, "", split, str(path), image.offset_data, image.size)
+    return Row(image.name, captions, 0, "", split_from_name(path.name), str(path), image.offset_data, image.size)
+
+
+def split_from_name(name: str) -> str:
+    """The split that the name of a shard or Parquet file starts with, if any."""
+    prefix = re.match(r"(train|val|valid|validation|dev|held-out|test)[-_.]", name, re.I)
+    return prefix[1] if prefix else ""
 
 
 def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:

@@ -1,6 +1,6 @@
 """CLIP: two towers, two projection heads, one temperature; saved as a folder of safetensors and JSON.
 
-Shapes: B items, L tokens, D features, E embedding, C colors, H height, W width.
+Shapes: B items, L tokens, D features, E embedding, C colors, H height, W width, N samples.
 """
 
 import math
@@ -20,40 +20,91 @@ from m1clip.config import HFConfig, ModelConfig, TimmConfig, check_model, from_j
 from m1clip.files import atomic_folder
 from m1clip.images import center_crop
 from m1clip.model.fast import make_fast
-from m1clip.model.heads import ProjectionHead
 from m1clip.model.lora import merged_state_dict
 from m1clip.model.pretrained import HFText, TimmVision
+from m1clip.model.rng import dropout_mask
 from m1clip.model.safe_load import load_checked, save_tensors
 from m1clip.model.tokenizer import HFTokenizer, Tokenizer
-from m1clip.model.towers import BagOfWords, TextTransformer, VisionTransformer, init_tower
+from m1clip.model.towers import BagOfWords, TextTransformer, Tower, VisionTransformer, init_tower
 
-MAX_LOGIT_SCALE = math.log(100)
+# logit_scale and logit_bias as CLIP and SigLIP start them
 INITIAL_LOGITS = {"softmax": (math.log(1 / 0.07), None), "sigmoid": (math.log(10), -10.0)}
-"""logit_scale and logit_bias as CLIP and SigLIP start them."""
 END_ID = 2  # of a model without a tokenizer: the end token of our own ones
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
+class ProjectionHead(nn.Module):
+    """Learns from few pairs: standardized features times a matrix; with `hidden`, a residual MLP on the result."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, width: int, embed_dim: int, hidden: int, salt: int):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("std", torch.ones(width))
+        self.linear = nn.Linear(width, embed_dim)
+        # The MLP starts at zero, and it is cheap because it works on the embedding, not on the wider features.
+        self.wide = nn.Linear(embed_dim, hidden) if hidden else None
+        self.narrow = nn.Linear(hidden, embed_dim) if hidden else None
+        self.salt, self.dropout = salt, 0.0
+
+    def forward(self, x_BD: Tensor, key_B: Tensor | None = None) -> Tensor:
+        x_BD = x_BD - self.mean
+        if self.dropout and key_B is not None:
+            mask_BD = dropout_mask(x_BD.shape[1], self.dropout, key_B, self.salt)
+            # In place where autograd allows it: the features of all layers are a large tensor.
+            x_BD = x_BD * mask_BD if x_BD.requires_grad else x_BD.mul_(mask_BD)
+        y_BE = F.linear(x_BD, self.linear.weight / self.std, self.linear.bias)
+        if self.wide is not None and self.narrow is not None:
+            hidden_BH = F.gelu(self.wide(y_BE))
+            if self.dropout and key_B is not None:
+                hidden_BH = hidden_BH * dropout_mask(hidden_BH.shape[1], self.dropout, key_B, self.salt + 1)
+            y_BE = y_BE + self.narrow(hidden_BH)
+        return y_BE
+
+    def initialize(self) -> None:
+        for layer in (self.linear, self.wide):
+            if layer is not None:
+                nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+                nn.init.zeros_(layer.bias)
+        if self.narrow is not None:
+            nn.init.zeros_(self.narrow.weight)
+            nn.init.zeros_(self.narrow.bias)
+
+    @torch.no_grad()
+    def calibrate(self, features_ND: Tensor) -> None:
+        """Set the mean and standard deviation that features are standardized by."""
+        std_D, mean_D = torch.std_mean(features_ND.float(), dim=0)
+        self.mean.copy_(mean_D)
+        self.std.copy_(std_D.clamp(min=1e-3 * float(std_D.mean())))  # constant features must not blow up
+
+
 class CLIP(nn.Module):
+    vision: VisionTransformer | TimmVision
+    text: TextTransformer | BagOfWords | HFText
+
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None = None):
         super().__init__()
         check_model(config)
         if tokenizer is not None and len(tokenizer) > config.text.vocab_size:
             raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but vocab_size is {config.text.vocab_size}")
         self.config, self.tokenizer = config, tokenizer
-        self.vision = make_vision_tower(config)
-        self.text = make_text_tower(config, getattr(tokenizer, "end_id", END_ID))
-        self.vision_projection = make_head(config, config.vision.width, salt=2001)
-        self.text_projection = make_head(config, config.text.width, salt=2003)
+        vision, text, act = config.vision, config.text, config.activation
+        self.vision = TimmVision(vision) if isinstance(vision, TimmConfig) else VisionTransformer(vision, act)
+        if isinstance(text, HFConfig):
+            self.text = HFText(text)
+        else:
+            encoder = TextTransformer if text.encoder == "transformer" else BagOfWords
+            self.text = encoder(text, act, getattr(tokenizer, "end_id", END_ID))
+        self.vision_projection = make_head(config, vision.width, salt=2001)
+        self.text_projection = make_head(config, text.width, salt=2003)
         scale, bias = INITIAL_LOGITS[config.loss]
         self.logit_scale = nn.Parameter(torch.tensor(scale))
         self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(bias))
-        self.initialize()
-
-    def initialize(self) -> None:
         for tower in (self.vision, self.text):
-            if isinstance(tower, VisionTransformer | TextTransformer | BagOfWords):
-                init_tower(tower)
+            if isinstance(tower, Tower):
+                init_tower(make_fast(tower))
         for head in (self.vision_projection, self.text_projection):
             if isinstance(head, ProjectionHead):
                 head.initialize()
@@ -123,12 +174,11 @@ class CLIP(nn.Module):
         """Unit vectors of strings; one string gives one row."""
         return self.embed_tokens(self.tokenize(texts).to(self.devices[1]))
 
-    def tokenize(self, texts: str | Sequence[str], rows: Sequence[str] | None = None) -> Tensor:
-        """Token ids (B, L); `rows` names the source of each text in error messages."""
+    def tokenize(self, texts: str | Sequence[str]) -> Tensor:
+        """Token ids (B, L)."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer; pass one to CLIP(config, tokenizer)")
-        texts = [texts] if isinstance(texts, str) else texts
-        return self.tokenizer(texts, self.config.text.context_length, rows)
+        return self.tokenizer([texts] if isinstance(texts, str) else texts, self.config.text.context_length)
 
     def normalize(self, images_BHWC: Tensor) -> Tensor:
         """Input of the vision tower from uint8 images."""
@@ -138,7 +188,7 @@ class CLIP(nn.Module):
 
     def clamp_logit_scale(self) -> None:
         """Keep the temperature at 0.01 or above, as CLIP does for stability."""
-        self.logit_scale.data.clamp_(max=MAX_LOGIT_SCALE)
+        self.logit_scale.data.clamp_(max=math.log(100))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write or replace a model folder atomically; LoRA adapters are merged into the weights."""
@@ -153,19 +203,6 @@ class CLIP(nn.Module):
         (folder / "config.json").write_text(to_json(self.config))
         save_tensors(folder / "model.safetensors", weights)
         self.tokenizer.save(folder / "tokenizer.json")
-
-
-def make_vision_tower(config: ModelConfig) -> VisionTransformer | TimmVision:
-    if isinstance(config.vision, TimmConfig):
-        return TimmVision(config.vision)
-    return make_fast(VisionTransformer(config.vision, config.activation))
-
-
-def make_text_tower(config: ModelConfig, end_id: int) -> TextTransformer | BagOfWords | HFText:
-    if isinstance(config.text, HFConfig):
-        return HFText(config.text)
-    encoder = TextTransformer if config.text.encoder == "transformer" else BagOfWords
-    return make_fast(encoder(config.text, config.activation, end_id))
 
 
 def make_head(config: ModelConfig, width: int, salt: int) -> ProjectionHead | nn.Linear:
@@ -199,5 +236,5 @@ def load(folder: str | os.PathLike[str]) -> CLIP:
 
 def load_tokenizer(config: ModelConfig, path: Path) -> Tokenizer:
     if isinstance(config.text, HFConfig):
-        return HFTokenizer.from_file(path, config.text.pad_id)
+        return HFTokenizer.load(path, config.text.pad_id)
     return Tokenizer.load(path)

@@ -13,18 +13,15 @@ from m1clip import losses
 from m1clip.config import ModelConfig
 from m1clip.model.clip import CLIP
 
-FLOAT32_BYTES = 4
+PARTS = {"vision": "vision", "text": "text", "vision_projection": "projections", "text_projection": "projections"}
 
 
 @dataclass(frozen=True)
 class ModelCost:
     parameters: dict[str, int]
-    forward_gflop: float
-    """Per pair."""
-    step_gflop: float
-    """Per pair, forward and backward."""
-    activation_mb: float
-    """Per pair, stored for the backward pass."""
+    forward_gflop: float  # per pair
+    step_gflop: float  # per pair, forward and backward
+    activation_mb: float  # per pair, stored for the backward pass
 
     @property
     def total(self) -> int:
@@ -32,7 +29,7 @@ class ModelCost:
 
     def memory_gb(self, batch_size: int) -> dict[str, float]:
         """Of a float32 training step with AdamW."""
-        weights = self.total * FLOAT32_BYTES / 1e9
+        weights = self.total * 4 / 1e9
         state = {"parameters": weights, "gradients": weights, "optimizer": 2 * weights}
         return {**state, "activations": batch_size * self.activation_mb / 1e3}
 
@@ -61,19 +58,8 @@ def model_cost(config: ModelConfig, pairs: int = 2, tokens: int | None = None, c
             loss = losses.softmax_loss(model.logits(model.embed_images(pixels_BCHW), text_BE))
             forward_flop = counter.get_total_flops()
             loss.backward()  # type: ignore[no-untyped-call]
-    parameters = {
-        "vision": count_parameters(model.vision),
-        "text": count_parameters(model.text),
-        "projections": count_parameters(model.vision_projection) + count_parameters(model.text_projection),
-    }
-    parameters["temperature"] = count_parameters(model) - sum(parameters.values())
-    return ModelCost(
-        parameters,
-        forward_gflop=forward_flop / pairs / 1e9,
-        step_gflop=counter.get_total_flops() / pairs / 1e9,
-        activation_mb=sum(saved.values()) / pairs / 1e6,
-    )
-
-
-def count_parameters(module: torch.nn.Module) -> int:
-    return sum(weight.numel() for weight in module.parameters())
+    parameters = dict.fromkeys([*PARTS.values(), "temperature"], 0)
+    for name, weight in model.named_parameters():
+        parameters[PARTS.get(name.split(".")[0], "temperature")] += weight.numel()
+    step_flop, activation_bytes = counter.get_total_flops(), sum(saved.values())
+    return ModelCost(parameters, forward_flop / pairs / 1e9, step_flop / pairs / 1e9, activation_bytes / pairs / 1e6)

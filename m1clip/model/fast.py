@@ -16,8 +16,7 @@ from m1clip.model import towers
 from m1clip.model.towers import select_tokens
 
 AnyTower = TypeVar("AnyTower", bound=towers.Tower)
-TEXT_GROUPS, MIN_GROUP = 4, 12
-"""Groups of captions by length, and the captions that a group has at least."""
+TEXT_GROUPS, MIN_GROUP = 4, 12  # groups of captions by length, and the fewest captions of a group
 # The wider the matrices, the smaller the share of norms and activations in a step. Computing them twice costs
 # 7 to 9 % at widths 128 and 384, and nothing measurable at 768 (2 AVX2 cores, November 2026).
 MIN_RECOMPUTE_WIDTH = 512
@@ -31,20 +30,16 @@ def make_fast(tower: AnyTower) -> AnyTower:
 
 
 class FastBlock(towers.Block):
-    def forward(self, x_BLD: Tensor, token_B: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, token_B: Tensor | None = None) -> Tensor:
         """With `token_B`, only the output at that token of each item (B, D)."""
-        if token_B is None:
-            y = self.attn.attend(linear_with_recompute(self.ln_1, self.attn.qkv, x_BLD))
-            x = x_BLD + self.attn.out(y)
-        else:
-            y = attend_from_token(self.attn, self.ln_1(x_BLD), token_B)
-            x = select_tokens(x_BLD, token_B) + self.attn.out(y)
-        return x + fast_mlp(self.mlp, self.ln_2, x)
-
-
-class FastMLPBlock(towers.MLPBlock):
-    def forward(self, x_BD: Tensor) -> Tensor:
-        return x_BD + fast_mlp(self.mlp, self.ln_2, x_BD)
+        if token_B is not None:
+            y_BD = attend_from_token(self.attn, self.ln_1(x), token_B)
+            x = select_tokens(x, token_B) + self.attn.out(y_BD)
+        elif self.has_attention:
+            y_BLD = self.attn.attend(linear_with_recompute(self.ln_1, self.attn.qkv, x))
+            x = x + self.attn.out(y_BLD)
+        hidden = linear_with_recompute(self.ln_2, self.mlp.wide, x)
+        return x + linear_with_recompute(self.mlp.activation, self.mlp.narrow, hidden)
 
 
 class FastTower(towers.Tower):
@@ -75,21 +70,18 @@ class FastTextTransformer(FastTower, towers.TextTransformer):
 
 FAST: dict[type[nn.Module], Any] = {
     towers.Block: FastBlock,
-    towers.MLPBlock: FastMLPBlock,
     towers.VisionTransformer: FastVisionTransformer,
     towers.TextTransformer: FastTextTransformer,
 }
 
 
 def attend_from_token(attn: towers.Attention, x_BLD: Tensor, token_B: Tensor) -> Tensor:
-    """(B, D): attention with one query per item, before the output projection.
-
-    With a single query the key and value matrices can be applied to it instead of to all L tokens:
-    q · (K x) = (q K) · x, and Σ p V x = V Σ p x. The bias of the keys adds the same number to all scores,
-    which softmax ignores.
-    """
+    """(B, D): attention with one query per item, before the output projection."""
     if type(attn.qkv) is not nn.Linear:  # LoRA adapters are added to the whole product
         return select_tokens(attn.attend(attn.qkv(x_BLD)), token_B)
+    # With a single query the key and value matrices can be applied to it instead of to all L tokens:
+    # q · (K x) = (q K) · x, and Σ p V x = V Σ p x. The bias of the keys adds the same number to all scores,
+    # which softmax ignores.
     B, L, D = x_BLD.shape
     (q_DD, k_DD, v_DD), (q_D, _, v_D) = attn.qkv.weight.chunk(3), attn.qkv.bias.chunk(3)
     q_BD = F.linear(select_tokens(x_BLD, token_B), q_DD, q_D)
@@ -104,15 +96,9 @@ def attend_from_token(attn: towers.Attention, x_BLD: Tensor, token_B: Tensor) ->
     return y_HBd.transpose(0, 1).flatten(1) + v_D
 
 
-def fast_mlp(mlp: towers.MLP, norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    return linear_with_recompute(mlp.activation, mlp.narrow, linear_with_recompute(norm, mlp.wide, x))
-
-
 def linear_with_recompute(pre: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
-    """linear(pre(x)); if it pays, the output of `pre` is not stored for the backward pass but recomputed.
-
-    Without these outputs a block stores 10 values per token and feature instead of 16.
-    """
+    """linear(pre(x)); if it pays, the output of `pre` is not stored for the backward pass but recomputed."""
+    # Without these outputs a block stores 10 values per token and feature instead of 16.
     if type(linear) is nn.Linear and should_recompute(linear, x):
         return _LinearWithRecompute.apply(pre, linear, x, linear.weight, linear.bias, *pre.parameters())
     return linear(pre(x))
@@ -151,6 +137,5 @@ class _LinearWithRecompute(torch.autograd.Function):
         torch.mm(grad_NO, weight, out=input_NI)  # reuses the memory: no `pre` needs its own output
         trainable = [parameter for parameter in ctx.pre_parameters if parameter.requires_grad]
         grad_x, *grad_trainable = torch.autograd.grad(output, (x, *trainable), input_NI.view_as(output))
-        remaining = iter(grad_trainable)
-        grad_pre = [next(remaining) if p.requires_grad else None for p in ctx.pre_parameters]
-        return None, None, grad_x, grad_weight, grad_bias, *grad_pre
+        grad_pre = dict(zip(trainable, grad_trainable, strict=True))
+        return None, None, grad_x, grad_weight, grad_bias, *map(grad_pre.get, ctx.pre_parameters)

@@ -21,46 +21,31 @@ from m1clip.config import OPENAI_MEAN, OPENAI_STD, ModelConfig, TextConfig, Visi
 from m1clip.files import atomic_folder
 from m1clip.model import safe_load
 from m1clip.model.clip import CLIP, load
-from m1clip.model.safe_load import WEIGHT_SUFFIXES, WeightMismatch, read_json
+from m1clip.model.safe_load import WEIGHT_SUFFIXES, WeightMismatch, load_folder_tensors, read_json
 from m1clip.model.tokenizer import END, PAD, START, Tokenizer
 
 VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 OPENAI_VOCAB_SIZE = 49408
+# Width of an attention head by the width of the vision tower, where it is not 64 (ViT-H, g and bigG).
 HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104}
-"""Width of an attention head by the width of the vision tower, where it is not 64 (ViT-H, g and bigG)."""
-QUICK_GELU_NAMES = ("openai", "quickgelu", "metaclip", "dfn")
-"""In the names of checkpoints that were trained with quick_gelu."""
-# Keys and values of an OpenCLIP configuration that leave CLIP's equations as they are; others are refused.
-OPEN_CLIP_KEYS = {
-    *("image_size", "patch_size", "width", "layers", "heads", "head_width", "mlp_ratio", "patch_dropout"),
-    *("context_length", "vocab_size", "hf_tokenizer_name", "tokenizer_kwargs"),
-    *("size", "mean", "std", "interpolation", "mode", "fill_color"),
-}
-OPEN_CLIP_VALUES: dict[str, tuple[Any, ...]] = {
-    **{"pool_type": ("tok", "argmax"), "resize_mode": ("shortest",)},
-    **{"eos_id": (2,), "pad_id": (0, 1)},
-}
-OPEN_CLIP_FILES = [
-    f"{stem}{suffix}"
-    for stem in ("open_clip_model", "open_clip_pytorch_model", "model", "pytorch_model")
-    for suffix in WEIGHT_SUFFIXES
-]
+QUICK_GELU_NAMES = ("openai", "quickgelu", "metaclip", "dfn")  # in names of checkpoints trained with quick_gelu
+OPEN_CLIP_STEMS = ("open_clip_model", "open_clip_pytorch_model", "model", "pytorch_model")  # of weight files
+# The weight names of both libraries, and the keys and values of an OpenCLIP configuration that leave CLIP's
+# equations as they are; others are refused.
+TABLES = json.loads(Path(__file__).with_name("interop.json").read_text())
 Weights = Mapping[str, Tensor]
-Hints = dict[str, Any]
-"""Settings of a ModelConfig by path (vision.heads, activation, …), and end_id."""
+Files = dict[str, dict[str, Any]]
+Hints = dict[str, Any]  # settings of a ModelConfig by path (vision.heads, activation, …), and end_id
 
 
 @dataclass(frozen=True)
 class Layout:
     """How a library names and stores the weights of a CLIP."""
 
-    marker: str
-    """A name that only this library's checkpoints contain."""
-    replacements: dict[str, str]
-    """Parts of our names and what they become, in this order."""
-    transposed: tuple[str, ...] = ()
-    ignored: str = "$^"
-    """Pattern of names without weights."""
+    marker: str  # a name that only this library's checkpoints contain
+    replacements: dict[str, str]  # parts of our names and what they become, in this order
+    transposed: list[str]
+    ignored: str  # pattern of names without weights
 
     def names(self, ours: str) -> list[str]:
         """Their name of one of our weights, or of its parts along the first axis."""
@@ -85,46 +70,13 @@ class Layout:
         return converted
 
 
-OPEN_CLIP = Layout(
-    "visual.conv1.weight",
-    {
-        **{"vision_projection.weight": "visual.proj", "text_projection.weight": "text_projection"},
-        **{"vision.blocks.": "visual.transformer.resblocks.", "text.blocks.": "transformer.resblocks."},
-        **{"attn.qkv.": "attn.in_proj_", "attn.out.": "attn.out_proj."},
-        **{"mlp.wide.": "mlp.c_fc.", "mlp.narrow.": "mlp.c_proj."},
-        **{"vision.patch.": "visual.conv1.", "vision.class_token": "visual.class_embedding"},
-        **{"vision.position": "visual.positional_embedding", "vision.ln_": "visual.ln_"},
-        **{"text.token.": "token_embedding.", "text.position": "positional_embedding"},
-        "text.ln_post.": "ln_final.",
-    },
-    ("visual.proj", "text_projection"),
-    r"^(input_resolution|context_length|vocab_size)$|attn_mask$",
-)
-TRANSFORMERS = Layout(
-    "vision_model.embeddings.patch_embedding.weight",
-    {
-        "vision_projection.": "visual_projection.",
-        **{"vision.blocks.": "vision_model.encoder.layers.", "text.blocks.": "text_model.encoder.layers."},
-        **{"ln_1.": "layer_norm1.", "ln_2.": "layer_norm2."},
-        **{"attn.": "self_attn.", "attn.out.": "attn.out_proj."},
-        **{"mlp.wide.": "mlp.fc1.", "mlp.narrow.": "mlp.fc2."},
-        "vision.ln_pre.": "vision_model.pre_layrnorm.",  # transformers' spelling
-        "vision.ln_post.": "vision_model.post_layernorm.",
-        "text.ln_post.": "text_model.final_layer_norm.",
-        **{"vision.": "vision_model.embeddings.", "text.": "text_model.embeddings."},
-        **{".patch.": ".patch_embedding.", ".token.": ".token_embedding."},
-        ".class_token": ".class_embedding",
-        "embeddings.position": "embeddings.position_embedding.weight",
-    },
-    ignored=r"position_ids$",
-)
+OPEN_CLIP, TRANSFORMERS = Layout(**TABLES["open_clip"]), Layout(**TABLES["transformers"])
 
 
 def import_clip(spec: str, tokenizer: str = "", quick_gelu: bool = False) -> tuple[CLIP, str]:
     """The model that `--init` names, and a note on what had to be assumed.
 
-    `tokenizer` is a vocabulary file for weights that come without one. `quick_gelu` is the activation of
-    weights that come without a configuration.
+    For weights that come without them: `tokenizer` is a vocabulary file, `quick_gelu` is the activation.
     """
     path = Path(spec).expanduser()
     if not path.exists():
@@ -132,33 +84,31 @@ def import_clip(spec: str, tokenizer: str = "", quick_gelu: bool = False) -> tup
     if path.is_dir() and not is_foreign(path):
         return load(path), ""
     weights, hints = read_checkpoint(path)
-    note = ""
-    if "activation" not in hints:
-        quick_gelu = quick_gelu or any(name in path.name.lower() for name in QUICK_GELU_NAMES)
-        hints["activation"] = "quick_gelu" if quick_gelu else "gelu"
-        advice = f"first run: m1clip convert {shlex.quote(spec)} --to m1clip --quick-gelu"
-        note = f"no configuration names the activation, so it is gelu; if it was quick_gelu, {advice}"
-    return build_clip(path, weights, hints, find_tokenizer(path, tokenizer)), "" if quick_gelu else note
+    if "activation" not in hints and (quick_gelu or any(name in path.name.lower() for name in QUICK_GELU_NAMES)):
+        hints["activation"] = "quick_gelu"
+    clip = build_clip(path, weights, hints, find_tokenizer(path, tokenizer))
+    advice = f"first run: m1clip convert {shlex.quote(spec)} --to m1clip --quick-gelu"
+    note = f"no configuration names the activation, so it is gelu; if it was quick_gelu, {advice}"
+    return clip, "" if "activation" in hints else note
 
 
 def is_foreign(folder: Path) -> bool:
     """Whether a folder is a model of another library."""
-    if (folder / "open_clip_config.json").is_file():
-        return True
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    return "model_type" in config or "architectures" in config
+    return (folder / "open_clip_config.json").is_file() or "model_type" in config or "architectures" in config
 
 
 def read_checkpoint(path: Path) -> tuple[Weights, Hints]:
     """The weights of a file or folder, and the settings of the configuration beside them."""
     folder = path if path.is_dir() else path.parent
-    open_clip = folder / "open_clip_config.json"
-    if path.is_dir() and not open_clip.is_file():
+    config = folder / "open_clip_config.json"
+    if path.is_dir() and not config.is_file():
         hints = transformers_hints(folder)
-        return safe_load.load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"]), hints
-    hints = open_clip_hints(read_json(open_clip)) if open_clip.is_file() else {}
+        return load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"]), hints
+    hints = open_clip_hints(read_json(config)) if config.is_file() else {}
     if path.is_dir():
-        return safe_load.load_folder_tensors(folder, OPEN_CLIP_FILES), hints
+        names = [f"{stem}{suffix}" for stem in OPEN_CLIP_STEMS for suffix in WEIGHT_SUFFIXES]
+        return load_folder_tensors(folder, names), hints
     if path.suffix not in WEIGHT_SUFFIXES:
         raise ValueError(f"{path} is not a checkpoint; expected a {', '.join(WEIGHT_SUFFIXES)} file")
     weights = safe_load.load_tensors(path)
@@ -172,10 +122,11 @@ def open_clip_hints(config: dict[str, Any]) -> Hints:
     vision, text = model.get("vision_cfg", {}), model.get("text_cfg", {})
     if "timm_model_name" in vision or "hf_model_name" in text:
         raise ValueError("OpenCLIP models with a timm or transformers tower cannot be imported")
-    for section, values in (("vision_cfg", vision), ("text_cfg", text), ("preprocess_cfg", preprocess)):
-        for key, value in values.items():
+    keys, values = TABLES["open_clip_keys"], TABLES["open_clip_values"]
+    for section, settings in (("vision_cfg", vision), ("text_cfg", text), ("preprocess_cfg", preprocess)):
+        for key, value in settings.items():
             unset = value in (None, False, 0, "", {})
-            if not (unset or key in OPEN_CLIP_KEYS or value in OPEN_CLIP_VALUES.get(key, ())):
+            if not (unset or key in keys or value in values.get(key, ())):
                 raise ValueError(f"OpenCLIP models with {section} {key} = {value!r} cannot be imported")
     return {
         "vision.heads": vision.get("width", 768) // vision.get("head_width", 64),
@@ -196,14 +147,14 @@ def transformers_hints(folder: Path) -> Hints:
     for tower in (vision, text):
         if not math.isclose(tower.get("layer_norm_eps", 1e-5), 1e-5):
             raise ValueError(f"{folder}: layer_norm_eps must be 1e-5, not {tower['layer_norm_eps']}")
-    activation, text_activation = (tower.get("hidden_act", "quick_gelu") for tower in (vision, text))
-    if activation != text_activation or activation not in ("gelu", "quick_gelu"):
-        found = f"not {activation} and {text_activation}"
-        raise ValueError(f"{folder}: hidden_act must be gelu or quick_gelu in both towers, {found}")
+    activations = [tower.get("hidden_act", "quick_gelu") for tower in (vision, text)]
+    if activations not in (["gelu"] * 2, ["quick_gelu"] * 2):
+        found = " and ".join(map(str, activations))
+        raise ValueError(f"{folder}: hidden_act must be gelu or quick_gelu in both towers, not {found}")
     hints = {
         "vision.heads": vision.get("num_attention_heads", 12),
         "text.heads": text.get("num_attention_heads", 8),
-        "activation": activation,
+        "activation": activations[0],
         "vision.mean": tuple(preprocess.get("image_mean", OPENAI_MEAN)),
         "vision.std": tuple(preprocess.get("image_std", OPENAI_STD)),
     }
@@ -247,28 +198,26 @@ def find_layout(source: Path, weights: Weights) -> Layout:
 
 def infer_config(source: Path, layout: Layout, weights: Weights) -> ModelConfig:
     """The configuration of a model with weights of these shapes; the rest as OpenAI and OpenCLIP have it."""
-    towers = ("vision", "text")
     needed = ["vision.patch.weight", "vision.position", "text.token.weight", "text.position"]
-    needed += ["vision_projection.weight", *(f"{tower}.blocks.0.mlp.wide.weight" for tower in towers)]
+    needed += ["vision_projection.weight", "vision.blocks.0.mlp.wide.weight", "text.blocks.0.mlp.wide.weight"]
     missing = [name for ours in needed for name in layout.names(ours) if name not in weights]
     if missing:
         raise WeightMismatch(source, missing)
-    patch, position, token, text_position, projection, *mlps = (
-        tensor.shape for tensor in layout.to_ours(weights, needed).values()
-    )
-    patch_size, image_size = patch[-1], math.isqrt(position[0] - 1) * patch[-1]
-    widths = [width for _, width in mlps]
-    layers = [count_layers(layout, weights, tower) for tower in towers]
-    heads = [widths[0] // HEAD_WIDTHS.get(widths[0], 64) or 1, widths[1] // 64 or 1]
-    mlp_widths = [0 if hidden == 4 * width else hidden for hidden, width in mlps]
-    vision = VisionConfig(image_size, patch_size, widths[0], layers[0], heads[0], mlp_width=mlp_widths[0])
-    text = TextConfig(token[0], text_position[0], widths[1], layers[1], heads[1], mlp_widths[1])
-    return ModelConfig(vision, text, projection[0], loss="sigmoid" if "logit_bias" in weights else "softmax")
+    shapes = {name: tensor.shape for name, tensor in layout.to_ours(weights, needed).items()}
 
+    def blocks(tower: str, head_widths: dict[int, int]) -> dict[str, Any]:
+        hidden, width = shapes[f"{tower}.blocks.0.mlp.wide.weight"]
+        prefix = re.escape(layout.names(f"{tower}.blocks.")[0])
+        layers = len({match[1] for name in weights if (match := re.match(rf"{prefix}(\d+)\.", name))})
+        heads, mlp_width = width // head_widths.get(width, 64) or 1, 0 if hidden == 4 * width else hidden
+        return {"width": width, "layers": layers, "heads": heads, "mlp_width": mlp_width}
 
-def count_layers(layout: Layout, weights: Weights, tower: str) -> int:
-    prefix = re.escape(layout.names(f"{tower}.blocks.")[0])
-    return len({match[1] for name in weights if (match := re.match(rf"{prefix}(\d+)\.", name))})
+    patch_size = shapes["vision.patch.weight"][-1]
+    image_size = math.isqrt(shapes["vision.position"][0] - 1) * patch_size
+    vision = VisionConfig(image_size, patch_size, **blocks("vision", HEAD_WIDTHS))
+    text = TextConfig(shapes["text.token.weight"][0], shapes["text.position"][0], **blocks("text", {}))
+    embed_dim = shapes["vision_projection.weight"][0]
+    return ModelConfig(vision, text, embed_dim, loss="sigmoid" if "logit_bias" in weights else "softmax")
 
 
 def find_tokenizer(path: Path, tokenizer: str) -> Tokenizer:
@@ -296,14 +245,16 @@ def export_clip(model: CLIP, library: str, folder: Path) -> None:
     order = list(range(text.vocab_size))
     order[end_id], order[tokenizer.end_id] = tokenizer.end_id, end_id
     weights["text.token.weight"] = weights["text.token.weight"][order]
-    files = tokenizer_files(tokenizer, text.context_length)
     if library == "transformers":
         layout, weights_file = TRANSFORMERS, "model.safetensors"
-        files["config.json"] = transformers_config(model.config, vision, text, tokenizer)
-        files["preprocessor_config.json"] = preprocessor_config(vision)
+        files = transformers_files(model.config, vision, text, tokenizer)
     else:
         layout, weights_file = OPEN_CLIP, "open_clip_model.safetensors"
-        files["open_clip_config.json"] = open_clip_config(model, vision, text, tokenizer)
+        files = {"open_clip_config.json": open_clip_config(model, vision, text, tokenizer)}
+    pad = END if is_openai(tokenizer) else PAD
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": text.context_length}
+    files["tokenizer_config.json"] = {**kind, "bos_token": START, "eos_token": END, "pad_token": pad}
+    files["tokenizer.json"] = tokenizer.to_clip_json()
     tensors = {name: tensor.clone().contiguous() for name, tensor in layout.from_ours(weights).items()}
     with atomic_folder(folder) as partial:
         safe_load.save_tensors(partial / weights_file, tensors, {"format": "pt"})
@@ -343,49 +294,27 @@ def is_openai(tokenizer: Tokenizer) -> bool:
     return len(tokenizer) == OPENAI_VOCAB_SIZE and tokenizer.end_id == OPENAI_VOCAB_SIZE - 1
 
 
-def transformers_config(
-    config: ModelConfig, vision: VisionConfig, text: TextConfig, tokenizer: Tokenizer
-) -> dict[str, Any]:
+def transformers_files(config: ModelConfig, vision: VisionConfig, text: TextConfig, tokenizer: Tokenizer) -> Files:
+    """config.json, and what is not the default of CLIPImageProcessor: bicubic scaling, center crop, RGB in 0 to 1."""
+    projection = {"projection_dim": config.embed_dim}
+
     def tower(kind: str, shape: VisionConfig | TextConfig) -> dict[str, Any]:
-        return {
-            "model_type": kind,
-            "hidden_size": shape.width,
-            "intermediate_size": shape.mlp_width or 4 * shape.width,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "hidden_act": config.activation,
-            "projection_dim": config.embed_dim,
-        }
+        widths = {"hidden_size": shape.width, "intermediate_size": shape.mlp_width or 4 * shape.width}
+        blocks = {"num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
+        return {"model_type": kind, **widths, **blocks, "hidden_act": config.activation, **projection}
 
-    return {
-        "architectures": ["CLIPModel"],
-        "model_type": "clip",
-        "projection_dim": config.embed_dim,
-        "vision_config": {
-            **tower("clip_vision_model", vision),
-            "image_size": vision.image_size,
-            "patch_size": vision.patch_size,
-        },
-        "text_config": {
-            **tower("clip_text_model", text),
-            "vocab_size": text.vocab_size,
-            "max_position_embeddings": text.context_length,
-            "bos_token_id": tokenizer.start_id,
-            "eos_token_id": tokenizer.end_id,
-            "pad_token_id": tokenizer.end_id if is_openai(tokenizer) else 0,
-        },
+    size, pad_id = vision.image_size, tokenizer.end_id if is_openai(tokenizer) else 0
+    ids = {"bos_token_id": tokenizer.start_id, "eos_token_id": tokenizer.end_id, "pad_token_id": pad_id}
+    tokens = {"vocab_size": text.vocab_size, "max_position_embeddings": text.context_length, **ids}
+    scaling = {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
+    colors = {"image_mean": list(vision.mean), "image_std": list(vision.std)}
+    towers = {
+        "vision_config": {**tower("clip_vision_model", vision), "image_size": size, "patch_size": vision.patch_size},
+        "text_config": {**tower("clip_text_model", text), **tokens},
     }
-
-
-def preprocessor_config(vision: VisionConfig) -> dict[str, Any]:
-    """The rest is the default of CLIPImageProcessor: bicubic scaling, center crop, RGB in 0 to 1."""
-    size = vision.image_size
     return {
-        "image_processor_type": "CLIPImageProcessor",
-        "size": {"shortest_edge": size},
-        "crop_size": {"height": size, "width": size},
-        "image_mean": list(vision.mean),
-        "image_std": list(vision.std),
+        "config.json": {"architectures": ["CLIPModel"], "model_type": "clip", **projection, **towers},
+        "preprocessor_config.json": {"image_processor_type": "CLIPImageProcessor", **scaling, **colors},
     }
 
 
@@ -395,36 +324,15 @@ def open_clip_config(model: CLIP, vision: VisionConfig, text: TextConfig, tokeni
         ratio = {"mlp_ratio": (shape.mlp_width + 0.5) / shape.width} if shape.mlp_width else {}
         return {"width": shape.width, "layers": shape.layers, **ratio}
 
-    vision_cfg = {
-        **tower(vision),
-        "image_size": vision.image_size,
-        "patch_size": vision.patch_size,
-        "head_width": vision.width // vision.heads,
-    }
-    text_cfg = {
-        **tower(text),
-        "context_length": text.context_length,
-        "vocab_size": text.vocab_size,
-        "heads": text.heads,
-    }
+    patches = {"image_size": vision.image_size, "patch_size": vision.patch_size}
+    vision_cfg = {**tower(vision), **patches, "head_width": vision.width // vision.heads}
+    tokens = {"context_length": text.context_length, "vocab_size": text.vocab_size}
+    text_cfg = {**tower(text), **tokens, "heads": text.heads}
     if not is_openai(tokenizer):
         text_cfg |= {"hf_tokenizer_name": "tokenizer.json", "tokenizer_kwargs": {"clean": "lower"}}
+    settings = {"embed_dim": model.config.embed_dim, "quick_gelu": model.config.activation == "quick_gelu"}
     bias = {} if model.logit_bias is None else {"init_logit_bias": model.logit_bias.item()}
     return {
-        "model_cfg": {
-            "embed_dim": model.config.embed_dim,
-            "quick_gelu": model.config.activation == "quick_gelu",
-            "vision_cfg": vision_cfg,
-            "text_cfg": text_cfg,
-            **bias,
-        },
+        "model_cfg": {**settings, "vision_cfg": vision_cfg, "text_cfg": text_cfg, **bias},
         "preprocess_cfg": {"mean": list(vision.mean), "std": list(vision.std)},
     }
-
-
-def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, dict[str, Any]]:
-    config = {
-        **{"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context_length},
-        **{"bos_token": START, "eos_token": END, "pad_token": END if is_openai(tokenizer) else PAD},
-    }
-    return {"tokenizer.json": tokenizer.to_clip_json(), "tokenizer_config.json": config}

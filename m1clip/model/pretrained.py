@@ -5,11 +5,13 @@ function of its batch, however it is split or resumed.
 """
 
 import copy
+import difflib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,13 @@ from torch import Tensor, nn
 
 from m1clip import devices
 from m1clip.config import HFConfig, TimmConfig
-from m1clip.model import safe_load
-from m1clip.model.safe_load import check_weights, read_json
+from m1clip.model.safe_load import check_weights, download_from_hub, load_folder_tensors, load_tensors, read_json
 from m1clip.model.tokenizer import HFTokenizer
 
 MAX_STAGES = 5  # last stages of a timm model whose mean outputs are features
 MAX_CONTEXT = 128  # tokens of a caption; the encoder's own limit may be lower
+# Position embeddings that these models do not use for tokens.
 POSITION_OFFSET = {"roberta": 2, "xlm-roberta": 2, "camembert": 2, "mpnet": 2}
-"""Position embeddings that these models do not use for tokens."""
 UNUSED_HF_KEYS = ("auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
 TASK_HEADS = r"(^|\.)(pooler|cls|lm_head|classifier|vocab_\w+|predictions?|qa_outputs|dense)\.|position_ids$"
 
@@ -37,6 +38,7 @@ def require_extra(library: str, extra: str, reason: str) -> None:
 
 class PretrainedTower(nn.Module):
     net: Any
+    layer_numbers: Any  # dict: the layer of each parameter of `net`, counted from the input
     blocks: tuple[nn.Module, ...] = ()  # torch.compile is only tried on our own blocks
     patch_dropout, grad_checkpointing = 0.0, False  # not supported here
 
@@ -48,18 +50,12 @@ class PretrainedTower(nn.Module):
         """Layers from a parameter to the output, its own included."""
         return 1 + max(self.layer_numbers.values()) - self.layer_numbers[parameter.removeprefix("net.")]
 
-    @cached_property
-    def layer_numbers(self) -> dict[str, int]:
-        """The layer of each parameter of `net`, counted from the input."""
-        raise NotImplementedError
-
 
 class TimmVision(PretrainedTower):
     """An image encoder of timm without its classifier."""
 
     def __init__(self, config: TimmConfig):
         super().__init__()
-        require_extra("timm", "timm", f"timm:{config.timm}")
         self.config, self.net = config, create_timm(config.timm)
         self.train()
 
@@ -76,14 +72,10 @@ class TimmVision(PretrainedTower):
 
 
 class HFText(PretrainedTower):
-    """A bidirectional text encoder of transformers.
-
-    Its features are the mean over tokens of every layer, and the first token and the maximum of the last one.
-    """
+    """A text encoder of transformers: means over the tokens of every layer, first token and maximum of the last."""
 
     def __init__(self, config: HFConfig):
         super().__init__()
-        require_extra("transformers", "hf", f"a {config.hf['model_type']} text tower")
         self.config, self.net = config, create_hf(config.hf)
         self.train()
 
@@ -114,12 +106,10 @@ def image_features(net: Any, stages: Sequence[str], pixels_BCHW: Tensor) -> Tens
         spatial = (1,) if output.ndim == 3 else (1, 2) if channels_last else (2, 3)
         means.append(output.mean(spatial))
 
-    hooks = [net.get_submodule(name).register_forward_hook(add_mean) for name in stages]
-    try:
+    with ExitStack() as hooks:
+        for name in stages:
+            hooks.enter_context(net.get_submodule(name).register_forward_hook(add_mean))
         last_BD = net(devices.to_channels_last(pixels_BCHW))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return torch.cat([last_BD, *means], dim=1) if means else last_BD
 
 
@@ -133,43 +123,39 @@ def stage_names(net: Any) -> tuple[str, ...]:
 
 
 def create_timm(name: str, pretrained: bool = False) -> Any:
+    require_extra("timm", "timm", f"timm:{name}")
     import timm
 
+    if devices.attention_kind() == "eager":
+        timm.layers.set_fused_attn(False)  # timm passes strided tensors to the fused attention
     try:
-        net = timm.create_model(name, num_classes=0, pretrained=pretrained)
+        return timm.create_model(name, num_classes=0, pretrained=pretrained)
     except (RuntimeError, ValueError, TypeError) as error:
-        close = timm.list_models(f"*{name.split('.')[0]}*")[:3] or timm.list_models(f"*{name[:8]}*")[:3]
+        close = difflib.get_close_matches(name, timm.list_models(), cutoff=0.5)
         hint = f"; did you mean {' or '.join(close)}?" if close and name not in close else ""
         raise ValueError(f"timm cannot create {name!r} ({error}){hint}") from None
-    if devices.attention_kind() == "eager":  # timm passes strided tensors to the fused attention
-        for module in net.modules():
-            if hasattr(module, "fused_attn"):
-                module.fused_attn = False
-    return net
 
 
 def create_hf(config: Mapping[str, Any]) -> Any:
+    hf_config, reason = parse_hf_config(config), ""
     from transformers import AutoModel
 
-    hf_config, reason = parse_hf_config(config), ""
-    for attention in (devices.attention_kind(), "eager"):  # some encoders have only eager attention
-        for options in ({"add_pooling_layer": False}, {}):  # some have no pooling layer
-            try:
-                return AutoModel.from_config(
-                    hf_config, attn_implementation=attention, trust_remote_code=False, **options
-                )
-            except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-                reason = str(error)
+    # Some encoders have only eager attention, and some have no pooling layer.
+    for attention, options in product((devices.attention_kind(), "eager"), ({"add_pooling_layer": False}, {})):
+        try:
+            return AutoModel.from_config(hf_config, attn_implementation=attention, trust_remote_code=False, **options)
+        except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+            reason = str(error)
     raise ValueError(f"transformers cannot create a {config['model_type']} encoder: {reason}")
 
 
 def parse_hf_config(config: Mapping[str, Any]) -> Any:
     """The transformers config object, which knows each architecture's names for width and layers."""
+    require_extra("transformers", "hf", f"a {config['model_type']} text tower")
     from transformers import AutoConfig
 
-    values = dict(config)
     try:
-        return AutoConfig.for_model(values.pop("model_type"), **values)
+        return AutoConfig.for_model(**config)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"transformers has no {config['model_type']} encoder: {error}") from None
 
@@ -182,22 +168,10 @@ def load_timm(spec: str) -> TimmVision:
         raise ValueError(f"--vision takes timm:NAME, such as timm:vit_small_patch16_224, not {spec!r}")
     if ":" in name:
         raise ValueError(f"--vision {spec}: expected the name of a timm architecture, not of a hub model")
-    require_extra("timm", "timm", f"--vision {spec}")
     tower = TimmVision(timm_config(name))
-    if weights == "none":
-        return tower
-    if not weights:
-        tower.net.load_state_dict(download_timm(name).state_dict())
-        return tower
-    path, expected = Path(weights).expanduser(), tower.net.state_dict()
-    classifier = str(getattr(tower.net, "default_cfg", {}).get("classifier") or "classifier")
-    tensors = {
-        name: tensor
-        for name, tensor in rename_efficientnet(safe_load.load_tensors(path), tower.net).items()
-        if name in expected or not name.startswith(f"{classifier}.")
-    }
-    check_weights(path, tensors, expected)
-    tower.net.load_state_dict(tensors)
+    if weights != "none":
+        tensors = read_timm_file(Path(weights).expanduser(), tower.net) if weights else download_timm(name).state_dict()
+        tower.net.load_state_dict(tensors)
     return tower
 
 
@@ -226,15 +200,18 @@ def download_timm(name: str) -> Any:
         ) from None
 
 
-def rename_efficientnet(weights: Mapping[str, Tensor], net: Any) -> Mapping[str, Tensor]:
-    """timm's names for weights of the efficientnet_pytorch package, which has the same layers in order."""
-    if "_conv_stem.weight" not in weights:
-        return weights
-    names, backbone = [*net.state_dict()], [name for name in weights if not name.startswith("_fc.")]
-    kinds = [[name.rpartition(".")[2] for name in each] for each in (names, backbone)]
-    if kinds[0] != kinds[1]:  # another number or order of layers
-        return weights
-    return {name: weights[theirs] for name, theirs in zip(names, backbone, strict=True)}
+def read_timm_file(path: Path, net: Any) -> dict[str, Tensor]:
+    """Weights without the classifier; those of the efficientnet_pytorch package get timm's names."""
+    expected, weights = net.state_dict(), load_tensors(path)
+    if "_conv_stem.weight" in weights:  # efficientnet_pytorch, which has the same layers in the same order
+        backbone = [name for name in weights if not name.startswith("_fc.")]
+        kinds = [[name.rpartition(".")[2] for name in names] for names in (expected, backbone)]
+        if kinds[0] == kinds[1]:
+            weights = {name: weights[theirs] for name, theirs in zip(expected, backbone, strict=True)}
+    classifier = f"{getattr(net, 'default_cfg', {}).get('classifier') or 'classifier'}."
+    weights = {name: t for name, t in weights.items() if name in expected or not name.startswith(classifier)}
+    check_weights(path, weights, expected)
+    return weights
 
 
 def load_hf_text(spec: str) -> tuple[HFText, HFTokenizer]:
@@ -245,45 +222,41 @@ def load_hf_text(spec: str) -> tuple[HFText, HFTokenizer]:
         raise ValueError(f"--text takes hf:FOLDER or hf:NAME, such as {example}, not {spec!r}")
     require_extra("transformers", "hf", f"--text {spec}")
     folder = Path(name).expanduser()
-    folder = folder if folder.is_dir() else safe_load.download_from_hub(name, owner_optional=True)
+    folder = folder if folder.is_dir() else download_from_hub(name, owner_optional=True)
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder} has no tokenizer.json")
     tower = HFText(hf_text_config(folder))
     expected = tower.net.state_dict()
-    weights = safe_load.load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"])
+    weights = load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"])
     # Old BERT checkpoints call the weight and bias of a norm gamma and beta.
-    names = {name: re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)) for name in weights}
-    weights = {names[name]: tensor for name, tensor in weights.items()}
+    weights = {re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)): t for name, t in weights.items()}
     prefix = f"{tower.net.base_model_prefix}."
     if any(name.startswith(prefix) for name in weights):  # a model with a task head beside the encoder
         weights = {name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)}
     weights = {name: t for name, t in weights.items() if name in expected or not re.search(TASK_HEADS, name)}
     check_weights(folder, weights, expected)
     tower.net.load_state_dict(weights)
-    return tower, HFTokenizer.from_file(folder / "tokenizer.json", tower.config.pad_id)
+    return tower, HFTokenizer.load(folder / "tokenizer.json", tower.config.pad_id)
 
 
 def hf_text_config(folder: Path) -> HFConfig:
-    config = read_json(folder / "config.json")
-    config = {key: value for key, value in config.items() if key not in UNUSED_HF_KEYS}
+    config = {key: value for key, value in read_json(folder / "config.json").items() if key not in UNUSED_HF_KEYS}
     if "model_type" not in config:
         raise ValueError(f"{folder / 'config.json'} has no model_type; expected a transformers encoder")
     parsed = parse_hf_config(config)
-    layers, width = getattr(parsed, "num_hidden_layers", None), getattr(parsed, "hidden_size", None)
-    if not isinstance(layers, int) or not isinstance(width, int):
-        raise ValueError(f"{folder} has no hidden_size or num_hidden_layers; expected a BERT-like encoder")
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers")
+    if not all(isinstance(getattr(parsed, size, None), int) for size in sizes):
+        raise ValueError(f"{folder} has no {', '.join(sizes[:2])} or {sizes[2]}; expected a BERT-like encoder")
     positions = getattr(parsed, "max_position_embeddings", None) or MAX_CONTEXT
     sentence = folder / "sentence_bert_config.json"
     limit = read_json(sentence).get("max_seq_length") if sentence.is_file() else None
     context = min(MAX_CONTEXT, positions - POSITION_OFFSET.get(config["model_type"], 0), limit or MAX_CONTEXT)
-    return HFConfig(config, int(parsed.vocab_size), context, (layers + 3) * width)
+    return HFConfig(config, parsed.vocab_size, context, (parsed.num_hidden_layers + 3) * parsed.hidden_size)
 
 
 def fold_batch_norm(net: Any) -> Any:
-    """A copy for inference whose batch norms are folded into the convolutions before them.
-
-    On 2 AVX2 cores this makes EfficientNet-lite0 1.6 times as fast (November 2026).
-    """
+    """A copy for inference whose batch norms are folded into the convolutions before them."""
+    # On 2 AVX2 cores this makes EfficientNet-lite0 1.6 times as fast (November 2026).
     from torch.nn.utils.fusion import fuse_conv_bn_eval
 
     net = copy.deepcopy(net).eval()

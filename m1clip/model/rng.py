@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 UINT32 = 0xFFFFFFFF
-MASKS = 1021
-"""Dropout masks in the table; a prime, so that keys with a common factor still reach all of them."""
+MASKS = 1021  # dropout masks in the table; a prime, so that keys with a common factor still reach all of them
 
 
 def uniform(key_B: Tensor, salt: int, shape: tuple[int, ...]) -> Tensor:
@@ -33,11 +32,9 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def dropout_mask(width: int, rate: float, key_B: Tensor, salt: int) -> Tensor:
-    """(B, width) factors, 0 or 1 / (1 - rate): each row's key picks one mask of a table.
-
-    Hashing every element, as `uniform` does, would cost more than the matrix product that follows. The salt
-    is hashed with the key, or an image and its caption would share the index of their masks.
-    """
+    """(B, width) factors, 0 or 1 / (1 - rate): each row's key picks one mask of a table."""
+    # Hashing every element, as `uniform` does, would cost more than the matrix product that follows. The salt
+    # is hashed with the key, or an image and its caption would share the index of their masks.
     return _mask_table(width, rate, salt, key_B.device)[_seed(key_B, salt) % MASKS]
 
 

@@ -7,10 +7,10 @@ import json
 import math
 import pickle
 import zipfile
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,15 +23,6 @@ from m1clip.devices import short_error
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "state_dict_ema")
 MAX_LISTED = 8  # names of each kind in a WeightMismatch
-# Everything that reading a damaged archive was seen to raise.
-ARCHIVE_ERRORS: tuple[type[Exception], ...] = (
-    *(RuntimeError, EOFError, OSError, LookupError, ValueError, TypeError, AttributeError, AssertionError),
-    *(StopIteration, zlib.error, zipfile.BadZipFile, pickle.UnpicklingError),
-)
-STORAGE_DTYPES: dict[str, torch.dtype] = {  # FloatStorage: torch.float, …
-    f"{dtype}Storage": getattr(torch, dtype.lower())
-    for dtype in ("Float", "Half", "BFloat16", "Double", "Long", "Int", "Short", "Bool")
-}
 Names = Iterable[str]
 Misshapen = tuple[str, tuple[int, ...], tuple[int, ...]]
 
@@ -41,21 +32,15 @@ class WeightMismatch(ValueError):  # noqa: N818
 
     def __init__(self, source: object, missing: Names, unexpected: Names = (), misshapen: Iterable[Misshapen] = ()):
         self.missing, self.unexpected, self.misshapen = sorted(missing), sorted(unexpected), sorted(misshapen)
-        shapes = [
-            f"{name}  {_shape(found)} in the file, {_shape(expected)} in the model"
-            for name, found, expected in self.misshapen
-        ]
         lines = [f"the weights in {source} do not fit the model, and none were loaded:"]
-        kinds = {"missing": self.missing, "unexpected": self.unexpected, "misshapen": shapes}
-        for kind, names in kinds.items():
-            lines += [f"  {kind:<11} {name}" for name in names[:MAX_LISTED]]
-            if len(names) > MAX_LISTED:
-                lines.append(f"  {kind:<11} … and {len(names) - MAX_LISTED} more")
+        shapes = []
+        for name, *both in self.misshapen:
+            found, expected = (" × ".join(map(str, shape)) or "scalar" for shape in both)
+            shapes.append(f"{name}  {found} in the file, {expected} in the model")
+        for kind, names in {"missing": self.missing, "unexpected": self.unexpected, "misshapen": shapes}.items():
+            more = [f"… and {len(names) - MAX_LISTED} more"] if len(names) > MAX_LISTED else []
+            lines += [f"  {kind:<11} {name}" for name in [*names[:MAX_LISTED], *more]]
         super().__init__("\n".join(lines))
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " × ".join(map(str, shape)) or "scalar"
 
 
 def check_weights(source: object, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -65,9 +50,8 @@ def check_weights(source: object, found: Mapping[str, Tensor], expected: Mapping
         for name in expected.keys() & found.keys()
         if found[name].shape != expected[name].shape
     ]
-    missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
-    if missing or unexpected or misshapen:
-        raise WeightMismatch(source, missing, unexpected, misshapen)
+    if misshapen or expected.keys() != found.keys():
+        raise WeightMismatch(source, expected.keys() - found.keys(), found.keys() - expected.keys(), misshapen)
 
 
 def load_checked(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -90,7 +74,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         raise FileNotFoundError(f"there is no file {path}")
     tensors = _load_safetensors(path) if path.suffix == ".safetensors" else _load_archive(path)
     for prefix in ("module.", "_orig_mod."):  # DistributedDataParallel, torch.compile
-        if tensors and all(name.startswith(prefix) for name in tensors):
+        if all(name.startswith(prefix) for name in tensors):
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
 
@@ -148,10 +132,12 @@ def _load_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _load_archive(path: Path) -> dict[str, Tensor]:
     try:
-        if _is_torchscript(path):
-            return _TorchScriptUnpickler(path).tensors()
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                if any(name.endswith("/constants.pkl") for name in archive.namelist()):  # OpenAI's own checkpoints
+                    return _TorchScriptUnpickler(archive).tensors()
         value = torch.load(path, map_location="cpu", weights_only=True)
-    except ARCHIVE_ERRORS as error:
+    except Exception as error:  # damage raises errors of a dozen kinds
         reason = f"({short_error(error)}); it is damaged or contains more than weights"
         raise ValueError(f"{path} cannot be read as tensors only {reason}") from None
     for key in STATE_DICT_KEYS:
@@ -164,48 +150,23 @@ def _load_archive(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _is_torchscript(path: Path) -> bool:
-    """OpenAI's own checkpoints are TorchScript archives."""
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith("/constants.pkl") for name in archive.namelist())
-
-
-class _ModuleState:
-    """Stands for any TorchScript module; keeps its attributes and never loads its code."""
-
-    def __init__(self, *_: Any):
-        self.attributes: dict[str, Any] = {}
-
-    def __setstate__(self, state: Any) -> None:
-        self.attributes = state if isinstance(state, dict) else {}
-
-
 class _TorchScriptUnpickler(pickle.Unpickler):
     """Reads the tensors of a TorchScript archive; refuses every class but tensors, dicts and modules."""
 
-    def __init__(self, path: Path):
-        self.archive = zipfile.ZipFile(path)
-        data = next(name for name in self.archive.namelist() if name.endswith("/data.pkl"))
-        self.root = data.removesuffix("data.pkl")
+    def __init__(self, archive: zipfile.ZipFile):
+        data = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        self.archive, self.root = archive, data.removesuffix("data.pkl")
         self.storages: dict[Any, Tensor] = {}
-        super().__init__(self.archive.open(data))
+        super().__init__(archive.open(data))
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("__torch__"):
-            return _ModuleState
-        if module == "torch" and name in STORAGE_DTYPES:
-            return STORAGE_DTYPES[name]
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _rebuild_tensor
-        if (module, name) == ("torch._utils", "_rebuild_parameter"):
-            return lambda data, *_: data
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module == "torch.jit._pickle" and name.startswith(("build_", "restore_type_tag")):
+        if module.startswith("__torch__"):  # a TorchScript module: its attributes are kept, its code is never loaded
+            return SimpleNamespace
+        if module == "torch.jit._pickle":  # wraps a value in its type
             return lambda value, *_: value
-        raise pickle.UnpicklingError(f"{module}.{name} is not a weight")
+        if f"{module}.{name}" not in UNPICKLED:
+            raise pickle.UnpicklingError(f"{module}.{name} is not a weight")
+        return UNPICKLED[f"{module}.{name}"]
 
     def persistent_load(self, pid: Any) -> Tensor:
         _, dtype, key, _, count = pid
@@ -218,19 +179,16 @@ class _TorchScriptUnpickler(pickle.Unpickler):
         return self.storages[key]
 
     def tensors(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        with self.archive:
-            queue = [("", self.load())]
-        visited = set[int]()
+        tensors, queue, visited = dict[str, Tensor](), [("", self.load())], set[int]()
         while queue:
             prefix, module = queue.pop()
             if id(module) in visited:  # a module that contains itself would never end
                 continue
             visited.add(id(module))
-            for name, value in getattr(module, "attributes", {}).items():
+            for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     tensors[prefix + name] = value
-                elif isinstance(value, _ModuleState):
+                elif isinstance(value, SimpleNamespace):
                     queue.append((f"{prefix}{name}.", value))
         return tensors
 
@@ -239,3 +197,12 @@ def _rebuild_tensor(storage: Tensor, offset: int, size: Any, stride: Any, *_: An
     if math.prod(size) > storage.numel():  # strides of 0 would turn a few bytes into a huge tensor
         raise pickle.UnpicklingError(f"a tensor of shape {tuple(size)} in {storage.numel()} numbers")
     return storage.as_strided(tuple(size), tuple(stride), offset)
+
+
+STORAGE_TYPES = ("Float", "Half", "BFloat16", "Double", "Long", "Int", "Short", "Bool")
+UNPICKLED: dict[str, Any] = {
+    "collections.OrderedDict": OrderedDict,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    **{f"torch.{kind}Storage": getattr(torch, kind.lower()) for kind in STORAGE_TYPES},
+}

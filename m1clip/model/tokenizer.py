@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tokenizers
@@ -65,12 +65,18 @@ class Tokenizer:
     @classmethod
     def from_clip_vocabulary(cls, path: Path) -> "Tokenizer":
         """OpenAI's tokenizer from its `bpe_simple_vocab_16e6.txt.gz`."""
-        merges = _read_merges(path)
+        try:
+            data = path.read_bytes()
+            lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().split("\n")
+        except (OSError, EOFError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read {path} as a CLIP vocabulary: {error}") from None
+        merges = [tuple(line.split()) for line in lines[1 : CLIP_MERGES + 1]]  # after a version line
+        if not merges or any(len(merge) != 2 for merge in merges):
+            raise ValueError(f"{path} is not a CLIP vocabulary: a version line, then two symbols per line")
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # one for each byte
         symbols = letters + [s + "</w>" for s in letters] + ["".join(m) for m in merges] + [START, END]
-        core = tokenizers.Tokenizer(
-            models.BPE({s: i for i, s in enumerate(symbols)}, merges, end_of_word_suffix="</w>")
-        )
+        vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
+        core = tokenizers.Tokenizer(models.BPE(vocabulary, merges, end_of_word_suffix="</w>"))  # type: ignore[arg-type]
         core.normalizer = normalizers.Lowercase()
         words = pre_tokenizers.Split(Regex(CLIP_WORDS), "removed", invert=True)
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -78,11 +84,11 @@ class Tokenizer:
         return cls(core)
 
     @classmethod
-    def load(cls, path: Path) -> "Tokenizer":
+    def load(cls, path: Path, *options: Any) -> Self:
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
+            return cls(tokenizers.Tokenizer.from_file(str(path)), *options)
         except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{path} is not a tokenizer of m1clip: {error}") from None
+            raise ValueError(f"{path} is not a tokenizer: {error}") from None
 
     @classmethod
     def from_clip_json(cls, path: Path) -> "Tokenizer":
@@ -115,17 +121,16 @@ class Tokenizer:
     def __len__(self) -> int:
         return self.core.get_vocab_size()
 
-    def __call__(self, texts: Sequence[str], length: int, rows: Sequence[str] | None = None) -> Tensor:
-        """Padded ids (B, L) of at most `length` tokens; `rows` names the source of each text in errors."""
+    def __call__(self, texts: Sequence[str], length: int) -> Tensor:
+        """Padded ids (B, L) of at most `length` tokens."""
         for i, text in enumerate(texts):
             if not text.strip():
-                raise ValueError(f"empty caption in {rows[i] if rows else f'text {i}'}: {text!r}")
+                raise ValueError(f"text {i} is empty: {text!r}")
         return self.pad(self.encode(texts, length), length)
 
     def encode(self, texts: Sequence[str], length: int) -> list[list[int]]:
         """Ids of each text, start and end included; too long ones are truncated and keep their end."""
-        full = self.encode_full(texts)
-        return [ids if len(ids) <= length else [*ids[: length - 1], ids[-1]] for ids in full]
+        return [ids if len(ids) <= length else [*ids[: length - 1], ids[-1]] for ids in self.encode_full(texts)]
 
     def encode_full(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self.core.encode_batch_fast([clean(text) for text in texts])
@@ -153,13 +158,6 @@ class HFTokenizer(Tokenizer):
         core.no_truncation()
         self.core, self.pad_id = core, pad_id
 
-    @classmethod
-    def from_file(cls, path: Path, pad_id: int) -> "HFTokenizer":
-        try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)), pad_id)
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{path} is not a tokenizer: {error}") from None
-
     def encode_full(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self.core.encode_batch_fast(list(texts))]
 
@@ -186,16 +184,3 @@ def clean(text: str) -> str:
 
         text = html.unescape(html.unescape(ftfy.fix_text(text)))
     return " ".join(text.split()).lower()  # in Python, because Rust lowers a final sigma differently
-
-
-def _read_merges(path: Path) -> list[tuple[str, str]]:
-    try:
-        opener = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8") as file:
-            lines = file.read().split("\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path} as a CLIP vocabulary: {error}") from None
-    merges = [tuple(line.split()) for line in lines[1 : CLIP_MERGES + 1]]  # after a version line
-    if not merges or any(len(merge) != 2 for merge in merges):
-        raise ValueError(f"{path} is not a CLIP vocabulary: a version line, then two symbols per line")
-    return merges  # type: ignore[return-value]

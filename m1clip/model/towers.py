@@ -51,38 +51,31 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: VisionConfig | TextConfig, causal: bool, activation: str):
+    """A pre-norm transformer block; without attention, for one vector per item, if `causal` is None."""
+
+    def __init__(self, config: VisionConfig | TextConfig, activation: str, causal: bool | None):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.width)
-        self.attn = Attention(config.width, config.heads, causal)
+        if causal is not None:
+            self.ln_1 = nn.LayerNorm(config.width)
+            self.attn = Attention(config.width, config.heads, causal)
+        self.has_attention = causal is not None
         self.ln_2 = nn.LayerNorm(config.width)
         self.mlp = MLP(config.width, config.mlp_width or 4 * config.width, activation)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        x_BLD = x_BLD + self.attn(self.ln_1(x_BLD))
-        return x_BLD + self.mlp(self.ln_2(x_BLD))
-
-
-class MLPBlock(nn.Module):
-    """A block without attention, for one vector per item."""
-
-    def __init__(self, config: TextConfig, activation: str):
-        super().__init__()
-        self.ln_2 = nn.LayerNorm(config.width)
-        self.mlp = MLP(config.width, config.mlp_width or 4 * config.width, activation)
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        return x_BD + self.mlp(self.ln_2(x_BD))
+    def forward(self, x: Tensor) -> Tensor:
+        if self.has_attention:
+            x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
 
 
 class Tower(nn.Module):
     """Blocks and a final norm. Patches and words are dropped only where row keys are passed: in training."""
 
-    def __init__(self, blocks: list[nn.Module], width: int):
+    def __init__(self, config: VisionConfig | TextConfig, activation: str, causal: bool | None):
         super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-        self.ln_post = nn.LayerNorm(width)
-        self.grad_checkpointing = False
+        self.blocks = nn.ModuleList(Block(config, activation, causal) for _ in range(config.layers))
+        self.ln_post = nn.LayerNorm(config.width)
+        self.config, self.grad_checkpointing = config, False
 
     def run_block(self, block: nn.Module, *inputs: Tensor) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():
@@ -112,9 +105,8 @@ class VisionTransformer(Tower):
     """Every patch attends to every other; the image feature is the class token or the mean of the patches."""
 
     def __init__(self, config: VisionConfig, activation: str):
-        super().__init__([Block(config, False, activation) for _ in range(config.layers)], config.width)
-        self.config, self.patch_dropout = config, 0.0
-        self.patch = make_stem(config)
+        super().__init__(config, activation, causal=False)
+        self.patch, self.patch_dropout = make_stem(config), 0.0
         self.class_token = nn.Parameter(torch.empty(config.width)) if config.pool == "class" else None
         self.position = nn.Parameter(torch.empty(config.tokens, config.width))
         self.ln_pre = nn.LayerNorm(config.width)
@@ -146,8 +138,8 @@ class TextTransformer(Tower):
     """A causal transformer: the text feature is the output at the end token. Padding follows it, unseen."""
 
     def __init__(self, config: TextConfig, activation: str, end_id: int):
-        super().__init__([Block(config, True, activation) for _ in range(config.layers)], config.width)
-        self.config, self.end_id = config, end_id
+        super().__init__(config, activation, causal=True)
+        self.end_id = end_id
         self.token = nn.Embedding(config.vocab_size, config.width)
         self.position = nn.Parameter(torch.empty(config.context_length, config.width))
 
@@ -161,8 +153,8 @@ class BagOfWords(Tower):
     """The mean of the token embeddings and MLP blocks: no word order, but learns faster from few pairs."""
 
     def __init__(self, config: TextConfig, activation: str, end_id: int):
-        super().__init__([MLPBlock(config, activation) for _ in range(config.layers)], config.width)
-        self.config, self.end_id, self.word_dropout = config, end_id, 0.0
+        super().__init__(config, activation, causal=None)
+        self.end_id, self.word_dropout = end_id, 0.0
         self.token = nn.Embedding(config.vocab_size, config.width)
         self.ln_pre = nn.LayerNorm(config.width)
 
@@ -178,7 +170,7 @@ class BagOfWords(Tower):
         return self.ln_post(self.run_blocks(x_BD))
 
 
-def init_tower(tower: VisionTransformer | TextTransformer | BagOfWords) -> None:
+def init_tower(tower: Tower) -> None:
     """CLIP's initialization: the deeper the tower, the smaller the residual branches start."""
     width, residual_std = tower.config.width, (2 * tower.config.width * tower.config.layers) ** -0.5
     std = {"qkv": width**-0.5, "wide": (2 * width) ** -0.5, "out": residual_std, "narrow": residual_std}

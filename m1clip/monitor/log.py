@@ -6,7 +6,8 @@ import os
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
-from dataclasses import asdict
+from collections.abc import Sequence
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
@@ -15,19 +16,18 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from m1clip.config import PRESETS
+from m1clip.config import PRESETS, to_json
 from m1clip.format import printable
 from m1clip.run import Run
 
 Record = dict[str, Any]
-Column = NDArray[np.float64]
+Array = NDArray[np.float64]
 STEP_PHASES = ("data", "copy", "forward", "backward", "optimizer")
 RECORD_KINDS = ("diagnostics", "eval", "epoch")
 BLOCK_SIZE = 1 << 16  # blocks that stay in the CPU cache are parsed twice as fast as blocks of 4 MB
 MAX_VALUE = 1e200  # a larger magnitude counts as missing: sums and squares of it would overflow
 NOT_COLUMNS = ("kind", "rows")
-DICT_FIELDS = ("grad_norms", "weight_norms", "memory_gb", "hard_negatives")
-LIST_FIELDS = ("cpu_percent",)
+DICT_DEPTHS = {"grad_norms": 1, "weight_norms": 1, "memory_gb": 1, "hard_negatives": 2}
 EVENT_METADATA = ("kind", "step", "time", "event", "line", "rows")
 BY_STEP = itemgetter("step")
 
@@ -45,7 +45,7 @@ class Log:
 
     def _clear(self) -> None:
         self.offset, self.line_count = 0, 0
-        self.size, self.size_at_end = 0, -1  # of the file: at the last refresh, and when its end was reached
+        self.size = self.size_at_end = 0  # of the file: at the last refresh, and when its end was reached
         self.tail = b""  # the last bytes read, which tell whether the file was replaced
         self.last_step, self.restarts = 0, 0
         self.columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
@@ -64,24 +64,22 @@ class Log:
                 if self.size == self.size_at_end:
                     return False
                 file.seek(self.offset)
-                return self._read_blocks(file, max_bytes)
+                return self._read_lines(file, max_bytes)
         except OSError:  # not written yet, or deleted with the run
             was_read = self.offset > 0
             self._clear()
             return was_read
 
-    def _read_blocks(self, file: IO[bytes], max_bytes: float) -> bool:
-        start, pending, block = self.offset, list[bytes](), b"?"
-        while self.offset - start < max_bytes and (block := file.read(BLOCK_SIZE)):
-            head, newline, rest = block.rpartition(b"\n")
-            pending.append(head if newline else rest)
-            if newline:
-                text = b"".join(pending)
-                self.offset += len(text) + 1
-                self.tail = (text + newline)[-256:]
-                self._add_lines(text.split(b"\n"))
-                pending = [rest]
-        if not block:
+    def _read_lines(self, file: IO[bytes], max_bytes: float) -> bool:
+        start, at_end = self.offset, False
+        while not at_end and self.offset - start < max_bytes:
+            lines = file.readlines(BLOCK_SIZE)
+            at_end = not (lines and lines[-1].endswith(b"\n"))
+            complete = lines[:-1] if at_end else lines
+            self.offset += sum(map(len, complete))
+            self.tail = b"".join(complete)[-256:] or self.tail
+            self._add_lines(complete)
+        if at_end:
             self.size_at_end = file.tell()
         return self.offset > start
 
@@ -121,10 +119,7 @@ class Log:
     def _add_steps(self, steps: list[Record]) -> None:
         if not steps:
             return
-        length, names = len(self), dict.fromkeys([*self.columns, *steps[0]])
-        for step in steps:
-            if len(step) != len(steps[0]):  # a skipped step has one field more
-                names |= dict.fromkeys(step)
+        length, names = len(self), dict.fromkeys(chain(self.columns, *steps))
         for name in (name for name in names if name.isidentifier() and name not in NOT_COLUMNS):
             column = self.columns[name]
             column.extend([math.nan] * (length - len(column)))
@@ -133,20 +128,17 @@ class Log:
             except (KeyError, TypeError, OverflowError):  # missing, null or not a number
                 column.extend([float_or_nan(step.get(name)) for step in steps])
 
-    def column(self, name: str) -> Column:
-        """A field of every step; NaN where it is unknown."""
-        if name not in self.columns:
-            return np.full(len(self), np.nan)
-        values = np.array(self.columns[name])
+    def column(self, name: str, kind: str = "step") -> Array:
+        """A field of every record of a kind; NaN where it is unknown."""
+        if kind != "step":
+            return np.array([float_or_nan(record.get(name)) for record in self.records[kind]], np.float64)
+        values = np.array(self.columns[name]) if name in self.columns else np.full(len(self), np.nan)
         return np.where(np.abs(values) < MAX_VALUE, values, np.nan)
 
-    def known_column(self, name: str) -> Column:
-        values = self.column(name)
-        known: Column = values[np.isfinite(values)]
-        return known
-
-    def record_column(self, kind: str, name: str) -> Column:
-        return np.array([float_or_nan(record.get(name)) for record in self.records[kind]], np.float64)
+    def known_column(self, name: str, kind: str = "step", last: int = 0) -> Array:
+        """The known values among the last records of a kind; by default, among all."""
+        values = self.column(name, kind)[-last:]
+        return np.extract(np.isfinite(values), values)
 
     def known_records(self, kind: str, name: str) -> list[Record]:
         """The records in which a field is known and not empty; 0 is known."""
@@ -160,19 +152,14 @@ class Log:
         return self.records[kind][-1] if self.records[kind] else {}
 
     def recent_mean(self, name: str, count: int) -> float | None:
-        values = self._recent(name, count)
+        values = self.known_column(name, last=count)
         return float(values.mean()) if len(values) else None
 
     def recent_rate(self, count: int) -> float | None:
         """Pairs per second over the last steps: all pairs by all time, not the mean of the rates."""
-        rates = self._recent("pairs_per_s", count)
+        rates = self.known_column("pairs_per_s", last=count)
         rates = rates[rates > 0]
         return float(len(rates) / (1 / rates).sum()) if len(rates) else None
-
-    def _recent(self, name: str, count: int) -> Column:
-        values = np.array(self.columns[name][-count:] if name in self.columns else [])
-        known: Column = values[np.abs(values) < MAX_VALUE]  # False for NaN
-        return known
 
 
 def parse_record(line: bytes) -> Record | None:
@@ -183,10 +170,8 @@ def parse_record(line: bytes) -> Record | None:
             record = json.loads(line)  # accepts NaN, which strict JSON does not
         except (ValueError, RecursionError):
             return None
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-        return None
-    step = record.get("step")
-    return record if type(step) is int and 0 <= step < 2**53 else None
+    kind, step = (record.get("kind"), record.get("step")) if isinstance(record, dict) else (None, None)
+    return record if isinstance(kind, str) and type(step) is int and 0 <= step < 2**53 else None
 
 
 def float_or_nan(value: Any) -> float:
@@ -200,26 +185,27 @@ def number_or_none(value: Any) -> float | int | None:
 
 
 def clean_record(record: Record) -> Record:
-    """The record with the types that training writes: numbers or None, dicts of numbers, lists of numbers."""
-    clean: Record = {}
-    for key, value in record.items():
-        if key in DICT_FIELDS:
-            clean[key] = clean_dict(value)
-        elif key in LIST_FIELDS:
-            items = value if isinstance(value, list) else []
-            clean[key] = [item for item in items if number_or_none(item) is not None]
-        else:
-            clean[key] = value if key == "kind" else number_or_none(value)
-    return clean
+    """The record with the types that training writes: numbers or None, dicts of them, a list of core loads."""
+    clean = {key: clean_value(value, DICT_DEPTHS.get(key, 0)) for key, value in record.items()}
+    if "cpu_percent" in record:
+        loads = record["cpu_percent"] if isinstance(record["cpu_percent"], list) else []
+        clean["cpu_percent"] = [load for load in loads if number_or_none(load) is not None]
+    return clean | {"kind": record["kind"]}
 
 
-def clean_dict(value: Any) -> Record:
-    items = value.items() if isinstance(value, dict) else ()
-    return {key: clean_dict(item) if isinstance(item, dict) else number_or_none(item) for key, item in items}
+def clean_value(value: Any, depth: int) -> Any:
+    """A number or None; at a depth of n, a dict of values at a depth of n - 1."""
+    if depth == 0:
+        return number_or_none(value)
+    return {key: clean_value(item, depth - 1) for key, item in value.items()} if isinstance(value, dict) else {}
+
+
+def evenly_spaced(items: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` items at equal distances, with the first and the last."""
+    return [items[index] for index in np.linspace(0, len(items) - 1, min(count, len(items))).astype(int)]
 
 
 def event_text(event: Record) -> str:
-    """An event as one line: its name and its fields."""
     name = event.get("event")
     if name == "diagnosis":
         return printable(f"{event.get('about')}: {event.get('text')}")
@@ -234,6 +220,14 @@ def event_text(event: Record) -> str:
         if key not in EVENT_METADATA
     )
     return printable(f"{name}: {fields}" if fields else f"{name}")
+
+
+def read_object(run: Run, name: str, default: Record) -> Record:
+    """A JSON file of a run, or the default: it is not written yet, deleted, or not an object."""
+    try:
+        return run.read(name)
+    except (OSError, ValueError):
+        return default
 
 
 class RunView:
@@ -256,34 +250,22 @@ class RunView:
             summary = {**self.summary, "state": "gone", "reason": f"{self.path} was deleted"}
         changed |= summary != self.summary
         self.summary = summary
-        self.config = self._read_json("config.json", self.config)
-        self.machine = self._read_json("machine.json", self.machine)
-        self.data = self._read_json("data.json", self.data)
+        self.config = read_object(self.run, "config.json", self.config)
+        self.machine = read_object(self.run, "machine.json", self.machine)
+        self.data = read_object(self.run, "data.json", self.data)
         return changed
-
-    def _read_json(self, name: str, default: Record) -> Record:
-        try:
-            return self.run.read(name)
-        except (OSError, ValueError):  # not written yet, deleted, or not an object
-            return default
-
-    @property
-    def parameter_count(self) -> int | None:
-        counts = [number_or_none(event.get("parameters")) for event in self.log.events]
-        return next((int(count) for count in reversed(counts) if count), None)
 
     def changed_settings(self) -> Record:
         """Settings that differ from the preset, with the preset's value; empty for an unknown preset."""
         preset = PRESETS.get(str(self.config.get("preset")))
         if preset is None:
             return {}
-        defaults = flatten(json.loads(json.dumps(asdict(preset))))  # tuples become lists, as in the file
-        settings = flatten(self.config)
+        defaults, settings = flatten(json.loads(to_json(preset))), flatten(self.config)
         return {key: value for key, value in defaults.items() if key in settings and settings[key] != value}
 
     def retrievals(self) -> Record:
         """Example queries of the latest evaluation, without malformed ones; empty before the first."""
-        content = self._read_json("retrievals.json", {})
+        content = read_object(self.run, "retrievals.json", {})
         queries, images = content.get("queries"), content.get("shown")
         if not isinstance(queries, list) or not isinstance(images, dict):
             return {}

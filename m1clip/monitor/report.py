@@ -1,63 +1,63 @@
 """The report of one run and the comparison of several, from the files of the runs alone.
 
-The text and the tables are in templates/; the functions here compute what they show. None: not measured.
+The text and the tables are in templates/; the functions here compute and draw what they show. None: not measured.
 """
 
+import base64
+import io
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+from PIL import Image
 
-from m1clip.document import Document
+from m1clip.document import write_document
 from m1clip.format import UNKNOWN, duration, number, percent
-from m1clip.monitor import figures
-from m1clip.monitor.curves import chance_level, minutes_at, wilson_interval
-from m1clip.monitor.log import STEP_PHASES, Column, Record, RunView, event_text, flatten, number_or_none
+from m1clip.monitor.curves import CURVES, downsample, gradient_norms, minutes_at
+from m1clip.monitor.log import STEP_PHASES, Array, Record, RunView, evenly_spaced, event_text, flatten, number_or_none
 from m1clip.monitor.terminal_views import gigabytes, local_time, watt_hours
+from m1clip.plots import COLORS, axes, legend, log_axis, save_figure
 
-MAX_ROWS = 24
+MAX_POINTS = 1500
+PHASE_COLORS = dict(zip(STEP_PHASES, (COLORS[index] for index in (3, 6, 5, 0, 4)), strict=True))
+TRAINING_CURVES = [(key, "step") for key in ("loss", "accuracy", "mean_r1", "lr", "grad_norm", "pairs_per_s")]
+COMPARISON_CURVES = [("loss", "step"), ("loss", "minutes"), ("mean_r1", "minutes"), ("temperature", "step")]
 
 
 def write_report(run: RunView, folder: Path) -> Path:
     """Write report.md, report.html and figures; return the path of the HTML file."""
     folder.mkdir(parents=True, exist_ok=True)
-    document = Document(f"{run.name}: training report")
-    document.template(
-        "monitor/templates/report.md.j2",
-        **TEMPLATE_FUNCTIONS,
-        run=run,
-        log=run.log,
-        training_figure=figures.draw_training(run, folder / "training.png") if len(run.log) > 1 else None,
-        phases=phase_times(run),
-        step_time_figure=figures.draw_step_time(run, folder / "step_time.png") if len(run.log) else None,
-        temperatures=temperature_extremes(run),
-        temperature_figure=figures.draw_temperature(run, folder / "temperature.png") if len(run.log) else None,
-        gradients=gradient_flow(run),
-        gradients_figure=figures.draw_gradient_flow(run, folder / "gradients.png"),
-        examples=draw_examples(run, folder),
-    )
-    return document.write(folder, "report")
+    phases, temperatures, gradients = phase_times(run), temperature_extremes(run), gradient_flow(run)
+    if len(run.log) > 1:
+        draw_curves([run], TRAINING_CURVES, folder / "training.png", 4.2, 2.7)
+    if phases:
+        draw_step_time(run, folder / "step_time.png")
+    if temperatures:
+        draw_curves([run], [("temperature", "step")], folder / "temperature.png", 7.0, 2.6)
+    if gradients:
+        draw_gradient_flow(run, folder / "gradients.png")
+    values = {"run": run, "log": run.log, "phases": phases, "temperatures": temperatures, "gradients": gradients}
+    values |= {"examples": draw_examples(run, folder), **TEMPLATE_VALUES}
+    template = "monitor/templates/report.md.j2"
+    return write_document(folder, "report", f"{run.name}: training report", template, **values)
 
 
 def write_comparison(runs: Sequence[RunView], folder: Path) -> Path:
     """Write comparison.md, comparison.html and a figure; return the path of the HTML file."""
     folder.mkdir(parents=True, exist_ok=True)
-    document = Document(" and ".join(run.name for run in runs) + ": comparison")
-    has_steps = any(len(run.log) > 1 for run in runs)
-    document.template(
-        "monitor/templates/comparison.md.j2",
-        **TEMPLATE_FUNCTIONS,
-        runs=runs,
-        comparable=is_comparable(runs),
-        differences=setting_differences(runs),
-        ranking=ranking(runs),
-        goal=common_score(runs) if is_comparable(runs) else None,
-        figure=figures.draw_comparison(runs, folder / "comparison.png") if has_steps else None,
-    )
-    return document.write(folder, "comparison")
+    has_curves, comparable = any(len(run.log) > 1 for run in runs), is_comparable(runs)
+    if has_curves:
+        draw_curves(runs, COMPARISON_CURVES, folder / "comparison.png", 5.6, 2.9)
+    values = {"runs": runs, "has_curves": has_curves, "differences": setting_differences(runs)}
+    values |= {"comparable": comparable, "goal": common_score(runs) if comparable else None}
+    values |= {"ranking": ranking(runs) if comparable else None, **TEMPLATE_VALUES}
+    title = " and ".join(run.name for run in runs) + ": comparison"
+    return write_document(folder, "comparison", title, "monitor/templates/comparison.md.j2", **values)
 
 
 def step_seconds(run: RunView) -> float | None:
@@ -67,29 +67,32 @@ def step_seconds(run: RunView) -> float | None:
 
 def elapsed_seconds(run: RunView) -> float | None:
     """From the start of the first step to the end of the last, pauses included."""
-    times = run.log.known_column("time")
-    if not len(times):
-        return None
-    first_step_s = np.nan_to_num(run.log.column("step_ms")[:1]).sum() / 1e3  # a step is logged at its end
-    return float(times.max() - times.min() + first_step_s)
+    times, first_step_ms = run.log.known_column("time"), run.log.known_column("step_ms")[:1].sum()
+    return float(np.ptp(times) + first_step_ms / 1e3) if len(times) else None  # a step is logged at its end
 
 
-def with_interval(fraction: Any, count: Any) -> str:
+def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a fraction of `count` trials."""
+    if count < 1:
+        return 0.0, 1.0
+    z = 1.959964
+    center = (fraction + z * z / (2 * count)) / (1 + z * z / count)
+    variance = max(0.0, fraction * (1 - fraction) / count + z * z / (4 * count * count))
+    half = z / (1 + z * z / count) * math.sqrt(variance)
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def with_interval(fraction: float | None, count: float | None) -> str:
     """A fraction in percent with its 95 % interval."""
-    known, trials = number_or_none(fraction), int(number_or_none(count) or 0)
-    if known is None or not trials:
-        return percent(known)
-    low, high = wilson_interval(known, trials)
-    return f"{percent(known)} ({100 * low:.1f}–{100 * high:.1f})"
+    if fraction is None or not count:
+        return percent(fraction)
+    low, high = wilson_interval(fraction, int(count))
+    return f"{percent(fraction)} ({100 * low:.1f}–{100 * high:.1f})"
 
 
-def median_range(values: Column) -> tuple[float, float, float] | None:
-    """Median, 5th and 95th percentile of the known values."""
-    known = values[np.isfinite(values)]
-    if not len(known):
-        return None
-    low, median, high = (float(value) for value in np.quantile(known, [0.05, 0.5, 0.95]))
-    return median, low, high
+def median_range(values: Array) -> tuple[float | None, ...]:
+    """Median, 5th and 95th percentile."""
+    return tuple(np.quantile(values, [0.5, 0.05, 0.95]).tolist()) if len(values) else (None, None, None)
 
 
 def phase_times(run: RunView) -> Record | None:
@@ -99,28 +102,21 @@ def phase_times(run: RunView) -> Record | None:
         return None
     columns = {phase: run.log.known_column(f"{phase}_ms") for phase in STEP_PHASES}
     total = sum(float(values.sum()) for values in columns.values())
-    fifth = len(ms) // 5
     rows = {
-        phase: (*(median_range(values) or (None, None, None)), values.sum() / total if len(values) else None)
+        phase: (*median_range(values), values.sum() / total if len(values) else None)
         for phase, values in columns.items()
     }
-    return {
-        "rows": rows,
-        "step": median_range(ms),
-        "records": max(map(len, columns.values())),
-        "first": float(np.median(ms[len(ms) // 20 : fifth])) if len(ms) >= 100 else None,
-        "last": float(np.median(ms[-fifth:])) if len(ms) >= 100 else None,
-    }
+    fifth = len(ms) // 5
+    first, last = (ms[len(ms) // 20 : fifth], ms[-fifth:]) if len(ms) >= 100 else (ms[:0], ms[:0])
+    medians = {"step": median_range(ms), "first": median_range(first)[0], "last": median_range(last)[0]}
+    return {"rows": rows, "records": max(map(len, columns.values())), **medians}
 
 
-def temperature_extremes(run: RunView) -> list[tuple[float, float, float]] | None:
+def temperature_extremes(run: RunView) -> list[list[float]] | None:
     """Value, step and line of the first, the last and the lowest temperature."""
-    columns = [run.log.column(name) for name in ("temperature", "step", "line")]
-    known = np.flatnonzero(np.isfinite(columns[0]))
-    if len(known) < 2:
-        return None
-    rows = np.stack(columns)[:, [known[0], known[-1], int(np.nanargmin(columns[0]))]].T
-    return [(float(value), float(step), float(line)) for value, step, line in rows]
+    columns = np.stack([run.log.column(name) for name in ("temperature", "step", "line")])
+    known = columns[:, np.isfinite(columns[0])]
+    return list(known[:, [0, -1, known[0].argmin()]].T.tolist()) if known.shape[1] > 1 else None
 
 
 def gradient_flow(run: RunView) -> Record | None:
@@ -132,36 +128,12 @@ def gradient_flow(run: RunView) -> Record | None:
     rows = {}
     for name, norm in last["grad_norms"].items():
         norms = [record["grad_norms"].get(name) for record in records]
-        known = [norm for norm in norms if norm is not None]
+        median = median_range(np.array([known for known in norms if known is not None]))[0]
         ratio = f"{norm / weights[name]:.1e}" if norm is not None and weights.get(name) else UNKNOWN
-        rows[name] = (norms[0], float(np.median(known)) if known else None, norm, ratio)
+        rows[name] = (norms[0], median, norm, ratio)
     by_norm = sorted((norm, name) for name, norm in last["grad_norms"].items() if norm)
     extremes = (by_norm[0], by_norm[-1]) if by_norm else None
     return {"rows": rows, "first": first, "last": last, "count": len(records), "extremes": extremes}
-
-
-def draw_examples(run: RunView, folder: Path) -> Record:
-    """Queries by group (errors, sample), each group with its figure."""
-    retrievals = run.retrievals()
-    groups = {}
-    for group, limit in (("errors", 6), ("sample", 4)):
-        queries = [query for query in retrievals.get("queries", ()) if query["group"] == group][:limit]
-        if queries:
-            figure = figures.draw_retrievals(queries, retrievals["shown"], folder / f"{group}.png")
-            groups[group] = {"queries": queries, "figure": figure}
-    return {"groups": groups, "step": retrievals.get("step")}
-
-
-def largest(records: Iterable[Record], key: str) -> float | None:
-    known = [value for record in records if (value := number_or_none(record.get(key))) is not None]
-    return max(known, default=None)
-
-
-def thin_out(records: list[Record]) -> list[Record]:
-    """At most MAX_ROWS records at equal distances, with the first and the last."""
-    if len(records) <= MAX_ROWS:
-        return records
-    return [records[index] for index in np.linspace(0, len(records) - 1, MAX_ROWS).astype(int)]
 
 
 def step_gaps(run: RunView) -> list[str]:
@@ -191,14 +163,13 @@ def setting_differences(runs: Sequence[RunView]) -> list[list[str]]:
 
 
 def ranking(runs: Sequence[RunView]) -> Record | None:
-    """The best two runs by mean R@1, and whether their difference is significant (95 %)."""
-    scored = [(run.log.last("eval").get("mean_r1"), run.name) for run in runs]
-    ordered = sorted(((score, name) for score, name in scored if score is not None), reverse=True)
-    if len(ordered) < 2 or not is_comparable(runs):
+    """The best two of comparable runs by mean R@1, and whether their difference is significant (95 %)."""
+    evals = [(run.log.last("eval"), run.name) for run in runs]
+    scores = sorted(((last["mean_r1"], name) for last, name in evals if last.get("mean_r1") is not None), reverse=True)
+    if len(scores) < 2:
         return None
-    (first, best), (second, runner_up) = ordered[:2]
-    images = max(1, int(runs[0].log.last("eval")["images"]))
-    pooled = (first + second) / 2
+    (first, best), (second, runner_up) = scores[:2]
+    images, pooled = max(1, int(evals[0][0]["images"])), (first + second) / 2
     error = math.sqrt(max(1e-12, 2 * pooled * (1 - pooled) / images))
     names_and_scores = {"best": best, "best_score": first, "runner_up": runner_up, "runner_up_score": second}
     return {**names_and_scores, "images": images, "significant": first - second > 1.959964 * error}
@@ -206,15 +177,14 @@ def ranking(runs: Sequence[RunView]) -> Record | None:
 
 def common_score(runs: Sequence[RunView]) -> float | None:
     """The highest mean R@1 that every run reached."""
-    scores = [largest(run.log.records["eval"], "mean_r1") for run in runs]
-    known = [score for score in scores if score is not None]
-    return min(known) if len(known) == len(scores) else None
+    scores = [run.log.known_column("mean_r1", "eval") for run in runs]
+    return min(float(column.max()) for column in scores) if all(map(len, scores)) else None
 
 
 def seconds_to_score(run: RunView, goal: float | None) -> float | None:
     """Seconds of training steps until the first evaluation with that score."""
-    reached = run.log.record_column("eval", "mean_r1") >= (math.nan if goal is None else goal)
-    steps = run.log.record_column("eval", "step")[reached]
+    reached = run.log.column("mean_r1", "eval") >= (math.nan if goal is None else goal)
+    steps = run.log.column("step", "eval")[reached]
     return float(minutes_at(run.log, steps[:1])[0] * 60) if len(steps) else None
 
 
@@ -229,7 +199,125 @@ def repeat_command(run: RunView) -> str:
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(number, percent, duration, gigabytes, watt_hours, local_time, thousands, event_text, with_interval),
-    *(chance_level, wilson_interval, median_range, largest, thin_out, flatten, step_gaps),
+    *(wilson_interval, median_range, evenly_spaced, flatten, step_gaps),
     *(step_seconds, elapsed_seconds, seconds_to_score, repeat_command),
 )
-TEMPLATE_FUNCTIONS = {function.__name__: function for function in FUNCTIONS}
+TEMPLATE_VALUES = {function.__name__: function for function in FUNCTIONS} | {"curves": CURVES}
+
+
+def draw_curves(runs: Sequence[RunView], shown: list[tuple[str, str]], path: Path, width: float, height: float) -> None:
+    """A panel for each curve and its x axis, with all runs."""
+    figure, panels = axes(len(shown), width, height, columns=2 if len(shown) == 4 else 3)
+    for panel, (key, x_axis) in zip(panels, shown, strict=True):
+        draw_curve(panel, runs, key, x_axis)
+    if len(panels) > 1:
+        legend(figure, panels[:1])
+    save_figure(figure, path)
+
+
+def draw_curve(panel: Axes, runs: Sequence[RunView], key: str, x_axis: str = "step") -> None:
+    """A curve of each run, with title, unit and chance; step values are faint behind their moving average."""
+    curve = CURVES[key]
+    scale = 100 if curve.unit == "%" else 1
+    for index, run in enumerate(runs):
+        style: dict[str, Any] = {"color": COLORS[index % 6], "ls": "-" if index < 6 else ":"}
+        if curve.kind == "step":
+            x, y = downsample(*curve.points(run.log, x_axis), MAX_POINTS)
+            panel.plot(x, scale * y, lw=0.7, alpha=0.25, **style)
+        x, y = downsample(*curve.points(run.log, x_axis, 0), MAX_POINTS)
+        panel.plot(x, scale * y, lw=1.5, marker="" if curve.kind == "step" else "o", ms=3, label=run.name, **style)
+    if key == "mean_r1" and len(runs) == 1:  # the intervals of several runs would hide each other
+        records = [record for record in runs[0].log.known_records("eval", key) if record.get("images")]
+        bounds = [wilson_interval(record[key], int(record["images"])) for record in records]
+        low, high = 100 * np.array(bounds).reshape(-1, 2).T
+        panel.fill_between([record["step"] for record in records], low, high, color=COLORS[0], alpha=0.15, lw=0)
+    for level in {curve.chance_level(run.log) for run in runs} - {None}:
+        panel.axhline(scale * (level or 0.0), color=COLORS[6], lw=1, ls="--", label="chance")
+    panel.set_title(curve.title, fontsize=10)
+    panel.set_xlabel("minutes of training" if x_axis == "minutes" else "step")
+    if curve.log_axis and any((run.log.known_column(key) > 0).any() for run in runs):
+        log_axis(panel, "y")
+        panel.set_ylabel("log scale")
+    elif curve.unit:
+        panel.set_ylabel(curve.unit)
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"))
+
+
+def draw_step_time(run: RunView, path: Path) -> None:
+    figure, (times, phases) = axes(2, 5.2, 2.9)
+    draw_curve(times, [run], "step_ms")
+    times.set_ylim(0, 1.3 * float(np.quantile(run.log.known_column("step_ms"), 0.99)))
+    left = 0.0
+    for phase, color in PHASE_COLORS.items():
+        median = median_range(run.log.known_column(f"{phase}_ms"))[0]
+        if median is not None:
+            phases.barh([0], [median], left=left, color=color, label=f"{phase} {median:.3g} ms")
+            left += median
+    phases.set_title("median step by phase", fontsize=10)
+    phases.set(yticks=[], ylim=(-0.8, 1.6), xlabel="ms")
+    phases.grid(visible=False)
+    phases.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
+    save_figure(figure, path)
+
+
+def draw_gradient_flow(run: RunView, path: Path) -> None:
+    steps, blocks, norms = gradient_norms(run.log, 200)
+    figure, (panel,) = axes(1, 8.0, 1.2 + 0.22 * len(blocks))
+    log_norms = np.log10(np.where(norms > 0, norms, np.nan))
+    heatmap = panel.imshow(log_norms, aspect="auto", cmap="cividis", interpolation="nearest")
+    panel.set_yticks(range(len(blocks)), blocks, fontsize=8)
+    ticks = evenly_spaced(range(len(steps)), 8)
+    panel.set_xticks(ticks, [f"{steps[tick]:,}" for tick in ticks])
+    panel.set_xlabel("step")
+    panel.grid(visible=False)
+    bar = figure.colorbar(heatmap, ax=panel, format=FuncFormatter(lambda value, _: f"{10**value:.2g}"))
+    bar.set_label("gradient norm (log scale)")
+    save_figure(figure, path)
+
+
+def draw_examples(run: RunView, folder: Path) -> Record:
+    """Queries by group (errors, sample), each group with a figure of its name."""
+    retrievals = run.retrievals()
+    groups = {}
+    for group, limit in (("errors", 6), ("sample", 4)):
+        queries = [query for query in retrievals.get("queries", ()) if query["group"] == group][:limit]
+        if queries:
+            draw_retrievals(queries, retrievals["shown"], folder / f"{group}.png")
+            groups[group] = queries
+    return {"groups": groups, "step": retrievals.get("step")}
+
+
+def draw_retrievals(queries: Sequence[Record], images: Record, path: Path) -> None:
+    """A row per caption: the top images; the true one has a frame, and is last if it is not among them."""
+    columns = 1 + max(len(query["top"]) for query in queries)
+    figure, panels = axes(columns * len(queries), 1.4, 1.75, columns)
+    for panel in panels:
+        panel.set_axis_off()
+    for row, query in enumerate(queries):
+        hits = list(query["top"])
+        if query["rank"] > len(hits):
+            hits.append({"row": query["truth"], "score": query["true_score"]})
+        caption = query["text"] if len(query["text"]) < 100 else query["text"][:97] + "…"
+        row_panels = panels[row * columns : (row + 1) * columns]
+        # The caption is wider than its panel, which must not move the others.
+        row_panels[0].text(0, 1.17, caption, transform=row_panels[0].transAxes, fontsize=8).set_in_layout(False)
+        for index, (panel, hit) in enumerate(zip(row_panels, hits, strict=False)):
+            is_true = hit["row"] == query["truth"]
+            note = "true" if is_true else "same caption" if hit.get("same_caption") else ""
+            rank = query["rank"] if is_true else index + 1
+            panel.set_title(f"\n{rank}. {hit['score']:.3f} {note}", fontsize=8, loc="left")
+            draw_image(panel, images.get(str(hit["row"]), {}).get("jpeg"), is_true)
+    save_figure(figure, path)
+
+
+def draw_image(panel: Axes, jpeg: str | None, is_true: bool) -> None:
+    try:
+        image = Image.open(io.BytesIO(base64.b64decode(jpeg or "", validate=True))).convert("RGB")
+    except (OSError, ValueError, TypeError):
+        panel.text(0.5, 0.5, "no image", ha="center", transform=panel.transAxes, fontsize=8)
+        return
+    panel.imshow(np.asarray(image))
+    panel.set_axis_on()
+    panel.tick_params(bottom=False, left=False, labelbottom=False, labelleft=False)
+    panel.grid(visible=False)
+    panel.spines[:].set(visible=True, color=COLORS[2] if is_true else "#cccccc", linewidth=3 if is_true else 1)

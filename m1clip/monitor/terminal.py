@@ -15,8 +15,8 @@ from textual.widget import Widget
 from textual.widgets import ContentSwitcher, DataTable, Footer, Static
 
 from m1clip.format import ago, duration, percent, printable
-from m1clip.monitor import terminal_views
 from m1clip.monitor.log import RunView
+from m1clip.monitor.terminal_views import curves_view, events_view, gradients_view, header_view, speed_view, state_text
 from m1clip.run import Run, run_summaries
 
 POLL_S = 1.0
@@ -39,14 +39,12 @@ class SizedView(Widget):
 
 
 class Monitor(App[None]):
-    TITLE = "m1clip monitor"
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     #header { height: auto; padding: 0 1; }
     #tabs { height: 1; padding: 0 1; }
     ContentSwitcher { height: 1fr; padding: 0 1; }
-    #curves { height: 100%; }
-    DataTable { height: 100%; }
+    #curves, DataTable { height: 100%; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(key), f"view('{name}')", name, show=False) for key, name in enumerate(VIEWS, 1)),
@@ -73,16 +71,14 @@ class Monitor(App[None]):
         self.exit(return_code=1)
 
     def compose(self) -> ComposeResult:
-        yield SizedView(lambda width, _: terminal_views.header_view(self.shown, width), id="header")
+        yield SizedView(lambda width, _: header_view(self.shown, width), id="header")
         yield SizedView(lambda width, _: self._tabs(width), id="tabs")
         with ContentSwitcher(initial="curves"):
-            yield SizedView(
-                lambda width, height: terminal_views.curves_view(self.views, width, height, self.smooth), id="curves"
-            )
+            yield SizedView(lambda width, height: curves_view(self.views, width, height, self.smooth), id="curves")
             for name in ("speed", "gradients", "events"):
                 with VerticalScroll(id=name):
                     yield Static(id=f"{name}-text")
-            yield DataTable(id="runs", cursor_type="row", zebra_stripes=False)
+            yield DataTable(id="runs", cursor_type="row")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -95,22 +91,14 @@ class Monitor(App[None]):
         """Read what is new; a long log is read in parts, and drawn after each."""
         if self.paused:
             return
-        changed = unfinished = False
-        max_bytes = MAX_BYTES / len(self.views)
-        for run in self.views:
-            offset = run.log.offset
-            changed |= run.refresh(max_bytes)
-            unfinished |= run.log.offset - offset >= max_bytes
+        changed = sum(run.refresh(MAX_BYTES / len(self.views)) for run in self.views) > 0
         with suppress(NoMatches):  # the application is closing
             self.update_runs()
             self.query_one("#header").refresh(layout=changed)  # it may have more lines
             if changed:
                 self.redraw()
-        if unfinished:
+        if any(run.log.size_at_end != run.log.size for run in self.views):
             self.set_timer(0.01, self.poll)
-
-    def on_resize(self) -> None:
-        self.redraw()
 
     @property
     def views(self) -> list[RunView]:
@@ -121,9 +109,11 @@ class Monitor(App[None]):
         for view in self.query(SizedView):
             view.refresh()
         width = max(20, self.size.width - 4)
-        self.query_one("#speed-text", Static).update(terminal_views.speed_view(self.shown, width))
-        self.query_one("#gradients-text", Static).update(terminal_views.gradients_view(self.shown, width))
-        self.query_one("#events-text", Static).update(terminal_views.events_view(self.shown))
+        self.query_one("#speed-text", Static).update(speed_view(self.shown, width))
+        self.query_one("#gradients-text", Static).update(gradients_view(self.shown, width))
+        self.query_one("#events-text", Static).update(events_view(self.shown))
+
+    on_resize = redraw
 
     def update_runs(self) -> None:
         """Update the table of runs; announce new runs; keep the cursor on its run."""
@@ -137,24 +127,21 @@ class Monitor(App[None]):
         self.rows = rows
         if names != old_names:
             table.clear()
-            for row in rows:
-                table.add_row(*self._cells(row), key=row["run"])
+            for name in names:
+                table.add_row(key=name)
             table.move_cursor(row=names.index(selected) if selected in names else 0)
-            return
         for row in rows:
             for column, cell in zip(COLUMNS, self._cells(row), strict=True):
                 table.update_cell(row["run"], column, cell, update_width=True)
 
     def _cells(self, row: dict[str, Any]) -> list[Text]:
         """As Text, because a name may contain Textual's markup."""
-        done = row["step"] / row["total"] if row["total"] else None
+        done = percent(row["step"] / row["total"] if row["total"] else None)
         mark = "●" if row["run"] == self.shown.name else "+" if row["run"] in self.compared else ""
-        values = [mark, row["run"], row["state"], percent(done), duration(row["eta_s"])]
-        values += [percent(row["best_score"]), row["device"] or "–", ago(row["time"])]
-        cells = [Text(printable(value)) for value in values]
-        cells[1].truncate(max(12, self.size.width - 64), overflow="ellipsis")  # so that the device fits
-        cells[2].stylize(terminal_views.STATE_STYLES.get(row["state"], "yellow"))
-        return cells
+        name = Text(printable(row["run"]))
+        name.truncate(max(12, self.size.width - 64), overflow="ellipsis")  # so that the device fits
+        values = (done, duration(row["eta_s"]), percent(row["best_score"]), row["device"] or "–", ago(row["time"]))
+        return [Text(mark), name, state_text(row["state"]), *(Text(printable(value)) for value in values)]
 
     def _tabs(self, width: int) -> Text:
         current = self.query_one(ContentSwitcher).current
@@ -170,9 +157,7 @@ class Monitor(App[None]):
 
     def action_view(self, name: str) -> None:
         self.query_one(ContentSwitcher).current = name
-        if name == "runs":
-            self.query_one(DataTable).focus()
-        elif name != "curves":
+        if name != "curves":
             self.query_one(f"#{name}").focus()
         self.redraw()
 
@@ -181,18 +166,13 @@ class Monitor(App[None]):
         return self.rows[row]["run"] if 0 <= row < len(self.rows) else None
 
     def action_compare(self) -> None:
-        """Add the selected run to the curves, or remove it."""
         name = self._selected()
         if self.query_one(ContentSwitcher).current != "runs":
             self.action_view("runs")
             self.notify("space adds the selected run to the curves, Enter shows it alone")
-            return
-        if name is None or name == self.shown.name:
+        elif name is None or name == self.shown.name:
             self.notify("this run is shown already; select another to compare")
-            return
-        if name in self.compared:
-            del self.compared[name]
-        else:
+        elif self.compared.pop(name, None) is None:
             self.compared[name] = RunView(Run(self.folder / name))
             self.compared[name].refresh(MAX_BYTES)  # also while paused
         self.update_runs()
@@ -202,10 +182,9 @@ class Monitor(App[None]):
         name = str(event.row_key.value)
         self.shown = self.compared.get(name) or RunView(Run(self.folder / name))
         self.compared.pop(name, None)
-        self.action_view("curves")
         self.paused = False
+        self.action_view("curves")
         self.poll()
-        self.redraw()
 
     def action_smooth(self) -> None:
         self.smooth = SMOOTHING[(SMOOTHING.index(self.smooth) + 1) % len(SMOOTHING)]

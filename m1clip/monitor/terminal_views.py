@@ -1,43 +1,47 @@
-"""The views of the terminal monitor: a run as Rich text and tables."""
+"""The views of the terminal monitor: a run as Rich text, tables, and line plots of Braille characters."""
 
 import math
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.bar import Bar
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from m1clip.format import UNKNOWN, ago, duration, file_size, number, percent, printable
-from m1clip.monitor.curves import CURVES, chance_level, current_value, curve_points, format_tick, format_value
-from m1clip.monitor.log import STEP_PHASES, Record, RunView, event_text, float_or_nan
-from m1clip.monitor.text_plot import Line, line_plot
+from m1clip.monitor.curves import CURVES
+from m1clip.monitor.log import STEP_PHASES, Array, Record, RunView, event_text, float_or_nan
 
+Line = tuple[Array, Array, str]  # x, y and style
+Range = tuple[float, float]
+Dots = NDArray[np.bool_]
+Tick = Callable[[float, int], str]  # formats a y value with a number of significant digits
 # The terminal's own colors are readable on its background, dark or light.
 COLORS = ("blue", "red", "green", "magenta", "yellow", "cyan")
 LINE_STYLES = (*COLORS, *(f"bright_{color}" for color in COLORS))
 STATE_STYLES = {"running": "green", "finished": "blue", "dead": "red", "failed": "red", "gone": "red"}
 CURVES_SHOWN = ("loss", "accuracy", "mean_r1", "temperature", "lr", "grad_norm")
-EMBEDDING_STATISTICS = {
-    "alignment (0 is perfect, about 2 is random)": ("alignment",),
-    "uniformity image / text (0 is collapsed, about -4 is uniform)": ("uniformity_image", "uniformity_text"),
-    "modality gap (at most 2)": ("modality_gap",),
-    "effective rank image / text": ("effective_rank_image", "effective_rank_text"),
-}
+EMBEDDING_STATISTICS = ["alignment", "uniformity_image", "uniformity_text", "modality_gap"]
+EMBEDDING_STATISTICS += ["effective_rank_image", "effective_rank_text"]
 ROUTINE_EVENTS = ("start", "resume", "chunk", "saved again", "loss scale halved")
 RECENT_STEPS = 50
+# Bits of the 4 x 2 dots of a Braille character.
+BRAILLE_BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
+
+
+def state_text(state: str) -> Text:
+    return Text(printable(state), STATE_STYLES.get(state, "yellow"))
 
 
 def header_view(run: RunView, width: int) -> Text:
     """Name, state, progress and device; then problems, if any; then the scores."""
     summary = run.summary
-    state, total = summary.get("state", "unknown"), summary.get("total")
-    step = summary.get("step") or 0
+    state, total, step = summary.get("state", "unknown"), summary.get("total"), summary.get("step") or 0
     if state != "running":
         step = max(step, run.log.last_step)  # the status may be older than the log
     parts = [printable(summary.get("device") or ""), f"step {step:,}" + (f" of {total:,}" if total else "")]
@@ -46,7 +50,7 @@ def header_view(run: RunView, width: int) -> Text:
     rest = "".join(f"  {part}" for part in parts if part)
     name = Text(printable(run.name), "bold")
     name.truncate(max(20, width - len(state) - 2 - len(rest)), overflow="ellipsis")
-    line = Text.assemble(name, "  ", (state, STATE_STYLES.get(state, "yellow")), rest)
+    line = Text.assemble(name, "  ", state_text(state), rest)
     lines = [line, *problem_lines(run, width), score_line(run)]
     for text in lines:
         text.truncate(width, overflow="ellipsis")
@@ -55,13 +59,13 @@ def header_view(run: RunView, width: int) -> Text:
 
 def problem_lines(run: RunView, width: int) -> list[Text]:
     """What is wrong with a run, and the command that resumes it if it is dead; never truncated."""
-    summary = run.summary
-    if not (summary.get("problem") or summary.get("reason")):
+    state, problem = run.summary.get("state"), run.summary.get("problem") or run.summary.get("reason")
+    if not problem:
         return []
-    text = printable(summary.get("problem") or summary["reason"]).replace("\n", " ")
-    if summary.get("state") in ("dead", "failed"):
+    text = printable(problem).replace("\n", " ")
+    if state in ("dead", "failed"):
         text += f"; resume: m1clip train --resume --name {printable(shlex.quote(str(run.path)))}"
-    style = "yellow" if summary.get("state") == "stopped" else "red"
+    style = "yellow" if state == "stopped" else "red"
     return [Text(line, style) for line in textwrap.wrap(text, width, break_on_hyphens=False)]
 
 
@@ -70,9 +74,9 @@ def score_line(run: RunView) -> Text:
     if log.size - log.offset > max(1e6, 0.01 * log.size):
         return Text(f"reading metrics.jsonl: {percent(log.offset / log.size)}", "dim")
     scores = [
-        f"{CURVES[key].title} {format_value(key, value)} (chance {format_value(key, chance_level(log, key))})"
-        for key in ("loss", "mean_r1")
-        if (value := current_value(log, key)) is not None
+        f"{curve.title} {curve.text(value)} (chance {curve.text(curve.chance_level(log))})"
+        for curve in (CURVES["loss"], CURVES["mean_r1"])
+        if (value := curve.current(log)) is not None
     ]
     if run.summary.get("state") != "running":
         scores.append(ago(run.summary.get("time")))
@@ -80,10 +84,8 @@ def score_line(run: RunView) -> Text:
 
 
 def in_columns(blocks: Sequence[RenderableType], columns: int) -> Table:
-    """Blocks in columns of equal width."""
-    grid = Table.grid(padding=(0, 1, 0, 0), expand=True)
-    for _ in range(columns):
-        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    headers = [Column(ratio=1, no_wrap=True, overflow="ellipsis") for _ in range(columns)]
+    grid = Table.grid(*headers, padding=(0, 1, 0, 0), expand=True)
     for start in range(0, len(blocks), columns):
         grid.add_row(*blocks[start : start + columns])
     return grid
@@ -91,10 +93,8 @@ def in_columns(blocks: Sequence[RenderableType], columns: int) -> Table:
 
 def bar_table(rows: Mapping[str, tuple[float, str]], color: str) -> Table:
     """A name, a bar of a fraction and a label per row."""
-    table = Table.grid(padding=(0, 1, 0, 0), expand=True)
-    table.add_column(no_wrap=True)
-    table.add_column(ratio=1, min_width=4)
-    table.add_column(no_wrap=True, justify="right")
+    columns = (Column(no_wrap=True), Column(ratio=1, min_width=4), Column(no_wrap=True, justify="right"))
+    table = Table.grid(*columns, padding=(0, 1, 0, 0), expand=True)
     for name, (fraction, label) in rows.items():
         table.add_row(Text(name), Bar(1.0, 0.0, fraction, color=color), Text(label))
     return table
@@ -103,10 +103,9 @@ def bar_table(rows: Mapping[str, tuple[float, str]], color: str) -> Table:
 def curves_view(runs: Sequence[RunView], width: int, height: int, smooth: int = 0) -> Group:
     """Six curves of the first run, with those of the others behind them."""
     columns = 3 if width >= 120 else 2
-    names = [
-        Text.assemble(("━ ", style), f"{printable(run.name)}  ") for run, style in zip(runs, LINE_STYLES, strict=False)
-    ]
-    legend = [in_columns([Text().join(names)], 1)] if len(runs) > 1 else []
+    styled = zip(runs, LINE_STYLES, strict=False)
+    names = Text.assemble(*(part for run, style in styled for part in (("━ ", style), f"{printable(run.name)}  ")))
+    legend = [in_columns([names], 1)] if len(runs) > 1 else []
     plot_height = max(4, (height - len(legend)) // (len(CURVES_SHOWN) // columns))
     plots = [curve_plot(runs, key, width // columns - 1, plot_height, smooth) for key in CURVES_SHOWN]
     return Group(*legend, in_columns(plots, columns))
@@ -114,18 +113,112 @@ def curves_view(runs: Sequence[RunView], width: int, height: int, smooth: int = 
 
 def curve_plot(runs: Sequence[RunView], key: str, width: int, height: int, smooth: int = 0) -> Text:
     """One curve of all runs; `smooth` is the averaging window in steps, 0 is 1 % of all steps."""
-    curve, lines, levels = CURVES[key], [], dict[float, None]()
+    curve, lines = CURVES[key], []
     for run, style in zip(runs, LINE_STYLES, strict=False):
-        x, y = curve_points(run.log, key, window=smooth)
-        lines.append(Line(x, np.log10(np.where(y > 0, y, np.nan)) if curve.log_axis else y, style))
-        if (level := chance_level(run.log, key)) is not None:
-            levels[level] = None
-    title = f"{curve.title} {format_value(key, current_value(runs[0].log, key))}"
-    title += f"  (chance {', '.join(format_value(key, level) for level in levels)})" if levels else ""
-    if curve.log_axis:
-        log_tick = lambda exponent, digits: format_tick(key, 10**exponent, digits)  # noqa: E731
-        return line_plot(f"{title}  (log axis)", lines, width, height, log_tick)
-    return line_plot(title, lines, width, height, partial(format_tick, key), list(levels))
+        x, y = curve.points(run.log, window=smooth)
+        lines.append((x, np.log10(np.where(y > 0, y, np.nan)) if curve.log_axis else y, style))
+    chances = [curve.chance_level(run.log) for run in runs]
+    levels = list(dict.fromkeys(level for level in chances if level is not None))
+    title = f"{curve.title} {curve.text(curve.current(runs[0].log))}"
+    title += f"  (chance {', '.join(map(curve.text, levels))})" if levels else ""
+    title += "  (log axis)" if curve.log_axis else ""
+
+    def tick(value: float, digits: int) -> str:
+        value = 10**value if curve.log_axis else 100 * value if curve.unit == "%" else value
+        return number(value, digits, curve.unit)
+
+    return line_plot(title, lines, width, height, tick, levels)
+
+
+def line_plot(
+    title: str, lines: Sequence[Line], width: int, height: int, tick: Tick, levels: Sequence[float] = ()
+) -> Text:
+    """A title, the lines with ticks on the left, and the range of x below; `levels` are dotted."""
+    rows, x_range = height - 2, value_range([x for x, _, _ in lines])
+    y_range = value_range([*(without_outliers(y) for _, y, _ in lines), np.array(levels)])
+    if x_range is None or y_range is None or rows < 1:
+        return Text.assemble((title[:width], "bold"), ("\n  no data yet", "dim"), "\n" * (height - 2))
+    top, middle, bottom = tick_labels(y_range, tick)
+    label_width = max(map(len, (top, middle, bottom))) + 1
+    plot_width = max(4, width - label_width - 1)
+    labels = {0: top}
+    labels |= {rows - 1: bottom} if rows > 2 else {}
+    labels |= {(rows - 1) // 2: middle} if rows >= 5 else {}
+    level_dots = np.zeros((4 * rows, 2 * plot_width), bool)
+    level_dots[np.rint(dot_rows(np.array(levels), y_range, 4 * rows)).astype(int), ::4] = True
+    layers = [(level_dots, "dim")]
+    for x, y, style in reversed(lines):  # the first is drawn last, over the others
+        layers.append((line_dots(x, y, x_range, y_range, level_dots.shape), style))
+    body = [
+        Text.assemble((f"{labels.get(index, ''):>{label_width - 1}} ", "dim"), row)
+        for index, row in enumerate(braille_rows(layers))
+    ]
+    first, last = f"{x_range[0]:,.0f}", f"{x_range[1]:,.0f}"
+    x_labels = " " * label_width + first + last.rjust(max(1, plot_width - len(first)))
+    return Text("\n").join([Text(title[:width], "bold"), *body, Text(x_labels, "dim")])
+
+
+def tick_labels(y_range: Range, tick: Tick) -> list[str]:
+    """The top, the middle and the bottom of the axis, with enough digits to differ."""
+    low, high = y_range
+    for digits in (3, 4, 5, 6):
+        labels = [tick(value, digits) for value in (high, (low + high) / 2, low)]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
+
+
+def line_dots(x: Array, y: Array, x_range: Range, y_range: Range, shape: tuple[int, ...]) -> Dots:
+    """Each column of dots spans its values and reaches to the column before it, unless there is a gap."""
+    height, width = shape
+    if not len(x):
+        return np.zeros(shape, bool)
+    position = (x - x_range[0]) / (x_range[1] - x_range[0]) * (width - 1)
+    rows = dot_rows(y, y_range, height)
+    between = np.interp(np.arange(width), position, rows, math.nan, math.nan)  # NaN next to a NaN
+    before = np.where(np.isfinite(between), np.concatenate([[math.nan], between[:-1]]), math.nan)
+    low, high = np.fmin(between, before), np.fmax(between, before)
+    columns = np.clip(position + 0.5, 0, width - 1).astype(int)
+    np.fmin.at(low, columns, rows)
+    np.fmax.at(high, columns, rows)
+    row = np.arange(height)[:, None]
+    return (np.rint(low) <= row) & (row <= np.rint(high))
+
+
+def dot_rows(y: Array, y_range: Range, height: int) -> Array:
+    """Rows of dots from the bottom; NaN where y is."""
+    return np.clip((y - y_range[0]) / (y_range[1] - y_range[0]), 0, 1) * (height - 1)
+
+
+def braille_rows(layers: Sequence[tuple[Dots, str]]) -> list[Text]:
+    """Characters of 4 x 2 dots from the top; each has the style of the last layer with a dot in it."""
+    height, width = layers[0][0].shape
+    blocks = [(dots[::-1].reshape(height // 4, 4, width // 2, 2), style) for dots, style in layers]
+    styles = np.full((height // 4, width // 2), "", object)
+    for dots, style in blocks:
+        styles[dots.any((1, 3))] = style
+    bits = np.einsum("hrwc,rc->hw", np.any([dots for dots, _ in blocks], axis=0), BRAILLE_BITS)
+    return [
+        Text.assemble(*((chr(0x2800 + bit) if bit else " ", style) for bit, style in zip(*row, strict=True)))
+        for row in zip(bits.tolist(), styles.tolist(), strict=True)
+    ]
+
+
+def without_outliers(y: Array) -> Array:
+    """The range of the values without the 1 % that would flatten the curve."""
+    known = np.extract(np.isfinite(y), y)
+    return known if len(known) < 50 else np.array([*np.quantile(known, [0.005, 0.995]), known[-1]])
+
+
+def value_range(arrays: Sequence[Array]) -> Range | None:
+    """Minimum and maximum of the known values, never equal; None if there are none."""
+    values = np.concatenate([[], *arrays])
+    known = np.extract(np.isfinite(values), values)
+    if not len(known):
+        return None
+    low, high = float(known.min()), float(known.max())
+    margin = 0.0 if high > low else 0.5 * (abs(high) or 1.0)
+    return low - margin, high + margin
 
 
 def speed_view(run: RunView, width: int) -> Group:
@@ -139,42 +232,34 @@ def phase_lines(run: RunView) -> list[RenderableType]:
     means = {phase: run.log.recent_mean(f"{phase}_ms", RECENT_STEPS) for phase in STEP_PHASES}
     known = {phase: ms for phase, ms in means.items() if ms is not None}
     total = sum(known.values()) or 1.0
-    title = f"step {number(run.log.recent_mean('step_ms', RECENT_STEPS), unit='ms')}, "
-    title += f"{number(run.log.recent_rate(RECENT_STEPS))} pairs/s"
-    head = Text.assemble((title, "bold"), (f" (last {min(RECENT_STEPS, len(run.log))})", "dim"))
+    step_ms, speed = run.log.recent_mean("step_ms", RECENT_STEPS), run.log.recent_rate(RECENT_STEPS)
+    title = (f"step {number(step_ms, unit='ms')}, {number(speed)} pairs/s", "bold")
     rows = {phase: (ms / total, f"{number(ms, unit='ms')} {100 * ms / total:3.0f} %") for phase, ms in known.items()}
-    return [head, bar_table(rows, "blue")]
+    return [Text.assemble(title, (f" (last {min(RECENT_STEPS, len(run.log))})", "dim")), bar_table(rows, "blue")]
 
 
 def memory_lines(record: Record) -> list[RenderableType]:
-    """The parts of the memory and the RSS of the process."""
     parts = {name: gb for name, gb in (record.get("memory_gb") or {}).items() if float_or_nan(gb) > 0}
-    largest = max(parts.values(), default=0.0)
+    bars = {name: (gb / max(parts.values()), gigabytes(gb)) for name, gb in parts.items()}
     title = f"memory {gigabytes(record.get('rss_gb'))} RSS, peak {gigabytes(record.get('peak_rss_gb'))}"
     machine = f"available {gigabytes(record.get('available_gb'))}, swap {gigabytes(record.get('swap_used_gb'))}"
-    if record.get("device_gb") is not None:
-        machine += f", device {gigabytes(record['device_gb'])}"
-    bars = bar_table({name: (gb / largest, gigabytes(gb)) for name, gb in parts.items()}, "cyan")
-    return [Text(title, "bold"), bars, Text(machine, "dim")]
+    machine += "" if record.get("device_gb") is None else f", device {gigabytes(record['device_gb'])}"
+    return [Text(title, "bold"), bar_table(bars, "cyan"), Text(machine, "dim")]
 
 
 def machine_lines(run: RunView) -> list[RenderableType]:
     record, epoch = run.log.last("diagnostics"), run.log.last("epoch")
-    percents = enumerate(record.get("cpu_percent") or [])
-    cores = [bar_table({f"core {core}": (value / 100, f"{value:.0f}%")}, "green") for core, value in percents]
-    title = Text(printable(str(run.machine.get("chip") or "machine unknown")), "bold")
-    lines: list[RenderableType] = [title, in_columns(cores, 2 if len(cores) > 8 else 1)]
+    loads = enumerate(record.get("cpu_percent") or [])
+    cores = [bar_table({f"core {core}": (load / 100, f"{load:.0f}%")}, "green") for core, load in loads]
     sensors = (number(record.get("temperature_c"), 2, "°C"), number(record.get("power_w"), 2, "W"))
-    lines.append(Text(f"CPU {sensors[0]}, power {sensors[1]}, energy {watt_hours(record.get('joules'))}"))
+    lines = [f"CPU {sensors[0]}, power {sensors[1]}, energy {watt_hours(record.get('joules'))}"]
     if epoch.get("joules") is not None:
-        per_wh = number(epoch.get("mean_r1_per_wh"))
-        lines.append(Text(f"last epoch {watt_hours(epoch['joules'])}, R@1 per Wh {per_wh}"))
-    lines.append(Text(f"disk free {gigabytes(record.get('disk_free_gb'))}"))
-    if record.get("time"):
-        lines.append(Text(f"measured {ago(record['time'])}, at step {record['step']:,}", "dim"))
-    else:
-        lines.append(Text("no diagnostics logged yet", "dim"))
-    return lines
+        lines.append(f"last epoch {watt_hours(epoch['joules'])}, R@1 per Wh {number(epoch.get('mean_r1_per_wh'))}")
+    lines.append(f"disk free {gigabytes(record.get('disk_free_gb'))}")
+    measured = f"measured {ago(record['time'])}, at step {record['step']:,}" if record.get("time") else None
+    title = Text(printable(str(run.machine.get("chip") or "machine unknown")), "bold")
+    bars = in_columns(cores, 2 if len(cores) > 8 else 1)
+    return [title, bars, *map(Text, lines), Text(measured or "no diagnostics logged yet", "dim")]
 
 
 def gigabytes(gb: float | None) -> str:
@@ -186,7 +271,6 @@ def watt_hours(joules: float | None) -> str:
 
 
 def gradients_view(run: RunView, width: int) -> RenderableType:
-    """Gradient norms by block and embedding statistics of the last diagnostics record."""
     record = run.log.last("diagnostics")
     if not record:
         return Text("gradient norms are logged with the diagnostics (every 5 x --log-every steps); none yet", "dim")
@@ -195,10 +279,7 @@ def gradients_view(run: RunView, width: int) -> RenderableType:
     for name, row in rows.items():
         towers[next(tower for tower in towers if name.startswith(tower))][name] = row
     title = f"gradient norms at step {record['step']:,}, before clipping; / weight norm (log bars)"
-    statistics = [
-        Text(f"{label}: " + " / ".join(number(record.get(key)) for key in keys))
-        for label, keys in EMBEDDING_STATISTICS.items()
-    ]
+    statistics = [Text(f"{CURVES[key].title}: {number(record.get(key))}") for key in EMBEDDING_STATISTICS]
     blocks = in_columns([bar_table(tower, "blue") for tower in towers.values()], 2 if width >= 70 else 1)
     return Group(Text(title, "bold"), blocks, Text(), Text("embeddings of that batch", "bold"), *statistics)
 
@@ -235,8 +316,7 @@ def local_time(seconds: object) -> str:
 
 def snapshot(run: RunView, width: int) -> Group:
     """All views of a run, for a script or a mail."""
-    views = (
-        *(header_view(run, width), curves_view([run], width, 21 if width < 120 else 16), speed_view(run, width)),
-        *(gradients_view(run, width), Group(Text("events", "bold"), events_view(run, 12))),
-    )
+    curves = curves_view([run], width, 21 if width < 120 else 16)
+    events = Group(Text("events", "bold"), events_view(run, 12))
+    views = (header_view(run, width), curves, speed_view(run, width), gradients_view(run, width), events)
     return Group(*(part for view in views for part in (view, Text())))

@@ -12,8 +12,6 @@ import threading
 import webbrowser
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -21,23 +19,25 @@ from urllib.parse import quote
 import numpy as np
 import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Request, Response
-from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse, StreamingResponse
+from fastapi.responses import PlainTextResponse, RedirectResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
 from m1clip.files import json_safe
 from m1clip.monitor import LOOPBACK_HOSTS
-from m1clip.monitor.curves import CURVES, chance_level, current_value, curve_points, downsample, gradient_norms
-from m1clip.monitor.log import STEP_PHASES, Column, RunView, event_text, number_or_none
+from m1clip.monitor.curves import CURVES, PAGE, Curve, downsample, gradient_norms
+from m1clip.monitor.log import STEP_PHASES, Log, Record, RunView, event_text, number_or_none, read_object
 from m1clip.monitor.terminal_views import RECENT_STEPS
 from m1clip.run import Run, is_run, run_summaries
 
-PAGE = Path(__file__).parent / "page"
 POLL_S = 1.0
-# Nothing is loaded from or sent to other hosts; plotly sets inline styles.
-CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
-    "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
+HEADERS = {
+    # Nothing is loaded from or sent to other hosts; plotly sets inline styles.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
 
 
 class RunCache:
@@ -51,21 +51,16 @@ class RunCache:
 
     def rows(self) -> list[dict[str, Any]]:
         """A summary of each run, the newest first."""
-        return [{**row, **self._data_and_preset(row["run"])} for row in run_summaries(self.folder)[::-1]]
-
-    def _data_and_preset(self, name: str) -> dict[str, str]:
-        try:
-            config = Run(self.folder / name).read("config.json")
-        except (OSError, ValueError):
-            config = {}
-        return {key: str(config.get(key, "")) for key in ("data", "preset")}
+        rows = []
+        for row in run_summaries(self.folder)[::-1]:
+            config = read_object(Run(self.folder / row["run"]), "config.json", {})
+            rows.append({**row, "data": str(config.get("data", "")), "preset": str(config.get("preset", ""))})
+        return rows
 
     @contextmanager
     def open(self, name: str) -> Iterator[RunView]:
         """A run as it is now, locked for this thread; 404 for names outside of the folder."""
         if not self.has(name):
-            with self.lock:
-                self.views.pop(name, None)
             raise HTTPException(404, f"no run {name!r} in {self.folder}/")
         with self.lock:
             run = self.views.setdefault(name, RunView(Run(self.folder / name)))
@@ -78,13 +73,12 @@ class RunCache:
 
     def versions(self, names: list[str]) -> dict[str, list[tuple[int, int]]]:
         """Modification times and sizes of each run's files, without parsing them."""
-        versions: dict[str, list[tuple[int, int]]] = {}
-        for name in filter(self.has, names):
-            versions[name] = []
+        versions: dict[str, list[tuple[int, int]]] = {name: [] for name in filter(self.has, names)}
+        for name, version in versions.items():
             for file in ("metrics.jsonl", "status.json", "retrievals.json"):
                 with suppress(OSError):
                     stat = (self.folder / name / file).stat()
-                    versions[name].append((stat.st_mtime_ns, stat.st_size))
+                    version.append((stat.st_mtime_ns, stat.st_size))
         return versions
 
 
@@ -96,39 +90,20 @@ def create_app(runs: RunCache, token: str | None = None) -> FastAPI:
         if refusal := refuse_access(request, token):
             return refusal
         response = await respond(request)
-        response.headers["Content-Security-Policy"] = CONTENT_SECURITY_POLICY
-        response.headers["X-Content-Type-Options"] = "nosniff"
-        response.headers["Referrer-Policy"] = "no-referrer"
         is_api = request.url.path.startswith("/api/")
-        response.headers.setdefault("Cache-Control", "no-store" if is_api else "no-cache")
+        response.headers.update({**HEADERS, "Cache-Control": "no-store" if is_api else "no-cache"})
         return response
 
-    add_pages(app)
     add_api(app, runs)
+    # plotly is located without its import, which takes a second.
+    app.mount("/", StaticFiles(directory=PAGE, packages=[("plotly", "package_data")], html=True))
     return app
-
-
-def add_pages(app: FastAPI) -> None:
-    app.mount("/page", StaticFiles(directory=PAGE))
-
-    @app.get("/")
-    def index() -> FileResponse:
-        return FileResponse(PAGE / "index.html")
-
-    @app.get("/plotly.js")
-    def plotly() -> FileResponse:
-        spec = find_spec("plotly")  # located without the import, which takes a second
-        assert spec is not None
-        assert spec.origin is not None
-        path = Path(spec.origin).parent / "package_data" / "plotly.min.js"
-        return FileResponse(path, headers={"Cache-Control": "max-age=86400"})
 
 
 def add_api(app: FastAPI, runs: RunCache) -> None:
     @app.get("/api/runs")
     def list_runs() -> dict[str, Any]:
-        start = runs.start.name if runs.start else None
-        return {"runs": runs.rows(), "start": start, "curves": [asdict(curve) for curve in CURVES.values()]}
+        return {"runs": runs.rows(), "start": runs.start.name if runs.start else None}
 
     @app.get("/api/run/{name}")
     def describe(name: str) -> Response:
@@ -163,10 +138,11 @@ def add_api(app: FastAPI, runs: RunCache) -> None:
         start: float = -math.inf,
         end: float = math.inf,
     ) -> Response:
-        keys, curves = [each for each in key if each in CURVES], {}
+        shown, curves = [CURVES[each] for each in key if each in CURVES], {}
         for name in run:
             with runs.open(name) as view:
-                curves[name] = {key: curve_json(view, key, x_axis, smooth, max_points, start, end) for key in keys}
+                options = (view.log, x_axis, smooth, max_points, start, end)
+                curves[name] = {curve.key: curve_json(curve, *options) for curve in shown}
         return json_response(curves)
 
     @app.get("/api/live")
@@ -201,7 +177,6 @@ def refuse_access(request: Request, token: str | None) -> Response | None:
 
 
 def describe_run(run: RunView) -> dict[str, Any]:
-    """Everything about a run except its curves and images."""
     log = run.log
     steps, blocks, norms = gradient_norms(log, 120)
     events = [
@@ -219,8 +194,8 @@ def describe_run(run: RunView) -> dict[str, Any]:
         "data": {key: value for key, value in run.data.items() if not isinstance(value, list)},
         "phases_ms": {phase: log.recent_mean(f"{phase}_ms", RECENT_STEPS) for phase in STEP_PHASES},
         "recent_steps": min(RECENT_STEPS, len(log)),
-        "current": {key: current_value(log, key) for key in ("loss", "accuracy", "mean_r1", "temperature")},
-        "chance": {key: chance_level(log, key) for key in ("loss", "accuracy", "mean_r1")},
+        "current": {key: CURVES[key].current(log) for key in ("loss", "accuracy", "mean_r1", "temperature")},
+        "chance": {key: CURVES[key].chance_level(log) for key in ("loss", "accuracy", "mean_r1")},
         "pairs_per_s": log.recent_rate(RECENT_STEPS),
         "diagnostics": log.last("diagnostics"),
         "epoch": log.last("epoch"),
@@ -230,21 +205,16 @@ def describe_run(run: RunView) -> dict[str, Any]:
     }
 
 
-def curve_json(
-    run: RunView, key: str, x_axis: str, smooth: int, max_points: int, start: float, end: float
-) -> dict[str, Any]:
+def curve_json(curve: Curve, log: Log, x_axis: str, smooth: int, max_points: int, start: float, end: float) -> Record:
     """A curve, smoothed over all steps, cut to the range and downsampled."""
-    x, y = curve_points(run.log, key, x_axis, smooth)
+    x, y = curve.points(log, x_axis, smooth)
     inside = np.flatnonzero((x >= start) & (x <= end))
     if 0 < len(inside) < len(x):  # with one point beyond each end, so that lines reach the edges
         cut = slice(max(0, inside[0] - 1), inside[-1] + 2)
         x, y = x[cut], y[cut]
     x, y = downsample(x, y, max_points)
-    return {"x": short_numbers(x), "y": short_numbers(y), "chance": chance_level(run.log, key)}
-
-
-def short_numbers(values: Column) -> list[float]:
-    return [float(f"{value:.7g}") for value in values.tolist()]
+    short_x, short_y = ([float(f"{value:.7g}") for value in values.tolist()] for values in (x, y))
+    return {"x": short_x, "y": short_y, "chance": curve.chance_level(log)}
 
 
 async def live_events(request: Request, runs: RunCache, names: list[str]) -> AsyncIterator[str]:
@@ -275,8 +245,7 @@ def serve(folder: Path, start: Run | None, host: str, port: int, token: str | No
     runs = RunCache(start.path.parent if start else folder, start)
     with listen(host, port) as server_socket:
         port = server_socket.getsockname()[1]
-        name = f"[{host}]" if ":" in host else host
-        name = socket.gethostname() if host in ("0.0.0.0", "::") else name
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         address = f"http://{name}:{port}/" + (f"?token={quote(token, safe='')}" if token else "")
         print(f"monitoring {runs.folder}/ at {address}  (Ctrl-C stops)", flush=True)
         if host in LOOPBACK_HOSTS:

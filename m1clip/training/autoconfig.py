@@ -15,10 +15,9 @@ from typing import Any
 from m1clip import devices
 from m1clip.config import PRESETS, ModelConfig, TextConfig, TrainConfig, VisionConfig, check_config, with_defaults
 from m1clip.console import Console
-from m1clip.data.augment import stored_size
-from m1clip.data.pixel_cache import PixelCache
+from m1clip.data.batches import stored_size
+from m1clip.data.pixel_cache import PixelCache, decode_rows
 from m1clip.data.sources import Source
-from m1clip.data.workers import decode_rows
 from m1clip.devices import Plan
 from m1clip.format import duration
 from m1clip.training.setup import evenly_spaced

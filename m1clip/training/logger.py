@@ -293,7 +293,7 @@ class Logger:
         self.run.log("epoch", self.progress.step, epoch=epoch, **means, **energy)
         self.history.epochs.append(means)
         epochs = None if self.schedule.deadline else self.config.epochs
-        self.console.print_epoch(epoch, epochs, means, scores)
+        self.console.print_epoch(epoch, epochs, means, scores.record() if scores else None)
         self._diagnose()
 
     def log_bad_rows(self, bad_rows: BadRows) -> None:

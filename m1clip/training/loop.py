@@ -16,8 +16,7 @@ import torch
 from m1clip import __version__, devices, sensors
 from m1clip.config import TrainConfig, to_json
 from m1clip.console import Console
-from m1clip.data.augment import Augmentation
-from m1clip.data.batches import Batch, BatchStream, FeatureTables, tokenize_captions
+from m1clip.data.batches import Augmentation, Batch, BatchStream, FeatureTables, tokenize_captions
 from m1clip.data.splits import Split
 from m1clip.evals.evaluate import Evaluation, evaluate_model, split_relevance
 from m1clip.evals.retrieval import Retrieval, chance_scores

@@ -50,8 +50,7 @@ def choose_chunk(state: TrainState, batch: Batch, pair_bytes: int) -> tuple[int,
     requested, size = state.config.chunk, len(batch)
     if requested != "auto":
         return min(requested, size), f"--chunk {requested}"
-    free = free_gb(state.device)
-    gradients_gb = total_gb(state.weights.values())
+    free, gradients_gb = free_gb(state.device), total_gb(state.weights.values())
     usable = USABLE * free - gradients_gb
     pair_gb = (PEAK_CHECKPOINTED if state.config.grad_checkpointing else PEAK) * pair_bytes / 1e9
     measured = f"{pair_bytes / 1e6:.1f} MB of activations per pair, {free:.1f} GB free"
@@ -77,24 +76,22 @@ def power_of_two(number: float) -> int:
 
 def try_chunk(state: TrainState, batch: Batch, chunk: int) -> float | None:
     """GB that forward and backward of a chunk really take; None where memory runs out."""
-    pairs = state.to_device(batch.split(chunk)[0])
+    pairs, fits = state.to_device(batch.split(chunk)[0]), True
     devices.reset_peak(state.device)
     before = devices.memory_gb(state.device)
-    out_of_memory = False
     with sensors.PeakMemory() as peak:
         try:
             for embed in (embed_images, embed_texts):
                 embed(state, pairs).sum().backward()  # type: ignore[no-untyped-call]
         except (RuntimeError, MemoryError) as error:
+            fits = False
             if not devices.is_out_of_memory(error):
                 raise
-            out_of_memory = True
     after = devices.peak_gb(state.device)
     state.zero_grad()
     release_memory(state)
-    if out_of_memory:
-        return None
-    return peak.gb if before is None or after is None else after - before
+    taken = peak.gb if before is None or after is None else after - before
+    return taken if fits else None
 
 
 def step_with_retry(
@@ -126,10 +123,9 @@ def memory_by_part(state: TrainState, batch: Batch, pair_bytes: int, imported: s
 
     `imported` was measured once the libraries were loaded; `data` is what has been memory-mapped since.
     """
-    weights = list(state.weights.values())
     parts = {
         "parameters": total_gb(state.model.parameters()),
-        "gradients": total_gb(weight.grad for weight in weights if weight.grad is not None),
+        "gradients": total_gb(weight.grad for weight in state.weights.values() if weight.grad is not None),
         "optimizer": total_gb(optimizer_tensors(state)),
         "ema": total_gb((state.ema or {}).values()),
         "activations": pair_bytes * min(state.chunk, len(batch)) / 1e9,

@@ -1,8 +1,12 @@
-"""AdamW and Muon, and which parameters each of them updates."""
+"""Learning rate, the end of a run by steps or by the clock, AdamW and Muon."""
 
 import math
+import sys
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,45 +14,123 @@ from torch import Tensor, nn
 
 from m1clip.config import TrainConfig
 
+RESERVE = 0.02  # of the budget, for the last evaluation and save until one of each has been timed
+EXIT_S = 1.0  # starting Python, printing the result and exiting
 BETAS, EPS = (0.9, 0.98), 1e-6
 LAYER_DECAY = 0.8
 """Learning rate of a layer relative to the layer above it, in full fine-tuning."""
+MOMENTUM, NEWTON_SCHULZ = 0.95, (3.4445, -4.775, 2.0315)  # of Muon
 HIDDEN = ("vision.blocks.", "text.blocks.", "vision.patch.", "vision_projection.", "text_projection.")
+
+
+def learning_rate(done: float, total: float, peak: float, warmup: float) -> float:
+    """Linear warm-up over a fraction of the run, then cosine decay to 0."""
+    warmup_steps = warmup * total
+    if done < warmup_steps:
+        return peak * (done + 1) / (warmup_steps + 1)
+    return peak * 0.5 * (1 + math.cos(math.pi * (done - warmup_steps) / (total - warmup_steps)))
+
+
+@dataclass
+class Schedule:
+    """With a deadline the learning rate follows elapsed time, not steps: it reaches 0 when the time is over,
+    however fast the machine was. The number of steps is then an estimate that improves."""
+
+    total: int
+    """Steps, or their first estimate."""
+    deadline: float | None = None
+    """When everything has to be done, by time.monotonic."""
+    budget_s: float = 0.0
+    max_steps: int | None = None
+    """A limit however much time is left."""
+    elapsed_s: float = 0.0
+    """Training time of earlier sessions."""
+    final_evals: int = 1
+    """Evaluations after the last step."""
+
+    def __post_init__(self) -> None:
+        self.started, self.paused_s, self.steps = time.monotonic(), 0.0, 0
+        self.durations = dict[str, float]()
+
+    @property
+    def end(self) -> float:
+        """When the last step has to be done, so that time is left for the evaluation and save after it."""
+        assert self.deadline is not None
+        reserve_s = RESERVE * self.budget_s
+        final_s = self.final_evals * self.durations.get("eval", 0.0) + self.durations.get("save", 0.0)
+        return self.deadline - min(EXIT_S, reserve_s) - final_s - (reserve_s if len(self.durations) < 2 else 0.0)
+
+    @property
+    def is_late(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.end
+
+    @contextmanager
+    def timed_pause(self, kind: str) -> Iterator[None]:
+        """An evaluation or a save, which happens once more at the end: its duration is remembered."""
+        started = time.monotonic()
+        yield
+        self.durations[kind] = time.monotonic() - started
+        self.paused_s += self.durations[kind]
+
+    def has_time_to_eval(self) -> bool:
+        """False when the final evaluation would follow immediately."""
+        return self.deadline is None or time.monotonic() + self.durations.get("eval", 0.0) < self.end
+
+    @property
+    def needs_trial_eval(self) -> bool:
+        """At half time, if no evaluation has been timed yet."""
+        is_timed = self.deadline is None or "eval" in self.durations
+        return not is_timed and time.monotonic() > (self.started + self.end) / 2
+
+    def last_step(self) -> int:
+        """The step after which training ends in any case; unlimited with a deadline."""
+        return self.total if self.deadline is None else self.max_steps or sys.maxsize
+
+    def progress(self, step: int) -> tuple[float, float]:
+        """Position and length of the run in steps; with a deadline the position follows elapsed time."""
+        if self.deadline is None:
+            return step, self.total
+        if not self.steps:
+            self.started, self.paused_s = time.monotonic(), 0.0  # set-up time does not count
+        done, whole = (self.elapsed_s + then - self.started for then in (time.monotonic(), self.end))
+        fraction = min(1.0, done / whole) if whole > 0 else 1.0
+        return max(fraction, step / self.max_steps if self.max_steps else 0.0) * self.total, self.total
+
+    def count(self, step: int) -> bool:
+        """Register a finished step; whether it was the last. The next one must fit by half at least."""
+        if self.deadline is None:
+            return step == self.total
+        self.steps += 1
+        now = time.monotonic()
+        steps_left = max(0.0, self.end - now) / ((now - self.started - self.paused_s) / self.steps)
+        self.total = max(1, min(step + round(steps_left), self.last_step()))
+        return steps_left < 0.5 or step == self.max_steps
 
 
 def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
     """AdamW for everything, or Muon for hidden matrices and AdamW for the rest.
 
-    Matrices have weight decay; biases, norms, embeddings and the logit scale have none.
+    Matrices have weight decay; biases, norms, embeddings and the logit scale have none. Hidden matrices map features
+    to features: they do not read RGB channels, and are not in a timm or HF tower.
     """
     embeddings = {id(w) for m in model.modules() if isinstance(m, nn.Embedding) for w in m.parameters()}
-    groups: dict[tuple[bool, bool, float], list[nn.Parameter]] = defaultdict(list)
+    by_kind: dict[tuple[bool, bool, float], list[nn.Parameter]] = defaultdict(list)
     for name, weight in model.named_parameters():
-        if not weight.requires_grad:
-            continue
-        is_matrix = weight.ndim >= 2 and id(weight) not in embeddings and not name.endswith("position")
-        use_muon = config.optimizer == "muon" and is_matrix and is_hidden(name, weight)
-        decay = LAYER_DECAY if config.recipe == "full" else 1.0
-        groups[use_muon, is_matrix, decay ** layers_from_top(name, model)].append(weight)
-    adamw_groups, muon_groups = (
-        [
-            {"params": weights, "weight_decay": config.weight_decay if is_matrix else 0.0, "lr_scale": scale}
-            for (use_muon, is_matrix, scale), weights in groups.items()
-            if use_muon is wanted
-        ]
-        for wanted in (False, True)
-    )
-    adamw = torch.optim.AdamW(adamw_groups, lr=config.lr, betas=BETAS, eps=EPS, fused=True)
+        if weight.requires_grad:
+            is_matrix = weight.ndim >= 2 and id(weight) not in embeddings and not name.endswith("position")
+            is_hidden = is_matrix and name.startswith(HIDDEN) and weight.shape[1] > 3
+            lr_scale = LAYER_DECAY ** layers_from_top(name, model) if config.recipe == "full" else 1.0
+            by_kind[is_hidden and config.optimizer == "muon", is_matrix, lr_scale].append(weight)
+    groups: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    for (use_muon, is_matrix, lr_scale), weights in by_kind.items():
+        weight_decay = config.weight_decay if is_matrix else 0.0
+        groups[use_muon].append({"params": weights, "weight_decay": weight_decay, "lr_scale": lr_scale})
+    adamw = torch.optim.AdamW(groups[False], lr=config.lr, betas=BETAS, eps=EPS, fused=True)
     for weight in (weight for group in adamw.param_groups for weight in group["params"]):
         # AdamW would allocate these in its first step, between that step's gradients, and fragment memory.
         moments = {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
         adamw.state[weight] = {"step": weight.new_zeros(()), **moments}
-    return [adamw, Muon(muon_groups, config.lr)] if muon_groups else [adamw]
-
-
-def is_hidden(name: str, weight: nn.Parameter) -> bool:
-    """Whether a matrix maps features to features: not from RGB channels, not in a timm or HF tower."""
-    return name.startswith(HIDDEN) and weight.shape[1] > 3
+    return [adamw, Muon(groups[True], config.lr)] if groups[True] else [adamw]
 
 
 def layers_from_top(name: str, model: nn.Module) -> int:
@@ -68,8 +150,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups: Any, lr: float):
         """Updates have the RMS of AdamW's, so one learning rate suits both."""
-        newton_schulz = {"ns_coefficients": (3.4445, -4.775, 2.0315), "ns_steps": 5, "eps": 1e-7}
-        super().__init__(groups, {"lr": lr, "momentum": 0.95, "weight_decay": 0.1, **newton_schulz})
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.1})
         for weight in (weight for group in self.param_groups for weight in group["params"]):
             self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
@@ -85,20 +166,20 @@ class Muon(torch.optim.Optimizer):
         """Update matrices of one shape; `enabled` is 1, or 0 on the device to change nothing without a sync."""
         enabled = enabled.to(weights[0].device) if isinstance(enabled, Tensor) else enabled
         lr = group["lr"] * enabled
-        momenta = [self._nesterov(weight, group, enabled) for weight in weights]
+        momenta = [self._nesterov(weight, enabled) for weight in weights]
         scale = lr * 0.2 * math.sqrt(max(momenta[0].shape))
-        for weight, update in zip(weights, orthogonalize(torch.stack(momenta), group) * scale, strict=True):
+        for weight, update in zip(weights, orthogonalize(torch.stack(momenta)) * scale, strict=True):
             weight.mul_(1 - lr * group["weight_decay"])
             weight.sub_((update if is_wide(weight) else update.T).reshape(weight.shape))
 
-    def _nesterov(self, weight: Tensor, group: dict[str, Any], enabled: Tensor | float) -> Tensor:
+    def _nesterov(self, weight: Tensor, enabled: Tensor | float) -> Tensor:
         """The Nesterov momentum as a wide matrix."""
-        grad, buffer, momentum = weight.grad, self.state[weight]["momentum_buffer"], group["momentum"]
+        grad, buffer = weight.grad, self.state[weight]["momentum_buffer"]
         assert grad is not None
         if isinstance(enabled, Tensor):
             grad = torch.where(enabled > 0, grad, buffer)  # 0 times NaN would not be 0
-        buffer.lerp_(grad, 1 - momentum)
-        nesterov = grad.lerp(buffer, momentum).flatten(1)  # a convolution is a matrix too
+        buffer.lerp_(grad, 1 - MOMENTUM)
+        nesterov = grad.lerp(buffer, MOMENTUM).flatten(1)  # a convolution is a matrix too
         return nesterov if is_wide(weight) else nesterov.T
 
 
@@ -114,11 +195,11 @@ def group_by_shape(weights: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def orthogonalize(matrices_NRC: Tensor, group: dict[str, Any]) -> Tensor:
+def orthogonalize(matrices_NRC: Tensor) -> Tensor:
     """The nearest matrices with singular values of about 1, by Newton–Schulz iteration."""
-    a, b, c = group["ns_coefficients"]
-    x: Tensor = matrices_NRC / matrices_NRC.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])
-    for _ in range(group["ns_steps"]):
+    a, b, c = NEWTON_SCHULZ
+    x: Tensor = matrices_NRC / matrices_NRC.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x

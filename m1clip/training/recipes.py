@@ -14,8 +14,7 @@ from m1clip.data.batches import BatchStream, Images, Tokens
 from m1clip.data.sources import Source
 from m1clip.devices import Plan
 from m1clip.format import duration
-from m1clip.model.clip import CLIP, load
-from m1clip.model.heads import ProjectionHead
+from m1clip.model.clip import CLIP, ProjectionHead, load
 from m1clip.model.pretrained import HFText, TimmVision
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run

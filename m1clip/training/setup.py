@@ -12,7 +12,7 @@ import torch
 from m1clip import sensors
 from m1clip.config import TrainConfig, check_config, recipe_defaults, with_defaults
 from m1clip.console import Console
-from m1clip.data.augment import stored_size
+from m1clip.data.batches import stored_size
 from m1clip.data.sources import Source, open_sources
 from m1clip.data.splits import Split, Splits, open_splits
 from m1clip.devices import Plan

@@ -1,7 +1,4 @@
-"""TrainState: everything a training step changes: model, optimizers, gradient scaler, EMA weights.
-
-All of it is available as named tensors, so a checkpoint is these tensors and a position.
-"""
+"""Everything a training step changes, as named tensors: a checkpoint is these tensors and a position."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -26,26 +23,24 @@ class TrainState:
         """Train by `plan`, or wherever the model is."""
         self.plan = plan or Plan(str(model.logit_scale.device))
         self.model, self.config = model.to_devices(*self.plan.devices), config
-        self.chunk = config.batch_size
+        self.chunk, self.has_lora = config.batch_size, config.recipe == "lora"
         self.optimizers = make_optimizers(model, config)
         self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self.has_lora = config.recipe == "lora"
-        self.ema = {name: w.detach().clone() for name, w in self.weights.items()} if config.ema else None
+        self.ema = self._copy_weights() if config.ema else None
         self.updates = torch.zeros((), device=self.device)  # on the device, where skipping is decided
         self.scaler = self._make_scaler()
         self.text_thread: ThreadPoolExecutor | None = None  # runs the text tower on its own device
-        self.text_threads = 0
         self.compiled: dict[torch.nn.Module, Any] = {}
-        model.set_regularization(
-            config.patch_dropout, config.word_dropout, config.head_dropout, config.grad_checkpointing
-        )
+        dropouts = config.patch_dropout, config.word_dropout, config.head_dropout
+        model.set_regularization(*dropouts, config.grad_checkpointing)
         self.use_plan(self.plan)
 
+    def _copy_weights(self) -> dict[str, Tensor]:
+        return {name: weight.detach().clone() for name, weight in self.weights.items()}
+
     def _make_scaler(self) -> torch.amp.GradScaler:
-        fp16 = self.plan.precision == "fp16"
-        return torch.amp.GradScaler(
-            self.device.type, init_scale=LOSS_SCALE, growth_interval=GROWTH_INTERVAL, enabled=fp16
-        )
+        is_fp16 = self.plan.precision == "fp16"
+        return torch.amp.GradScaler(self.device.type, LOSS_SCALE, growth_interval=GROWTH_INTERVAL, enabled=is_fp16)
 
     @property
     def device(self) -> torch.device:
@@ -55,26 +50,22 @@ class TrainState:
     @property
     def parameter_counts(self) -> tuple[int, int]:
         """All parameters, LoRA included, and the trained ones."""
-        return (
-            sum(weight.numel() for weight in self.model.parameters()),
-            sum(weight.numel() for weight in self.weights.values()),
-        )
+        everything, trained = self.model.parameters(), self.weights.values()
+        return sum(weight.numel() for weight in everything), sum(weight.numel() for weight in trained)
 
     def use_plan(self, plan: Plan) -> None:
         """Continue with another precision, compilation or thread count on the same devices."""
         assert plan.device == self.plan.device
-        if plan.precision != self.plan.precision:
-            self.plan = plan
+        previous, self.plan = self.plan, plan
+        if plan.precision != previous.precision:
             self.scaler = self._make_scaler()
-        self.plan = plan
         for block in (*self.model.vision.blocks, *self.model.text.blocks):
             if plan.compile and block not in self.compiled:
                 devices.compile_module(block)
                 self.compiled[block] = block._compiled_call_impl
             block._compiled_call_impl = self.compiled[block] if plan.compile else None
-        if plan.is_split and (self.text_thread is None or plan.threads != self.text_threads):
+        if plan.is_split and (self.text_thread is None or plan.threads != previous.threads):
             self.text_thread = ThreadPoolExecutor(1, "text", devices.second_thread, (plan,))
-            self.text_threads = plan.threads
 
     def to_device(self, batch: Batch) -> Batch:
         return batch.to(*self.model.devices)
@@ -158,46 +149,34 @@ class TrainState:
             tensors |= {f"{name}/weight": weight.detach() for name, weight in self.weights.items()}
         if self.ema is not None and self.has_lora:
             tensors |= {f"{name}/ema": average for name, average in self.ema.items()}
-        tensors = {key: value.cpu().contiguous() for key, value in tensors.items()}
-        scaler = {}
         if self.scaler.is_enabled():
-            state = self.scaler.state_dict()
-            scaler = {
-                "loss_scale": torch.tensor(state["scale"]),
-                "growth_tracker": torch.tensor(state["_growth_tracker"]),
-            }
-        return {"random_state": torch.get_rng_state(), "updates": self.updates.cpu(), **scaler, **tensors}
+            scaler = self.scaler.state_dict()
+            tensors["loss_scale"] = torch.tensor(scaler["scale"])
+            tensors["growth_tracker"] = torch.tensor(scaler["_growth_tracker"])
+        tensors |= {"random_state": torch.get_rng_state(), "updates": self.updates}
+        return {key: value.cpu().contiguous() for key, value in tensors.items()}
 
     def load(self, weights: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
         """Restore a checkpoint."""
         tensors = dict(tensors)
-        random_state, updates = tensors.pop("random_state"), tensors.pop("updates")
+        torch.set_rng_state(tensors.pop("random_state"))
+        self.updates = tensors.pop("updates").to(self.device)
         loss_scale, growth_tracker = tensors.pop("loss_scale", None), tensors.pop("growth_tracker", 0)
-        by_name: dict[str, dict[str, Tensor]] = {name: {} for name in self.weights}
-        for key, value in tensors.items():
-            name, _, kind = key.rpartition("/")
-            by_name[name][kind] = value
-        if not self.has_lora:  # with LoRA the base weights are frozen and already in place
-            self.model.load_state_dict(weights)
-        if self.ema is not None:
-            self.ema = {name: weight.detach().clone() for name, weight in self.weights.items()}
-        optimizer_of = {
-            id(w): optimizer
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for w in group["params"]
-        }
-        for name, weight in self.weights.items():
-            trained, average = by_name[name].pop("weight", None), by_name[name].pop("ema", None)
-            if trained is not None:
-                weight.data.copy_(trained)
-            if self.ema is not None and average is not None:
-                self.ema[name].copy_(average)
-            optimizer = optimizer_of[id(weight)]
-            optimizer.state[weight] = {key: value.to(weight.device) for key, value in by_name[name].items()}
-        self.updates = updates.to(self.device)
         if self.scaler.is_enabled() and loss_scale is not None:  # the precision may have changed
             self.scaler = self._make_scaler()
             growth = {"scale": float(loss_scale), "_growth_tracker": int(growth_tracker)}
             self.scaler.load_state_dict({**self.scaler.state_dict(), **growth})
-        torch.set_rng_state(random_state)
+        if not self.has_lora:  # with LoRA the base weights are frozen and already in place
+            self.model.load_state_dict(weights)
+        self.ema = None if self.ema is None else self._copy_weights()
+        groups = ((optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups)
+        optimizer_of = {weight: optimizer for optimizer, group in groups for weight in group["params"]}
+        for key, value in tensors.items():
+            name, _, kind = key.rpartition("/")
+            weight = self.weights[name]
+            if kind == "weight":
+                weight.data.copy_(value)
+            elif kind == "ema" and self.ema is not None:
+                self.ema[name].copy_(value)
+            else:
+                optimizer_of[weight].state[weight][kind] = value.to(weight.device)

@@ -362,9 +362,9 @@ async function start() {
   restoreView();
   addListeners();
   if (innerWidth < 800) $("runs-box").open = false;
-  const answer = await fetchJSON("api/runs");
+  const [answer, table] = await Promise.all([fetchJSON("api/runs"), fetchJSON("curves.json")]);
   runs = answer.runs;
-  curves = Object.fromEntries(answer.curves.map((curve) => [curve.key, curve]));
+  curves = Object.fromEntries(table.map((curve) => [curve.key, curve]));
   const existing = new Set(runs.map((row) => row.run));
   view.compared = view.compared.filter((name) => existing.has(name));
   if (!existing.has(view.run)) view.run = answer.start ?? runs[0]?.run ?? null;

@@ -4,8 +4,8 @@ A caption describes everything that varies, and no two scenes are alike, so it i
 """
 
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import product
@@ -15,13 +15,10 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from m1clip.data.synthetic import drawings, render
-from m1clip.data.synthetic.drawings import COLORS, POSITIONS, SIZES, SKIES, SUBJECTS, TIMES
-from m1clip.data.synthetic.render import Scene, render_scene
+from m1clip.data import drawings
+from m1clip.data.drawings import CATEGORIES, COLORS, POSITIONS, SIZES, SKIES, SUBJECTS, TIMES, Scene, render_scene
 
-SALT = {"train": "train", "val": "held-out"}
-"""Part of every random key: another value would draw other scenes."""
-
+SALT = {"train": "train", "val": "held-out"}  # part of every random key: another value would draw other scenes
 COUNTS = ("one", "two", "three", "four")
 PLURALS = {"cactus": "cacti", "leaf": "leaves", "fish": "fish", "bus": "buses", "bench": "benches"}
 # At most 75 characters, so that a character tokenizer needs 77 tokens with start and end.
@@ -31,21 +28,6 @@ TEMPLATES = (
     "{sky} over {count} {size} {color} {subject} {at} the {position}, {place} at {time}",
     "at {time}, {count} {size} {color} {subject} {at} the {position}, {place} with {sky}",
 )
-
-# Eight subjects per category, and the five places where they occur.
-OUTDOORS = ("meadow", "desert", "snow", "valley", "forest")
-CATEGORIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "nature": (("tree", "pine", "palm", "cactus", "flower", "mushroom", "leaf", "mountain"), OUTDOORS),
-    "animals": (("cat", "duck", "rabbit", "elephant", "turtle", "snail", "fish", "giraffe"), OUTDOORS),
-    "urban": (
-        ("car", "bus", "house", "tower", "bicycle", "lamp", "boat", "bench"),
-        ("street", "park", "harbour", "square", "village"),
-    ),
-    "food": (
-        ("apple", "banana", "cake", "pizza", "burger", "cup", "carrot", "donut"),
-        ("table", "blanket", "tray", "shelf", "counter"),
-    ),
-}
 PLACES_OF = {subject: places for subjects, places in CATEGORIES.values() for subject in subjects}
 
 # One in eight combinations of subject, color and place is never in a training split, whatever the seed:
@@ -101,19 +83,16 @@ class SyntheticScenes:
 
     def captions(self, index: int) -> list[str]:
         """One caption for each template in training, one caption for validation."""
-        templates = range(len(TEMPLATES)) if self.split == "train" else [index % len(TEMPLATES)]
-        scene = self.scene(index)
-        return [describe(scene, template) for template in templates]
+        scene, templates = self.scene(index), range(len(TEMPLATES))
+        return [describe(scene, k) for k in templates if self.split == "train" or k == index % len(TEMPLATES)]
 
     def edits(self, index: int) -> Iterator[tuple[str, str]]:
         """Hard negatives: the field that was changed, and the scene's caption with one wrong word."""
         scene, rng = self.scene(index), Random(f"edit/{self._key}/{index}")
-        for field in fields(Scene):
-            value = getattr(scene, field.name)
-            others = [other for other in alternatives(scene, field.name) if other != value]
-            if others:
-                change: Any = {field.name: rng.choice(others)}
-                yield field.name, describe(replace(scene, **change), index % len(TEMPLATES))
+        for field, values in alternatives(scene).items():
+            if others := [value for value in values if value != getattr(scene, field)]:
+                change: Any = {field: rng.choice(others)}
+                yield field, describe(replace(scene, **change), index % len(TEMPLATES))
 
 
 def describe(scene: Scene, template: int) -> str:
@@ -124,15 +103,12 @@ def describe(scene: Scene, template: int) -> str:
     return TEMPLATES[template].format(**words)
 
 
-def alternatives(scene: Scene, field: str) -> list[Any]:
-    """Values that change exactly one word of the caption: no other plural, no other preposition."""
-    if field == "count":
-        return [] if scene.count == 1 else [2, 3, 4]
-    if field == "position":
-        return [] if scene.position == "middle" else ["left", "right"]
-    if field == "place":
-        return list(PLACES_OF[scene.subject])
-    return list({"subject": SUBJECTS, "color": COLORS, "size": SIZES, "time": TIMES, "sky": SKIES}[field])
+def alternatives(scene: Scene) -> dict[str, Collection[Any]]:
+    """Values of each field that change exactly one word of the caption: no other plural, no other preposition."""
+    counts = (2, 3, 4) if scene.count > 1 else ()
+    positions = () if scene.position == "middle" else ("left", "right")
+    words = {"subject": SUBJECTS, "color": COLORS, "count": counts, "size": SIZES, "position": positions}
+    return {**words, "place": PLACES_OF[scene.subject], "time": TIMES, "sky": SKIES}
 
 
 def permute(index: int, size: int, key: str) -> int:
@@ -160,5 +136,5 @@ def _round_keys(key: str) -> tuple[int, ...]:
 @lru_cache
 def _code_hash() -> str:
     """Changes with any line that draws, so that cached images are never stale."""
-    files = (__file__, drawings.__file__, drawings.FILE, render.__file__)
+    files = (__file__, drawings.__file__, drawings.FILE)
     return blake2b(b"".join(Path(file).read_bytes() for file in files), digest_size=8).hexdigest()
