@@ -1,16 +1,11 @@
 """Architecture: who may import whom, what starts without torch, and how large each part may be."""
 
 import ast
-import collections
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
-
-from m1clip.commands.train import setting_paths
-from m1clip.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent / "m1clip"
 FILES = sorted(ROOT.rglob("*.py"))

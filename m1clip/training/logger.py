@@ -25,7 +25,7 @@ from m1clip.run import Run
 from m1clip.training.checkpoint import Progress, last_checkpoint
 from m1clip.training.diagnose import History, diagnose
 from m1clip.training.memory import memory_by_part
-from m1clip.training.schedule import Schedule
+from m1clip.training.optim import Schedule
 from m1clip.training.state import TrainState
 from m1clip.training.step import STATS, embed_images, embed_texts
 

@@ -29,8 +29,8 @@ from m1clip.training.checkpoint import CheckpointManager, Progress
 from m1clip.training.device_plan import PlanChoice
 from m1clip.training.logger import Logger, StepMetrics
 from m1clip.training.openmp import WaitPolicy
+from m1clip.training.optim import Schedule, learning_rate
 from m1clip.training.recipes import FEATURE_VIEWS, build_model, calibrate_heads, set_trainable
-from m1clip.training.schedule import Schedule, learning_rate
 from m1clip.training.setup import Setup, sample_captions
 from m1clip.training.state import TrainState
 
