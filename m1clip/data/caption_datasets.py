@@ -72,22 +72,19 @@ def _karpathy_file(path: Path, dataset: str) -> Path | None:
     return next((path / name for name in names if (path / name).is_file()), None)
 
 
-def list_json(path: Path) -> Listing | None:
-    """A JSON file in the format of COCO or Karpathy, else None."""
+def list_captions(path: Path) -> Listing | None:
+    """A JSON file of COCO or Karpathy, or a text file of Flickr (name.jpg#0, a tab and a caption); else None."""
+    if path.suffix.lower() != ".json":
+        with open(path, encoding="utf-8-sig", errors="replace") as file:
+            is_token_file = re.match(r"[^\t]+#\d+\t", file.readline())
+        return find_images(path.parent, _token_rows(path)) if is_token_file else None
     values = load_json(path)
     if not isinstance(values, dict) or not isinstance(values.get("images"), list):
         return None
-    if "annotations" in values:
-        root = path.parent.parent if path.parent.name == "annotations" else path.parent
-        return Listing(str(root), _coco_rows(path, root))
-    return find_images(path.parent, _karpathy_rows(path))
-
-
-def list_text_file(path: Path, config: DataConfig) -> Listing:
-    """A .txt that lists images: name.jpg#0, a tab and a caption; otherwise it is read as CSV."""
-    with open(path, encoding="utf-8-sig", errors="replace") as file:
-        is_token_file = re.match(r"[^\t]+#\d+\t", file.readline())
-    return find_images(path.parent, _token_rows(path)) if is_token_file else list_table(path, config)
+    if "annotations" not in values:
+        return find_images(path.parent, _karpathy_rows(path))
+    root = path.parent.parent if path.parent.name == "annotations" else path.parent
+    return Listing(str(root), _coco_rows(path, root))
 
 
 def recognize(path: Path, config: DataConfig) -> Listing | None:
@@ -117,7 +114,12 @@ def list_flickr(path: Path, dataset: str, config: DataConfig) -> Listing:
         raise FileNotFoundError(f"{path} has none of the files of {dataset}: {expected}")
     config = replace(config, image_column="auto", caption_column="auto")  # the flags are about other sources
     listing = find_images(path, _token_rows(tokens[0])) if tokens else list_table(csvs[0], config)
-    if not (splits := _read_split_lists(files)):
+    splits = {}  # from lists such as Flickr_8k.trainImages.txt, train.txt, dev.txt
+    for file in files:
+        if split := re.search(r"(?:^|[._])(train|val|dev|test)(?:images)?\.txt$", file.name, re.I):
+            for line in file.read_text(errors="replace").splitlines():
+                splits[os.path.splitext(line.strip())[0]] = split[1].lower()
+    if not splits:
         return listing
     rows = (
         row._replace(split=splits.get(os.path.splitext(row.image)[0], "unlisted")) if isinstance(row, Row) else row
@@ -136,13 +138,3 @@ def _token_rows(path: Path) -> Iterator[Row | BadRow]:
                 yield Row(re.sub(r"(\.jpg)\.\d+$", r"\1", image), [caption], number, str(path))
             elif line.strip():
                 yield BadRow("broken line", f"{path} line {number}", "expected name.jpg#0, tab, caption")
-
-
-def _read_split_lists(files: Iterable[Path]) -> dict[str, str]:
-    """The split of each image, from lists such as Flickr_8k.trainImages.txt, train.txt, dev.txt."""
-    splits = {}
-    for file in files:
-        if split := re.search(r"(?:^|[._])(train|val|dev|test)(?:images)?\.txt$", file.name, re.I):
-            for line in file.read_text(errors="replace").splitlines():
-                splits[os.path.splitext(line.strip())[0]] = split[1].lower()
-    return splits

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
-from itertools import islice, repeat
+from itertools import islice, product, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
@@ -123,7 +123,10 @@ def _rows(data: "Dataset", name: str, split: str, config: DataConfig) -> Iterato
     others = data.data.table.select([column for column in data.column_names if column not in images])
     ranges, columns, line = _byte_ranges(data, image), None, 0
     for batch in others.to_batches(1000):
-        records = [_caption_labels(row, labels, config.template) for row in batch.to_pylist()]
+        records: list[Values] = batch.to_pylist()
+        for values, (column, names) in product(records, labels.items()):  # class numbers become captions
+            if isinstance(values[column], int) and 0 <= values[column] < len(names):
+                values[column] = label_caption(names[values[column]], config.template)
         columns = columns or guess_caption_columns(Path(name), records, config)
         for values in records:
             line += 1
@@ -136,14 +139,6 @@ def _rows(data: "Dataset", name: str, split: str, config: DataConfig) -> Iterato
                 yield Row(path, captions, line, table, row_split)
             else:
                 yield BadRow("missing file", f"{table} row {line}", "the row has no image")
-
-
-def _caption_labels(values: Values, labels: dict[str, list[str]], template: str) -> Values:
-    """Class numbers become captions."""
-    for column, names in labels.items():
-        if isinstance(values.get(column), int) and 0 <= values[column] < len(names):
-            values[column] = label_caption(names[values[column]], template)
-    return values
 
 
 def _materialize(data: "Dataset") -> "Dataset":

@@ -65,12 +65,10 @@ def _list_path(path: Path, config: DataConfig) -> Listing:
         return _list_folder(path, config)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    if suffix in (".txt", ".token"):
-        return caption_datasets.list_text_file(path, config)
-    if suffix not in tables.TABLE_SUFFIXES:
+    if suffix not in tables.READERS:
         formats = ", ".join(tables.TABLE_SUFFIXES)
         raise ValueError(f"{path} cannot be read; expected a folder, {formats} or uncompressed .tar shards")
-    listing = caption_datasets.list_json(path) if suffix == ".json" else None
+    listing = caption_datasets.list_captions(path) if suffix in (".json", ".txt", ".token") else None
     return listing or tables.list_table(path, config)
 
 

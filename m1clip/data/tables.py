@@ -266,6 +266,7 @@ READERS: dict[str, Callable[[Path], Iterator[Record | BadRow]]] = {
     ".csv": read_csv,
     ".tsv": lambda path: read_csv(path, "\t"),
     ".txt": read_csv,
+    ".token": read_csv,
     ".jsonl": read_json_lines,
     ".json": read_json_table,
     ".parquet": read_parquet,
