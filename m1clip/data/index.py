@@ -156,8 +156,6 @@ def open_index(folder: Path) -> IndexFiles:
 
 
 class IndexedPairs:
-    """All or some images of an index."""
-
     def __init__(self, folder: Path, rows: RowIndices | None = None):
         self.folder = folder
         self.rows = np.arange(len(self._index.starts) - 1) if rows is None else rows

@@ -1,7 +1,4 @@
-"""Images decoded by worker processes into a memory-mapped file that runs share. No torch.
-
-Also the disk space of all such caches.
-"""
+"""Images decoded by worker processes into memory-mapped files that runs share, and their disk space. No torch."""
 
 import atexit
 import fcntl
@@ -88,7 +85,6 @@ class WorkerPool(Generic[T]):
         self.executor = ProcessPoolExecutor(self.workers, context, _start_worker, (function,))
 
     def map(self, chunks: Iterable[Rows]) -> Iterator[T]:
-        """Results in order."""
         pending = deque[tuple[Rows, Future[T]]]()
         try:
             for rows in chunks:
@@ -211,7 +207,7 @@ class RowStore:
 
     def _intact_chunks(self, progress: Advance) -> set[int]:
         entries = {k: entry for k, entry in self.entries().items() if k < len(self.chunks)}
-        if not entries or not self.data.exists():
+        if not self.data.exists():
             return set()
 
         def is_intact(k: int) -> bool:
@@ -230,8 +226,6 @@ class RowStore:
 
 
 class PixelCache(RowStore):
-    """All images of a dataset, decoded at one size."""
-
     def __init__(self, pairs: PairDataset, image_size: int):
         self.image_size = image_size
         # The key includes the decoding code: other code makes other pixels.
