@@ -3,7 +3,7 @@
 import datasets
 import pytest
 
-from m1clip.data import hf_datasets
+from m1clip.data import containers
 from m1clip.data.index import IndexedPairs
 from photos import captions_by_image, jpeg, open_source, write_photos
 
@@ -73,7 +73,7 @@ def test_an_image_folder_of_the_library(tmp_path):
 
 
 def test_an_interrupted_stream_continues(tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_datasets, "STREAM_CHUNK", 5)
+    monkeypatch.setattr(containers, "STREAM_CHUNK", 5)
     (tmp_path / "big").mkdir()
     make_dataset(0, 40).to_parquet(tmp_path / "big" / "train.parquet")
     spec = f"hf:{tmp_path}/big?stream=18"

@@ -5,9 +5,19 @@ from random import Random
 import numpy as np
 import pytest
 
-from m1clip.data import synthetic as scenes
-from m1clip.data.drawings import COLORS, PLACES, POSITIONS, SIZES, SKIES, SUBJECTS, TIMES, render_scene
-from m1clip.data.synthetic import SyntheticScenes, permute
+from m1clip.data import synthetic
+from m1clip.data.synthetic import (
+    COLORS,
+    PLACES,
+    POSITIONS,
+    SIZES,
+    SKIES,
+    SUBJECTS,
+    TIMES,
+    SyntheticScenes,
+    permute,
+    render_scene,
+)
 
 WORDS = {
     **{"subject": SUBJECTS, "color": COLORS, "count": (1, 2), "size": SIZES},
@@ -36,14 +46,14 @@ def test_no_two_scenes_are_alike(split):
     pairs = SyntheticScenes(5000, split=split)
     distinct = {pairs.scene(i) for i in range(5000)}
     assert len(distinct) == 5000
-    assert len({scenes.describe(scene, 0) for scene in distinct}) == 5000
+    assert len({synthetic.describe(scene, 0) for scene in distinct}) == 5000
 
 
 def test_validation_combinations_are_never_in_training_whatever_the_seed():
     train = {combination(SyntheticScenes(20000, seed=s).scene(i)) for s in (0, 1) for i in range(20000)}
     val = {combination(SyntheticScenes(5000, seed=s, split="val").scene(i)) for s in (0, 7) for i in range(5000)}
     assert not train & val
-    assert len(train) + len(val) == len(scenes.COMBINATIONS)
+    assert len(train) + len(val) == len(synthetic.COMBINATIONS)
 
 
 def test_each_part_of_a_validation_combination_is_in_training():
@@ -77,8 +87,8 @@ def test_an_edit_changes_exactly_one_word():
 
 
 def test_every_subject_and_place_has_a_drawing():
-    assert {s for subjects, _ in scenes.CATEGORIES.values() for s in subjects} == set(SUBJECTS)
-    assert {p for _, places in scenes.CATEGORIES.values() for p in places} == set(PLACES)
+    assert {s for subjects, _ in synthetic.CATEGORIES.values() for s in subjects} == set(SUBJECTS)
+    assert {p for _, places in synthetic.CATEGORIES.values() for p in places} == set(PLACES)
 
 
 def test_changing_any_one_word_changes_the_image():

@@ -113,23 +113,18 @@ class CaptionFeatureTable:
     caption_id_M: RowIndices  # equal for equal captions
 
     def take(self, captions: RowIndices) -> tuple[Tensor, list[Any]]:
-        """Features of some captions, and an id for each that is equal for equal captions."""
         features = torch.from_numpy(self.features_MD[self.position_M[captions]]).float()
         return features, self.caption_id_M[captions].tolist()
 
 
 @dataclass(frozen=True)
 class FeatureTables:
-    """Precomputed features of the towers that are frozen."""
-
     images: ImageFeatureTable | None = None
     captions: CaptionFeatureTable | None = None
 
 
 @dataclass(frozen=True)
 class TokenizedCaptions:
-    """All captions of a split as token ids."""
-
     ids_M: Sequence[NDArray[np.int32]]
     start_N: RowIndices  # first caption of each image, and at the end M
     pad: Callable[[TokenIds], Tensor]
@@ -224,9 +219,7 @@ class BatchStream:
         images_BHWC = augment_images(pixels, self.augmentation, self.image_size, self.seed, epoch, samples)
         return rows, Images(images_BHWC), pixel_ids(pixels)
 
-    def _captions(
-        self, epoch: int, samples: RowIndices, rows: RowIndices
-    ) -> tuple[Tokens | TextFeatures, list[list[Any]]]:
+    def _captions(self, epoch: int, samples: RowIndices, rows: RowIndices) -> tuple[Tokens | TextFeatures, list[Any]]:
         """K captions of each row, and for each k ids that are equal for equal captions."""
         uniform_B, K = sample_uniform(self.seed, epoch, samples, CAPTION), self.captions_per_image
         if table := self.features.captions or self.tokenized:
@@ -264,11 +257,8 @@ def group_ids(values: Sequence[Hashable]) -> RowIndices:
 
 def find_duplicates(*ids_by_kind: Sequence[Hashable]) -> Tensor | None:
     """(B, B) mask of different rows with equal ids of any kind; None if there are none."""
-    equal: list[Tensor] = []
-    for ids in ids_by_kind:
-        if len(set(ids)) < len(ids):
-            group_B = torch.from_numpy(group_ids(ids))
-            equal.append(group_B[:, None] == group_B)
+    groups = [torch.from_numpy(group_ids(ids)) for ids in ids_by_kind if len(set(ids)) < len(ids)]
+    equal = [group_B[:, None] == group_B for group_B in groups]
     return torch.stack(equal).any(0).fill_diagonal_(False) if equal else None
 
 

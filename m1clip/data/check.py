@@ -177,7 +177,6 @@ def notable_images(stats: ImageStats, duplicates: dict[str, list[Pair]]) -> list
 
 
 def caption_stats(pairs: PairDataset, progress: ProgressFactory) -> dict[str, Any]:
-    """Lengths, vocabulary and repetitions of all captions."""
     hashes, rows, lengths, counts = array("q"), array("i"), array("i"), array("i")
     vocabulary = Counter[str]()
     with progress("reading captions", len(pairs)) as advance:

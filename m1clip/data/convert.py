@@ -30,14 +30,12 @@ SUFFIXES = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "HEIF": "heic", "JPEG200
 def convert_dataset(
     sources: list[Source], out: Path, to: Format, per_file: int, max_bad_rows: float, progress: ProgressFactory
 ) -> dict[str, Any]:
-    """Write all pairs of all splits; return a summary."""
     splits = [(src.spec, split) for src in sources for split in (src.train, src.val, src.test) if split]
     identities = [[spec, split.fingerprint, split.identity] for spec, split in splits]
     manifest = Manifest(out, {"from": identities, "to": to, "per_file": per_file})
     bad_rows = sum((source.bad_rows for source in sources), BadRows())
-    files, suffix, write = list(_plan_files(sources, per_file)), "tar", write_shard
-    if to == "parquet":
-        suffix, write = "parquet", write_parquet
+    files = list(_plan_files(sources, per_file))
+    suffix, write = ("tar", write_shard) if to == "shards" else ("parquet", write_parquet)
     with progress("converting", sum(len(rows) for *_, rows in files)) as advance:
         for name, pairs, rows in files:
             path = out / f"{name}.{suffix}"
@@ -67,12 +65,11 @@ def _samples(pairs: PairDataset, rows: range, name: str, bad_rows: BadRows) -> I
     """Pairs whose image can be decoded; the image bytes are copied."""
 
     def sample(row: int) -> Sample | BadRow:
+        key, location = f"{name}-{row - rows.start:06d}", pairs.location(row)
         try:
-            data, suffix = _image_file(pairs, row)
+            return key, *_image_file(pairs, row), list(pairs.captions(row)), location
         except BadImage as error:
-            return BadRow(error.kind, pairs.location(row), str(error))
-        key = f"{name}-{row - rows.start:06d}"
-        return key, data, suffix, list(pairs.captions(row)), pairs.location(row)
+            return BadRow(error.kind, location, str(error))
 
     with ThreadPoolExecutor() as pool:  # decoding releases the GIL
         for result in pool.map(sample, rows):

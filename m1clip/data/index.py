@@ -8,7 +8,7 @@ import os
 import stat
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import groupby, islice
@@ -44,7 +44,10 @@ class IndexWriter:
 
     def write(self, folder: Path, progress: Advance) -> None:
         keys = self._write_rows(folder / "rows.arrow", progress)
-        order, starts = _group_rows(keys)
+        _, first, group = np.unique(keys, return_index=True, return_inverse=True)
+        first_row = first[group]
+        order = np.argsort(first_row, kind="stable")  # rows grouped by image, in the order of each image's first row
+        starts = np.append(np.flatnonzero(np.diff(first_row[order], prepend=-1)), len(order))  # of each group
         with pa.memory_map(str(folder / "rows.arrow")) as source:
             usable, fingerprint, identity = self._check_images(pa.ipc.open_file(source), order, starts)
         sizes = np.diff(starts)
@@ -60,16 +63,13 @@ class IndexWriter:
         with pa.ipc.new_file(str(path), SCHEMA) as writer:
             while batch := list(islice(rows, ARROW_BATCH)):
                 keys.extend(hash((row.container, row.offset, row.image)) for row in batch)
-                writer.write_batch(self._record_batch(batch))
+                columns = {name: [getattr(row, name) for row in batch] for name in ("image", *NUMBERS, "captions")}
+                for name, numbers in (("container", self.containers), ("table", self.tables)):
+                    columns[name] = [numbers.setdefault(getattr(row, name), len(numbers)) for row in batch]
+                columns["split"] = [SPLIT_CODES[normalize_split(row.split) if row.split else ""] for row in batch]
+                writer.write_batch(pa.record_batch([columns[name] for name in SCHEMA.names], SCHEMA))
                 progress(len(batch))
         return np.array(keys, np.int64)
-
-    def _record_batch(self, rows: Sequence[Row]) -> pa.RecordBatch:
-        columns = {name: [getattr(row, name) for row in rows] for name in ("image", *NUMBERS, "captions")}
-        for name, numbers in (("container", self.containers), ("table", self.tables)):
-            columns[name] = [numbers.setdefault(getattr(row, name), len(numbers)) for row in rows]
-        columns["split"] = [SPLIT_CODES[normalize_split(row.split) if row.split else ""] for row in rows]
-        return pa.record_batch([pa.array(columns[field.name], field.type) for field in SCHEMA], SCHEMA)
 
     def _usable_rows(self) -> Iterator[Row]:
         """Valid rows; consecutive rows of one image are merged here already."""
@@ -141,15 +141,6 @@ class IndexWriter:
         return is_below and not os.path.realpath(folder).startswith(self.real_root + os.sep)
 
 
-def _group_rows(keys: RowIndices) -> tuple[RowIndices, RowIndices]:
-    """Rows grouped by image, in the order of each image's first row, and the start of each group."""
-    _, first, group = np.unique(keys, return_index=True, return_inverse=True)
-    first_row = first[group]
-    order = np.argsort(first_row, kind="stable")
-    starts = np.flatnonzero(np.diff(first_row[order], prepend=-1))
-    return order, np.append(starts, len(order))
-
-
 class IndexFiles(NamedTuple):
     table: pa.Table
     order: RowIndices  # rows of the table, grouped by image
@@ -165,8 +156,6 @@ def open_index(folder: Path) -> IndexFiles:
 
 
 class IndexedPairs:
-    """All or some images of an index."""
-
     def __init__(self, folder: Path, rows: RowIndices | None = None):
         self.folder = folder
         self.rows = np.arange(len(self._index.starts) - 1) if rows is None else rows

@@ -1,7 +1,4 @@
-"""Images decoded by worker processes into a memory-mapped file that runs share. No torch.
-
-Also the disk space of all such caches.
-"""
+"""Images decoded by worker processes into memory-mapped files that runs share, and their disk space. No torch."""
 
 import atexit
 import fcntl
@@ -88,7 +85,6 @@ class WorkerPool(Generic[T]):
         self.executor = ProcessPoolExecutor(self.workers, context, _start_worker, (function,))
 
     def map(self, chunks: Iterable[Rows]) -> Iterator[T]:
-        """Results in order."""
         pending = deque[tuple[Rows, Future[T]]]()
         try:
             for rows in chunks:
@@ -185,12 +181,7 @@ class RowStore:
 
     def entries(self) -> dict[int, Notes]:
         """The journal by chunk: its checksum and notes."""
-        entries: dict[int, Notes] = {}
-        for entry in read_jsonl(self.journal):
-            match entry:
-                case {"chunk": int(chunk), "crc": int(), "notes": dict()}:
-                    entries[chunk] = entry
-        return entries
+        return {entry["chunk"]: entry for entry in read_jsonl(self.journal) if "notes" in entry}
 
     def is_final(self, entry: Notes) -> bool:
         """Whether an intact chunk need not be produced again."""
@@ -216,7 +207,7 @@ class RowStore:
 
     def _intact_chunks(self, progress: Advance) -> set[int]:
         entries = {k: entry for k, entry in self.entries().items() if k < len(self.chunks)}
-        if not entries or not self.data.exists():
+        if not self.data.exists():
             return set()
 
         def is_intact(k: int) -> bool:
@@ -235,8 +226,6 @@ class RowStore:
 
 
 class PixelCache(RowStore):
-    """All images of a dataset, decoded at one size."""
-
     def __init__(self, pairs: PairDataset, image_size: int):
         self.image_size = image_size
         # The key includes the decoding code: other code makes other pixels.

@@ -13,7 +13,7 @@ from pathlib import Path
 from braceexpand import braceexpand
 
 from m1clip.config import DataConfig
-from m1clip.data import caption_datasets, hf_datasets, tables, webdataset
+from m1clip.data import containers, tables
 from m1clip.data.rows import MAX_CAPTION_BYTES, SPLIT_WORDS, BadRow, Listing, Row
 from m1clip.data.sources import SCHEMES
 from m1clip.format import did_you_mean
@@ -31,22 +31,22 @@ def list_rows(spec: str, config: DataConfig) -> Listing:
     if not colon or scheme not in SCHEMES:
         return _list_paths(expand_paths(spec), config)
     if scheme == "hf":
-        return hf_datasets.list_dataset(path, config)
+        return containers.list_dataset(path, config)
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"{spec} needs the folder of {scheme}; there is no folder {path!r}")
     if scheme == "coco":
-        return caption_datasets.list_coco(folder)
-    return caption_datasets.list_flickr(folder, scheme, config)
+        return tables.list_coco(folder)
+    return tables.list_flickr(folder, scheme, config)
 
 
 def _list_paths(paths: list[Path], config: DataConfig) -> Listing:
     """Shards, and Parquet files that contain images, are listed together; other paths one by one."""
     suffixes = {path.suffix.lower() for path in paths if path.is_file()}
     if suffixes == {".tar"} and not any(path.is_dir() for path in paths):
-        return webdataset.list_shards(paths)
+        return containers.list_shards(paths)
     if suffixes == {".parquet"} and tables.contains_images(paths[0]):
-        return hf_datasets.list_parquet(paths, config)
+        return containers.list_parquet(paths, config)
     if len(paths) == 1:
         return _list_path(paths[0], config)
     listings = [_list_path(path, config) for path in paths]
@@ -61,16 +61,14 @@ def _list_path(path: Path, config: DataConfig) -> Listing:
             if files := sorted(path.glob(pattern)):
                 return _list_paths(files, config)
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
-            return hf_datasets.list_dataset(str(path), config)
+            return containers.list_dataset(str(path), config)
         return _list_folder(path, config)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    if suffix in (".txt", ".token"):
-        return caption_datasets.list_text_file(path, config)
-    if suffix not in tables.TABLE_SUFFIXES:
+    if suffix not in tables.READERS:
         formats = ", ".join(tables.TABLE_SUFFIXES)
         raise ValueError(f"{path} cannot be read; expected a folder, {formats} or uncompressed .tar shards")
-    listing = caption_datasets.list_json(path) if suffix == ".json" else None
+    listing = tables.list_captions(path) if suffix in (".json", ".txt", ".token") else None
     return listing or tables.list_table(path, config)
 
 
@@ -105,7 +103,7 @@ def _list_folder(path: Path, config: DataConfig) -> Listing:
     found = _inspect(path, config)
     if "caption file" in found:
         return Listing(str(path), _caption_file_rows(path, config))
-    if listing := caption_datasets.recognize(path, config):
+    if listing := tables.list_known_dataset(path, config):
         return listing
     if len(files) == 1:
         return tables.list_table(files[0], config)

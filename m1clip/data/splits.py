@@ -35,10 +35,10 @@ class OnTheFlyImages:
         self.pool = WorkerPool(partial(decode_rows, pairs, image_size), workers)
 
     def take(self, rows: RowIndices) -> tuple[RowIndices, Pixels]:
-        rows = np.array([self._next_good(int(row)) for row in rows])
+        rows, todo = np.array(rows), np.arange(len(rows))
         pixels = np.empty((len(rows), self.image_size, self.image_size, 3), np.uint8)
-        todo = np.arange(len(rows))
         while len(todo):
+            rows[todo] = [self._next_good(int(row)) for row in rows[todo]]
             chunks = [chunk for chunk in np.array_split(todo, 2 * self.pool.workers) if len(chunk)]
             results = self.pool.map([rows[chunk].tolist() for chunk in chunks])
             for chunk, decoded in zip(chunks, results, strict=True):
@@ -47,7 +47,6 @@ class OnTheFlyImages:
                 self.bad_rows.add_images(self.pairs, decoded.bad)
             self.bad_rows.require_at_most(self.max_bad_rows)
             todo = np.flatnonzero(np.isin(rows, list(self.bad)))
-            rows[todo] = [self._next_good(int(row)) for row in rows[todo]]
         return rows, pixels
 
     def _next_good(self, row: int) -> int:
@@ -60,8 +59,6 @@ class OnTheFlyImages:
 
 @dataclass(frozen=True)
 class SplitPart:
-    """The pairs of one source."""
-
     pairs: PairDataset
     rows: RowIndices  # usable ones of `pairs`
     images: CachedImages | OnTheFlyImages

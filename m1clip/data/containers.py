@@ -1,14 +1,17 @@
-"""Images inside tables: `hf:NAME` and Parquet with bytes, read through the `datasets` library. No torch.
+"""Images inside larger files: WebDataset shards, and tables read through the `datasets` library. No torch.
 
-It writes uncompressed Arrow files; an image is then a byte range of such a file, as in a shard.
+An image is a byte range of such a file, which is never unpacked: `datasets` writes uncompressed Arrow files.
 """
 
+import json
 import logging
 import os
+import re
+import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
-from itertools import islice, repeat
+from itertools import islice, product, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
@@ -17,18 +20,108 @@ import numpy as np
 import pyarrow as pa
 
 from m1clip.config import DataConfig
-from m1clip.data.rows import BadRow, Listing, Row
-from m1clip.data.tables import Values, caption_texts, guess_caption_columns, holds_images, label_caption
-from m1clip.data.webdataset import split_from_name
+from m1clip.data.rows import MAX_CAPTION_BYTES, BadRow, Listing, Row
+from m1clip.data.tables import IMAGE_SUFFIX, Values, caption_texts, guess_caption_columns, holds_images, label_caption
 from m1clip.files import cache_folder
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+PICKLES = re.compile(r"\.(pyd|pkl|pickle|pt|pth|joblib|npy|npz)$", re.I)  # what WebDataset readers unpickle
+CAPTION_MEMBERS = ("txt", "text", "caption", "cap")
+Members = dict[str, tarfile.TarInfo]
 STREAM_CHUNK = 1000  # rows per file of a stream that is kept
 SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")  # in folders of save_to_disk
 
 
+# WebDataset shards: tar files in which the members of a pair share a name.
+def list_shards(paths: list[Path]) -> Listing:
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        raise FileNotFoundError(f"{len(missing)} of {len(paths)} shards are missing, such as {missing[0]}")
+    root = os.path.dirname(os.path.commonpath(paths)) or "."
+    return Listing(root, (row for path in paths for row in _shard_rows(path)))
+
+
+def _shard_rows(path: Path) -> Iterator[Row | BadRow]:
+    """The pairs of one tar; a truncated one gives its complete pairs."""
+    try:
+        with tarfile.open(path, "r:") as tar:  # uncompressed: images are read by their offset
+            key, members, last_offset = "", Members(), 0
+            while (member := tar.next()) is not None:
+                tar.members.clear()  # type: ignore[attr-defined]  # or it would keep every header in memory
+                if tar.offset <= last_offset:  # a negative size sent tarfile back for ever (CVE-2025-8194)
+                    raise ValueError(f"{path} is refused: the size of its member {member.name!r} is invalid")
+                last_offset = tar.offset
+                if member.isdir() or os.path.basename(member.name).startswith("."):  # macOS adds ._name
+                    continue
+                _refuse_unsafe(path, member)
+                folder, slash, name = member.name.rpartition("/")
+                stem, _, suffix = name.partition(".")
+                if folder + slash + stem != key or suffix.lower() in members:
+                    if members:
+                        yield _pair(path, tar, key, members)
+                    key, members = folder + slash + stem, {}
+                members[suffix.lower()] = member
+            if members:
+                yield _pair(path, tar, key, members)
+            with open(path, "rb") as file:
+                file.seek(tar.offset)
+                if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                    yield BadRow("truncated", str(path), "the shard has no end mark: pairs may be missing")
+    except (tarfile.TarError, EOFError, OSError) as error:
+        with open(path, "rb") as file:
+            is_gzip = file.read(2) == b"\x1f\x8b"
+        reason = "gunzip it first" if is_gzip else error if os.path.getsize(path) else "it is empty"
+        yield BadRow("truncated", str(path), f"the shard is truncated or not an uncompressed tar ({reason})")
+
+
+def _refuse_unsafe(path: Path, member: tarfile.TarInfo) -> None:
+    problems = {
+        "points outside the archive": member.name.startswith("/") or ".." in member.name.split("/"),
+        f"is a link to {member.linkname!r}": member.issym() or member.islnk(),
+        "has an invalid size": member.size < 0,
+        "is not a regular file": not member.isfile() or member.issparse(),
+        "may be a pickle, which can run code": PICKLES.search(member.name),
+    }
+    for problem, found in problems.items():
+        if found:
+            raise ValueError(f"{path} is refused: its member {member.name!r} {problem}")
+
+
+def _pair(path: Path, tar: tarfile.TarFile, key: str, members: Members) -> Row | BadRow:
+    location, values = f"{path}: {key}", None
+    image = next((member for suffix, member in members.items() if IMAGE_SUFFIX.search(f".{suffix}")), None)
+    if image is None:
+        return BadRow("missing file", location, f"no image among its members ({', '.join(sorted(members))})")
+    if image.offset_data + image.size > os.path.getsize(path):
+        return BadRow("truncated", location, "the shard ends inside the image")
+    text = next((members[suffix] for suffix in CAPTION_MEMBERS if suffix in members), None)
+    lines = _read(tar, text).decode("utf-8-sig", "surrogateescape").splitlines() if text else []
+    try:
+        values = json.loads(_read(tar, members["json"])) if "json" in members else None
+    except (ValueError, RecursionError) as error:
+        if not lines:
+            return BadRow("broken line", f"{location}.json", f"not JSON ({error})")
+    values = values if isinstance(values, dict) else {}
+    caption = caption_texts(values.get("caption") or values.get("text"))
+    captions = caption_texts(values.get("captions")) or lines or caption or [""]
+    return Row(image.name, captions, 0, "", split_from_name(path.name), str(path), image.offset_data, image.size)
+
+
+def split_from_name(name: str) -> str:
+    """The split that the name of a shard or Parquet file starts with, if any."""
+    prefix = re.match(r"(train|val|valid|validation|dev|held-out|test)[-_.]", name, re.I)
+    return prefix[1] if prefix else ""
+
+
+def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    assert file is not None  # links were refused
+    return file.read(MAX_CAPTION_BYTES)
+
+
+# `hf:NAME`, and Parquet files with images.
 def list_dataset(name: str, config: DataConfig) -> Listing:
     """hf:NAME, optionally with ?config=…&split=…&stream=N (download only the first N rows)."""
     name, _, query = name.partition("?")
@@ -75,9 +168,7 @@ def _load_stream(name: str, options: dict[str, str]) -> "dict[str, Dataset]":
     with _explain_errors(name) as datasets:
         split = options.get("split", "train")
         stream = datasets.load_dataset(name, options.get("config"), split=split, streaming=True)
-        for column, feature in (stream.features or {}).items():
-            if isinstance(feature, datasets.Image):
-                stream = stream.cast_column(column, datasets.Image(decode=False))
+        stream = stream.decode(False) if stream.features else stream
         rest = iter(stream.skip(done).take(max(0, int(options["stream"]) - done)))
         while rows := list(islice(rest, STREAM_CHUNK)):
             partial = folder / f"part.{os.getpid()}"
@@ -123,7 +214,10 @@ def _rows(data: "Dataset", name: str, split: str, config: DataConfig) -> Iterato
     others = data.data.table.select([column for column in data.column_names if column not in images])
     ranges, columns, line = _byte_ranges(data, image), None, 0
     for batch in others.to_batches(1000):
-        records = [_caption_labels(row, labels, config.template) for row in batch.to_pylist()]
+        records: list[Values] = batch.to_pylist()
+        for values, (column, names) in product(records, labels.items()):  # class numbers become captions
+            if isinstance(values[column], int) and 0 <= values[column] < len(names):
+                values[column] = label_caption(names[values[column]], config.template)
         columns = columns or guess_caption_columns(Path(name), records, config)
         for values in records:
             line += 1
@@ -138,22 +232,12 @@ def _rows(data: "Dataset", name: str, split: str, config: DataConfig) -> Iterato
                 yield BadRow("missing file", f"{table} row {line}", "the row has no image")
 
 
-def _caption_labels(values: Values, labels: dict[str, list[str]], template: str) -> Values:
-    """Class numbers become captions."""
-    for column, names in labels.items():
-        if isinstance(values.get(column), int) and 0 <= values[column] < len(names):
-            values[column] = label_caption(names[values[column]], template)
-    return values
-
-
 def _materialize(data: "Dataset") -> "Dataset":
     """The same rows in Arrow files that hold no others: a slice of a split is written to the cache."""
     import datasets
 
-    rows = 0
-    for file in data.cache_files:
-        with pa.memory_map(file["filename"]) as source:
-            rows += sum(batch.num_rows for batch in pa.ipc.open_stream(source))
+    files = [pa.memory_map(file["filename"]) for file in data.cache_files]
+    rows = sum(batch.num_rows for file in files for batch in pa.ipc.open_stream(file))
     if data.cache_files and rows == len(data) and data._indices is None:
         return data
     folder = cache_folder() / "datasets" / f"rows-{data._fingerprint}"
