@@ -14,7 +14,7 @@ from m1clip.config import TrainConfig, check_config, from_json, override
 from m1clip.data.sources import open_sources
 from m1clip.model.clip import load
 from m1clip.run import Run
-from m1clip.training import autoconfig, schedule, timing
+from m1clip.training import autoconfig, optim, timing
 from m1clip.training.autoconfig import (
     BAG_OF_WORDS,
     SYNTHETIC,
@@ -27,7 +27,7 @@ from m1clip.training.autoconfig import (
     fit_budget,
 )
 from m1clip.training.loop import fit
-from m1clip.training.schedule import Schedule, learning_rate
+from m1clip.training.optim import Schedule, learning_rate
 from m1clip.training.setup import prepare
 from photos import write_photos
 
@@ -44,7 +44,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = 1000.0
-        monkeypatch.setattr(schedule.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(optim.time, "monotonic", lambda: self.now)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from m1clip.model.clip import load
 from m1clip.run import Run
 from m1clip.training import checkpoint
 from m1clip.training.loop import StopSignal
-from m1clip.training.schedule import learning_rate
+from m1clip.training.optim import learning_rate
 from m1clip.training.setup import prepare
 
 

@@ -105,7 +105,7 @@ def _encode_captions(model: CLIP, pairs: Split, config: TrainConfig, progress: P
 def encode_chunks(tower: Callable[[Tensor], Tensor], inputs: Tensor, device: torch.device) -> Tensor:
     """Encode in chunks of a fixed size: rounding depends on it, so it must not depend on a timing."""
     size = GPU_CHUNK if devices.is_async(device) else CPU_CHUNK
-    return torch.cat([tower(devices.copy_to(chunk, device)) for chunk in inputs.split(size)])
+    return torch.cat([tower(devices.copy_to(chunk, device)) for chunk in torch.split(inputs, size)])
 
 
 def _build_store(
