@@ -7,18 +7,17 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from m1clip import devices, losses, sensors
 from m1clip.config import TrainConfig
 from m1clip.console import Console
 from m1clip.data.batches import Batch, BatchStream, Images
 from m1clip.data.rows import BadRows
-from m1clip.evals.evaluate import Evaluation
-from m1clip.evals.health import health
 from m1clip.evals.retrieval import Retrieval
 from m1clip.files import atomic_write
 from m1clip.run import Run
@@ -29,24 +28,25 @@ from m1clip.training.optim import Schedule
 from m1clip.training.state import TrainState
 from m1clip.training.step import STATS, embed_images, embed_texts
 
+if TYPE_CHECKING:
+    from m1clip.evals.evaluate import Evaluation
+
 PHASES = ("data", "copy", "forward", "backward", "optimizer")
+PHASES_MS = [f"{phase}_ms" for phase in PHASES]
+HEARTBEAT_S = 1.0
+MAX_SKIPPED = 20
+"""Steps with a non-finite loss or gradient after which the run stops."""
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class PendingStep:
+class PendingStep(NamedTuple):
     """A step whose numbers are still on the device."""
 
-    step: int
-    lr: float
+    record: Record
     stats: Tensor
-    rows: list[int]
-    image_size: int
-    chunk: int
-    has_phases: bool
     timestamps: dict[str, Any]
     between_s: float
-    time: float
+    rows: list[int]
 
 
 class StepMetrics:
@@ -56,11 +56,9 @@ class StepMetrics:
             "chance_loss": losses.chance(config.model.loss, config.batch_size),
             "chance_accuracy": 1 / config.batch_size,
         }
-        self.log_every, self.always_phases = config.log_every, devices.has_event_timer(device)
-        self.has_phases = True
-        self.pending: list[PendingStep] = []
-        self.epoch_steps: list[Record] = []
-        self.timestamps: dict[str, Any] = {}
+        self.log_every, self.always_phases, self.has_phases = config.log_every, devices.has_event_timer(device), True
+        self.pending, self.timestamps = list[PendingStep](), dict[str, Any]()
+        self.epoch_steps: list[Record] = []  # of the current epoch, also those of earlier sessions
         self.ended_at = self.between_s = self.paused_s = 0.0
 
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -87,16 +85,14 @@ class StepMetrics:
 
     def add(self, step: int, lr: float, stats: Tensor, batch: Batch, chunk: int) -> None:
         """Keep a step's numbers on the device: reading them would make a GPU wait."""
-        timing = (self.has_phases, self.timestamps, self.between_s, time.time())
         # 0 where the vision tower is frozen and no image is read
         size = batch.image.images_BHWC.shape[1] if isinstance(batch.image, Images) else 0
-        self.pending.append(PendingStep(step, lr, stats, batch.rows.tolist(), size, chunk, *timing))
+        record = {"step": step, "time": round(time.time(), 3), "lr": lr, "image_size": size, "chunk": chunk}
+        self.pending.append(PendingStep(record, stats, self.timestamps, self.between_s, batch.rows.tolist()))
         self.ended_at = time.perf_counter()
 
     def read(self) -> list[Record]:
         """A record for every step since the last reading."""
-        if not self.pending:
-            return []
         with self.paused():  # waiting for the queue is already part of the steps' time
             values = torch.stack([step.stats for step in self.pending]).tolist()
         records = [self._record(step, stats) for step, stats in zip(self.pending, values, strict=True)]
@@ -107,37 +103,28 @@ class StepMetrics:
     def _record(self, step: PendingStep, values: list[float]) -> Record:
         stats = {key: value if math.isfinite(value) else None for key, value in zip(STATS, values, strict=True)}
         skipped = stats["loss"] is None or stats["grad_norm"] is None
-        timestamps = list(step.timestamps.values())
-        phases: dict[str, float | None] = dict.fromkeys((f"{phase}_ms" for phase in PHASES), None)
-        if step.has_phases:
-            spans = (devices.elapsed_ms(a, b) for a, b in itertools.pairwise(timestamps))
-            phases = {f"{phase}_ms": round(span, 3) for phase, span in zip(PHASES, spans, strict=True)}
-        step_ms, between_ms = devices.elapsed_ms(timestamps[0], timestamps[-1]), 1e3 * step.between_s
+        times, between_ms = list(step.timestamps.values()), 1e3 * step.between_s
+        step_ms, phases_ms = devices.elapsed_ms(times[0], times[-1]), dict[str, float | None].fromkeys(PHASES_MS)
+        if len(times) > 2:
+            spans = (devices.elapsed_ms(a, b) for a, b in itertools.pairwise(times))
+            phases_ms = {phase: round(span, 3) for phase, span in zip(PHASES_MS, spans, strict=True)}
         return {
-            "step": step.step,
-            "time": round(step.time, 3),
+            **step.record,
             **stats,
             "accuracy": (values[1] + values[2]) / 2,
             **self.chance,
-            "lr": step.lr,
-            "image_size": step.image_size,
-            "chunk": step.chunk,
             "step_ms": round(step_ms, 3),
-            **phases,
+            **phases_ms,
             "between_ms": round(between_ms, 3),
             "pairs_per_s": round(1e3 * self.batch_size / (step_ms + between_ms), 2),
             **({"skipped": True, "rows": step.rows} if skipped else {}),
         }
 
-    def restore_epoch(self, records: Iterable[Record]) -> None:
-        """Steps of an epoch that began in an earlier session."""
-        self.epoch_steps = list(records)
-
     def epoch_means(self) -> Record:
         """Means of the finished epoch and its seconds; evaluation and saving are not training time."""
         records, self.epoch_steps = self.epoch_steps, []
         seconds = total_seconds(records)
-        keys = (*STATS, "accuracy", *(f"{phase}_ms" for phase in PHASES), "step_ms")
+        keys = (*STATS, "accuracy", *PHASES_MS, "step_ms")
         speed = {"seconds": round(seconds, 2), "pairs_per_s": round(self.batch_size * len(records) / seconds, 2)}
         return {**{key: mean_of_known(row[key] for row in records) for key in keys}, **self.chance, **speed}
 
@@ -157,32 +144,27 @@ def mean_of_known(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-HEARTBEAT_S = 1.0
-MAX_SKIPPED = 20
-"""Steps with a non-finite loss or gradient after which the run stops."""
-
-
+@dataclass
 class Logger:
-    def __init__(
-        self,
-        run: Run,
-        console: Console,
-        state: TrainState,
-        progress: Progress,
-        batches: BatchStream,
-        schedule: Schedule,
-        imported: sensors.MemoryUse,
-    ):
-        self.run, self.console, self.state, self.progress = run, console, state, progress
-        self.batches, self.config, self.schedule, self.imported = batches, state.config, schedule, imported
-        self.pair_bytes, self.last_step, self.reported_bad_rows = 0, Record(), 0
-        self.history, self.reported = History(schedule.total), set[str]()
+    run: Run
+    console: Console
+    state: TrainState
+    progress: Progress
+    batches: BatchStream
+    schedule: Schedule
+    imported: sensors.MemoryUse
+    pair_bytes: int = 0
+    """Activations of one pair, once they have been counted."""
+
+    def __post_init__(self) -> None:
+        self.config, self.last_step, self.reported_bad_rows = self.state.config, Record(), 0
+        self.history, self.reported = History(self.schedule.total), set[str]()
         self.energy, self.heartbeat_at = sensors.EnergyMeter(), 0.0
         # A total is known only if every session was measured, an epoch's only if it began in this session.
-        self.joules_before = 0.0 if progress.step == 0 else progress.joules
-        self.epoch_start_joules = 0.0 if batches.epoch_end(progress.step) is not None else None
+        self.joules_before = 0.0 if self.progress.step == 0 else self.progress.joules
+        self.epoch_start_joules = None if self.batches.epoch_end(self.progress.step) is None else 0.0
         self.power_since: tuple[float, float | None] = (time.monotonic(), self.energy.joules())
-        sensors.readings(run.path)  # core utilization is measured from here
+        sensors.readings(self.run.path)  # core utilization is measured from here
 
     def log_steps(self, records: list[Record]) -> None:
         """Write step records; raise if too many steps were skipped."""
@@ -247,6 +229,8 @@ class Logger:
 
     def log_diagnostics(self, batch: Batch, image_BE: Tensor, text_BE: Tensor) -> None:
         """Gradient and weight norms, embedding statistics, memory and sensors; then known problems."""
+        from m1clip.evals.health import health
+
         if self.last_step.get("skipped"):
             return  # nothing is finite
         clipping = max(1.0, (self.last_step["grad_norm"] or 0.0) / self.config.grad_clip)
@@ -272,12 +256,12 @@ class Logger:
                 self.run.log("event", self.progress.step, event="diagnosis", about=name, text=sentence)
                 self.console.warn(f"{name}: {sentence}")
 
-    def log_eval(self, evaluation: Evaluation) -> None:
-        epoch = self.batches.epoch_end(self.progress.step)
-        record = {"epoch": epoch, **evaluation.record()}
-        self.run.log("eval", self.progress.step, **record)
+    def log_eval(self, evaluation: "Evaluation") -> None:
+        step = self.progress.step
+        record = {"epoch": self.batches.epoch_end(step), **evaluation.record()}
+        self.run.log("eval", step, **record)
         self.history.evals.append(record)
-        examples = {"step": self.progress.step, "time": round(time.time(), 3), **evaluation.examples()}
+        examples = {"step": step, "time": round(time.time(), 3), **evaluation.examples()}
         with suppress(OSError):  # on a full disk the previous examples stay
             atomic_write(self.run.path / "retrievals.json", json.dumps(examples) + "\n", durable=False)
 
@@ -323,6 +307,7 @@ def add_known(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None else a + b
 
 
+@torch.no_grad()
 def norms_by_block(state: TrainState) -> tuple[dict[str, float], dict[str, float]]:
     """Gradient and weight norms by block, read from the device at once."""
     blocks: dict[str, list[torch.nn.Parameter]] = {}
@@ -330,18 +315,9 @@ def norms_by_block(state: TrainState) -> tuple[dict[str, float], dict[str, float
         parts = name.split(".")
         depth = 3 if "blocks" in parts else 2 if parts[0] in ("vision", "text") else 1
         blocks.setdefault(".".join(parts[:depth]), []).append(weight)
-    norms = [
-        torch.stack([total_norm(gradients_of(weights)), total_norm(weights)]).to(state.device)
-        for weights in blocks.values()
-    ]
-    gradients, weights = torch.stack(norms).T.tolist()
-    return dict(zip(blocks, gradients, strict=True)), dict(zip(blocks, weights, strict=True))
-
-
-def gradients_of(weights: list[torch.nn.Parameter]) -> list[Tensor]:
-    return [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
-
-
-def total_norm(tensors: list[Tensor] | list[torch.nn.Parameter]) -> Tensor:
-    norm: Tensor = torch.stack(torch._foreach_norm([tensor.detach() for tensor in tensors])).norm()
-    return norm
+    norms = []
+    for weights in blocks.values():
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        norms.append(torch.stack([get_total_norm(x).to(state.device) for x in (gradients, weights)]))
+    gradient_norms, weight_norms = torch.stack(norms).T.tolist()
+    return dict(zip(blocks, gradient_norms, strict=True)), dict(zip(blocks, weight_norms, strict=True))
