@@ -139,8 +139,8 @@ class DataConfig:
     """Which pairs are read, and how: the flags of every command about data."""
 
     data: str = "synthetic:12000"
-    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar, hf:NAME
-    or synthetic:N; a@2+b mixes sources, each pair of a twice per epoch."""
+    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
+    hf:NAME or synthetic:N; a@2+b mixes sources, each pair of a twice per epoch."""
     val_size: Positive | Literal["auto"] = "auto"
     """Validation images; auto uses the dataset's own split, or holds out 5 %."""
     image_column: str = "auto"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # they import pyarrow
 MAX_SHOWN = 15  # bad rows
 MAX_TOKENIZED_IMAGES = 50_000
 Report = dict[str, Any]
+Line = tuple[str, str] | tuple[str, str, str]  # label, text and style
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,6 @@ class Args(DataConfig):
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")] = ""
-    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
-    hf:NAME or synthetic:N, as in `m1clip train --data`."""
     preset: str = "nano"
     """Preset whose vocabulary and context length captions are compared with."""
     tokenizer: str = "bpe"
@@ -57,46 +56,34 @@ def parse(program: str, argv: list[str]) -> Args:
 
 
 def main(args: Args) -> int:
-    reports = []
-    for report in check_sources(args):
-        reports.append(report)
-        if not args.json:
-            print_report(report, args)
-    if args.json:
-        print(json.dumps(reports[0] if len(reports) == 1 else {"sources": reports}))
-    return int(any(is_refused(report, args) for report in reports))
-
-
-def check_sources(args: Args) -> Iterator[Report]:
     from m1clip.console import Console
     from m1clip.data.sources import NoUsablePairs, open_sources
 
     progress = Console().progress
     try:
         sources = open_sources(replace(args, max_bad_rows=1.0), progress)
+        reports = [check_source(source, args, number, progress) for number, source in enumerate(sources, 1)]
     except NoUsablePairs as error:
-        empty = {"data": error.spec, "images": 0, "captions": 0}
-        yield {**empty, "rows": error.bad_rows.rows, "bad_rows": error.bad_rows.record()}
-        return
-    for number, source in enumerate(sources):
-        sheet = args.sheet.with_stem(f"{args.sheet.stem}-{number + 1}") if number else args.sheet
-        yield check_source(source, args, sheet, progress)
+        bad = {"rows": error.bad_rows.rows, "bad_rows": error.bad_rows.record()}
+        reports = [{"data": error.spec, "images": 0, "captions": 0, **bad}]
+    if args.json:
+        print(json.dumps(reports[0] if len(reports) == 1 else {"sources": reports}))
+    else:
+        for report in reports:
+            print_report(report, args)
+    return int(any(report["bad_rows"]["fraction"] > args.max_bad_rows for report in reports))
 
 
-def is_refused(report: Report, args: Args) -> bool:
-    return bool(report["bad_rows"]["fraction"] > args.max_bad_rows)
-
-
-def check_source(source: "Source", args: Args, sheet: Path, progress: "ProgressFactory") -> Report:
+def check_source(source: "Source", args: Args, number: int, progress: "ProgressFactory") -> Report:
     from m1clip.data import check
 
     pairs, bad_rows = source.all, source.bad_rows
+    sheet = args.sheet.with_stem(f"{args.sheet.stem}-{number}") if number > 1 else args.sheet
     stats = check.image_stats(pairs, bad_rows, args.workers, progress)
     duplicates = check.duplicate_images(source, stats)
-    tiles = check.sample_tiles(pairs, 12)
-    for index, reason in check.notable_images(stats, duplicates)[:18]:
-        tiles.append(check.make_tile(pairs, index, f"[{reason}] "))
-    check.contact_sheet(tiles, 6).save(sheet)
+    notable = check.notable_images(stats, duplicates)[:18]
+    tiles = [check.make_tile(pairs, index, f"[{reason}] ") for index, reason in notable]
+    check.contact_sheet([*check.sample_tiles(pairs, 12), *tiles], 6).save(sheet)
     largest = int((stats["width"].astype(int) * stats["height"]).argmax())
     width, height = stats[["width", "height"]][largest].item()
     splits = {"train": source.train, "val": source.val, "test": source.test}
@@ -137,83 +124,77 @@ def token_stats(source: "Source", args: Args) -> Report:
     }
 
 
-def print_line(label: str, text: str, style: str = "") -> None:
-    """A labeled line; on a terminal, long text is wrapped in its own column."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console, text = Console(highlight=False), escape(printable(text))
-    text = f"[{style}]{text}[/]" if style else text
-    if not console.is_terminal:
-        console.print(f"[dim]{label:>10}[/]  {text}", soft_wrap=True)
-        return
-    row = Table.grid(padding=(0, 2, 0, 0))
-    row.add_column(width=10, justify="right", style="dim")
-    row.add_column(overflow="fold")
-    row.add_row(label, text)
-    console.print(row)
-
-
 def print_report(report: Report, args: Args) -> None:
+    """Labeled lines; on a terminal, long text is wrapped in its own column."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console, grid = Console(highlight=False), Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(width=10, justify="right", style="dim")
+    grid.add_column(overflow="fold")
+    for label, text, *style in report_lines(report, args):
+        grid.add_row(label, Text(printable(text), *style))
+        if not console.is_terminal:
+            print(f"{label:>10}  {printable(text)}")
+    if console.is_terminal:
+        console.print(grid)
+
+
+def report_lines(report: Report, args: Args) -> Iterator[Line]:
     counts = f"{report['images']:,} images, {report['captions']:,} captions"
-    print_line("data", f"{report['data']}: {counts}", "bold" if report["images"] else "bold red")
+    yield "data", f"{report['data']}: {counts}", "bold" if report["images"] else "bold red"
     if report["images"]:
         splits = ", ".join(f"{count:,} {split}" for split, count in report["splits"].items())
-        print_line("splits", f"{splits} ({report['split_reason']})")
-    print_bad_rows(report, args)
+        yield "splits", f"{splits} ({report['split_reason']})"
+    yield from bad_row_lines(report, args)
     if report["images"]:
-        print_images(report)
-        print_captions(report, args)
-        print_line("sheet", report["sheet"])
+        yield from image_lines(report)
+        yield from caption_lines(report, args)
+        yield "sheet", report["sheet"]
 
 
-def print_bad_rows(report: Report, args: Args) -> None:
-    bad, refused = report["bad_rows"], is_refused(report, args)
+def bad_row_lines(report: Report, args: Args) -> Iterator[Line]:
+    bad = report["bad_rows"]
+    refused = bad["fraction"] > args.max_bad_rows
     if not bad["count"]:
-        return print_line("bad rows", "none", "green")
+        yield "bad rows", "none", "green"
+        return
     verdict = f"above --max-bad-rows {percent(args.max_bad_rows)}: training refuses this data"
-    verdict = verdict if refused else "training skips them"
     counted = f"{bad['count']:,} of {report['rows']:,} rows ({percent(bad['fraction'])})"
-    print_line("bad rows", f"{counted}, {verdict}", "bold red" if refused else "yellow")
-    print_line("", ", ".join(f"{count:,} {kind}" for kind, count in bad["kinds"].items()))
-    for row in bad["examples"][:MAX_SHOWN]:
-        print_line("", f"{row['location']}: {row['reason']}")
+    yield "bad rows", f"{counted}, {verdict if refused else 'training skips them'}", "bold red" if refused else "yellow"
+    yield "", ", ".join(f"{count:,} {kind}" for kind, count in bad["kinds"].items())
+    yield from (("", f"{row['location']}: {row['reason']}") for row in bad["examples"][:MAX_SHOWN])
     if bad["count"] > MAX_SHOWN:
-        print_line("", f"… and {bad['count'] - MAX_SHOWN:,} more; --json lists them")
+        yield "", f"… and {bad['count'] - MAX_SHOWN:,} more; --json lists them"
 
 
-def print_images(report: Report) -> None:
-    highest, label = max(report["sizes"].values()), "pixels"
-    for name, count in report["sizes"].items():
-        if count:
-            print_line(label, f"{name:>9}  {'█' * max(1, round(30 * count / highest))} {count:,}")
-            label = ""
+def image_lines(report: Report) -> Iterator[Line]:
+    sizes = [(name, count) for name, count in report["sizes"].items() if count]
+    for number, (name, count) in enumerate(sizes):
+        bar = "█" * max(1, round(30 * count / max(report["sizes"].values())))
+        yield "" if number else "pixels", f"{name:>9}  {bar} {count:,}"
     if report["largest"]:
         width, height, location = report["largest"]
-        print_line("", f"(shorter edge); the largest image is {width:,} × {height:,}: {location}")
-    unusual = ", ".join(f"{count:,} {name}" for name, count in report["unusual"].items())
-    print_line("unusual", unusual or "none")
+        yield "", f"(shorter edge); the largest image is {width:,} × {height:,}: {location}"
+    yield "unusual", ", ".join(f"{count:,} {name}" for name, count in report["unusual"].items()) or "none"
     exact, near, leaks = (report[key] for key in ("exact_duplicates", "near_duplicates", "leaks"))
-    print_line("duplicates", f"{len(exact):,} pairs of equal files, {len(near):,} pairs that look the same")
-    if not leaks:
-        return print_line("leaks", "none: no duplicate is in two splits", "green")
-    print_line("leaks", f"{len(leaks):,} of these pairs are in different splits", "bold red")
-    for a, b in leaks[:5]:
-        print_line("", f"{a}  and  {b}")
+    yield "duplicates", f"{len(exact):,} pairs of equal files, {len(near):,} pairs that look the same"
+    found = f"{len(leaks):,} of these pairs are in different splits"
+    yield ("leaks", found, "bold red") if leaks else ("leaks", "none: no duplicate is in two splits", "green")
+    yield from (("", f"{a}  and  {b}") for a, b in leaks[:5])
 
 
-def print_captions(report: Report, args: Args) -> None:
+def caption_lines(report: Report, args: Args) -> Iterator[Line]:
     words, tokens = report["words_per_caption"], report["tokens_per_caption"]
     low, high = report["captions_per_image"]["min"], report["captions_per_image"]["max"]
-    count = f"{low}" if low == high else f"{low} to {high}"
     length = f"{words['min']} to {words['max']} words (median {words['median']})"
-    print_line("captions", f"{count} per image; {length}; {report['vocabulary']:,} distinct words")
+    counts = f"{low if low == high else f'{low} to {high}'} per image"
+    yield "captions", f"{counts}; {length}; {report['vocabulary']:,} distinct words"
     context = f"{args.preset} has a context of {report['context_length']}"
     truncated = f"{percent(report['truncated_captions'])} of the captions are truncated"
-    print_line("tokens", f"up to {tokens['max']} (median {tokens['median']}); {context}: {truncated}")
+    yield "tokens", f"up to {tokens['max']} (median {tokens['median']}); {context}: {truncated}"
     shared, twice = report["shared_captions"], report["duplicate_captions"]
     if shared or twice:
-        print_line("repeated", f"{shared:,} captions are shared by several images, {twice:,} repeated on one")
-    for caption, images in report["most_shared"][:3]:
-        print_line("", f"{images:,} × {caption[:90]!r}")
+        yield "repeated", f"{shared:,} captions are shared by several images, {twice:,} repeated on one"
+    yield from (("", f"{images:,} × {caption[:90]!r}") for caption, images in report["most_shared"][:3])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from annotated_types import Ge, Le
 
 from m1clip.commands import flags
 from m1clip.config import DataConfig, check_config
@@ -24,13 +25,11 @@ class Args(DataConfig):
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")] = ""
-    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
-    hf:NAME or synthetic:N, as in `m1clip train --data`."""
     out: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = None
     """Output folder."""
     to: Literal["shards", "parquet"] = "shards"
     """shards are WebDataset tar files, as for open_clip and img2dataset."""
-    per_file: int = 1000
+    per_file: Annotated[int, Ge(1), Le(1_000_000)] = 1000
     """Pairs per file."""
     json: bool = False
     """Print a summary as one line of JSON."""
@@ -41,8 +40,6 @@ def parse(program: str, argv: list[str]) -> Args:
     if not args.data or args.out is None:
         raise ValueError("data convert needs a SPEC and a folder OUT; see m1clip data convert --help")
     check_config(args)
-    if not 1 <= args.per_file <= 1_000_000:
-        raise ValueError(f"--per-file must be 1 to 1,000,000, not {args.per_file}")
     return args
 
 
@@ -61,8 +58,7 @@ def main(args: Args) -> int:
     bad = done["bad_rows"]
     for row in bad["examples"][:10]:
         console.warn(f"skipped {row['location']}: {row['reason']}")
-    size = file_size(done["bytes"])
-    print(f"{args.out}: {done['pairs']:,} pairs in {done['files']:,} files, {size}; {bad['count']:,} bad rows")
-    spec = args.out / ("*.tar" if args.to == "shards" else "*.parquet")
-    print(f"next:  {command('train', '--data', spec)}")
+    files = f"{done['files']:,} files, {file_size(done['bytes'])}"
+    print(f"{args.out}: {done['pairs']:,} pairs in {files}; {bad['count']:,} bad rows")
+    print(f"next:  {command('train', '--data', args.out / ('*.tar' if args.to == 'shards' else '*.parquet'))}")
     return 0

@@ -19,8 +19,6 @@ class Args(DataConfig):
     """
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[SPEC]")] = "synthetic"
-    """Folder, .csv, .tsv, .jsonl, .parquet, coco:DIR, flickr30k:DIR, flickr8k:DIR, shards/{00..99}.tar,
-    hf:NAME or synthetic:N, as in `m1clip train --data`."""
     split: Literal["train", "val"] = "train"
     """Which split to show."""
     columns: int = 6

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from itertools import islice, product, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -24,9 +24,7 @@ from m1clip.data.rows import MAX_CAPTION_BYTES, BadRow, Listing, Row
 from m1clip.data.tables import IMAGE_SUFFIX, Values, caption_texts, guess_caption_columns, holds_images, label_caption
 from m1clip.files import cache_folder
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
+Dataset = Any  # of the `datasets` library, which is imported when it is needed
 PICKLES = re.compile(r"\.(pyd|pkl|pickle|pt|pth|joblib|npy|npz)$", re.I)  # what WebDataset readers unpickle
 CAPTION_MEMBERS = ("txt", "text", "caption", "cap")
 Members = dict[str, tarfile.TarInfo]
@@ -36,8 +34,7 @@ SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")  # in folders o
 
 # WebDataset shards: tar files in which the members of a pair share a name.
 def list_shards(paths: list[Path]) -> Listing:
-    missing = [str(path) for path in paths if not path.is_file()]
-    if missing:
+    if missing := [str(path) for path in paths if not path.is_file()]:
         raise FileNotFoundError(f"{len(missing)} of {len(paths)} shards are missing, such as {missing[0]}")
     root = os.path.dirname(os.path.commonpath(paths)) or "."
     return Listing(root, (row for path in paths for row in _shard_rows(path)))
@@ -141,11 +138,11 @@ def list_parquet(paths: list[Path], config: DataConfig) -> Listing:
     return _listing(_load_parquet(splits), str(paths[0].parent), config)
 
 
-def _load_parquet(files: Any) -> "dict[str, Dataset]":
+def _load_parquet(files: Any) -> dict[str, Dataset]:
     return _load("parquet", None, None, data_files=files, cache_dir=str(cache_folder() / "datasets"))
 
 
-def _load(name: str, config: str | None, split: str | None, **options: Any) -> "dict[str, Dataset]":
+def _load(name: str, config: str | None, split: str | None, **options: Any) -> dict[str, Dataset]:
     with _explain_errors(name) as datasets:
         if any((Path(name) / file).is_file() for file in SAVED):
             loaded = datasets.load_from_disk(name)
@@ -158,7 +155,7 @@ def _load(name: str, config: str | None, split: str | None, **options: Any) -> "
         return loaded if isinstance(loaded, dict) else {split or "": loaded}
 
 
-def _load_stream(name: str, options: dict[str, str]) -> "dict[str, Dataset]":
+def _load_stream(name: str, options: dict[str, str]) -> dict[str, Dataset]:
     """The first N rows of a stream, kept as they arrive, so that an interrupted download continues."""
     if not options["stream"].isdecimal() or int(options["stream"]) < 1:
         raise ValueError(f"stream={options['stream']} must be the number of rows to download")
@@ -194,12 +191,12 @@ def _explain_errors(name: str) -> Iterator[Any]:
         raise ValueError(f"{name} cannot be loaded by `datasets`: {detail[0]}") from None
 
 
-def _listing(splits: "dict[str, Dataset]", name: str, config: DataConfig) -> Listing:
+def _listing(splits: dict[str, Dataset], name: str, config: DataConfig) -> Listing:
     named = splits.items() if len(splits) > 1 else [("", data) for data in splits.values()]
     return Listing(".", (row for split, data in named for row in _rows(data, name, split, config)))
 
 
-def _rows(data: "Dataset", name: str, split: str, config: DataConfig) -> Iterator[Row | BadRow]:
+def _rows(data: Dataset, name: str, split: str, config: DataConfig) -> Iterator[Row | BadRow]:
     import datasets
 
     data, features = _materialize(data), dict(data.features)
@@ -232,7 +229,7 @@ def _rows(data: "Dataset", name: str, split: str, config: DataConfig) -> Iterato
                 yield BadRow("missing file", f"{table} row {line}", "the row has no image")
 
 
-def _materialize(data: "Dataset") -> "Dataset":
+def _materialize(data: Dataset) -> Dataset:
     """The same rows in Arrow files that hold no others: a slice of a split is written to the cache."""
     import datasets
 
@@ -246,7 +243,7 @@ def _materialize(data: "Dataset") -> "Dataset":
     return datasets.Dataset.load_from_disk(str(folder))
 
 
-def _byte_ranges(data: "Dataset", column: str) -> Iterator[tuple[str, int, int, str | None]]:
+def _byte_ranges(data: Dataset, column: str) -> Iterator[tuple[str, int, int, str | None]]:
     """Where the bytes of each image are in the Arrow files: file, offset, length; and the image's own path."""
     for file in (cached["filename"] for cached in data.cache_files):
         with pa.memory_map(file) as source:

@@ -54,8 +54,7 @@ class IndexWriter:
         np.save(folder / "order.npy", order[np.repeat(usable, sizes)])
         np.save(folder / "starts.npy", np.concatenate([[0], np.cumsum(sizes[usable])]))
         names = {"root": self.root, "containers": list(self.containers), "tables": list(self.tables)}
-        facts = {**names, "fingerprint": fingerprint, "identity": identity}
-        (folder / "facts.json").write_text(json.dumps(facts))
+        (folder / "facts.json").write_text(json.dumps({**names, "fingerprint": fingerprint, "identity": identity}))
 
     def _write_rows(self, path: Path, progress: Advance) -> RowIndices:
         """Write the rows in their order; return a key for each that is equal for rows of one image."""

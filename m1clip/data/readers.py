@@ -35,9 +35,7 @@ def list_rows(spec: str, config: DataConfig) -> Listing:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"{spec} needs the folder of {scheme}; there is no folder {path!r}")
-    if scheme == "coco":
-        return tables.list_coco(folder)
-    return tables.list_flickr(folder, scheme, config)
+    return tables.list_coco(folder) if scheme == "coco" else tables.list_flickr(folder, scheme, config)
 
 
 def _list_paths(paths: list[Path], config: DataConfig) -> Listing:

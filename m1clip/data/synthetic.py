@@ -140,15 +140,7 @@ TIMES, PLACES = (
 )
 
 SALT = {"train": "train", "val": "held-out"}  # part of every random key: another value would draw other scenes
-COUNTS = ("one", "two", "three", "four")
-PLURALS = {"cactus": "cacti", "leaf": "leaves", "fish": "fish", "bus": "buses", "bench": "benches"}
-# At most 75 characters, so that a character tokenizer needs 77 tokens with start and end.
-TEMPLATES = (
-    "{count} {size} {color} {subject} {at} the {position}, {place} at {time} with {sky}",
-    "{place} at {time} with {sky}: {count} {size} {color} {subject} {at} the {position}",
-    "{sky} over {count} {size} {color} {subject} {at} the {position}, {place} at {time}",
-    "at {time}, {count} {size} {color} {subject} {at} the {position}, {place} with {sky}",
-)
+COUNTS, PLURALS, TEMPLATES = itemgetter("counts", "plurals", "templates")(_tables["captions"])
 PLACES_OF = {subject: places for subjects, places in CATEGORIES.values() for subject in subjects}
 
 # One in eight combinations of subject, color and place is never in a training split, whatever the seed:
@@ -189,8 +181,7 @@ def subject_tones(color: str) -> Tones:
 def background_tones(time: str) -> Tones:
     light = TIMES[time]
     red, green, blue = light.tint
-    paints = PAINTS.items()
-    tinted = {tone: (int(r * red), int(g * green), int(b * blue)) for tone, (r, g, b) in paints}
+    tinted = {tone: (int(r * red), int(g * green), int(b * blue)) for tone, (r, g, b) in PAINTS.items()}
     return {**FIXED, **tinted, "cloud": light.cloud, "bird": light.bird, "glass": light.glass}
 
 
@@ -206,12 +197,10 @@ def draw_sketch(draw: Draw, sketch: Sketch, tones: Tones, box: Box, ink: RGB | N
     """Fill the polygons of a sketch, on an outline around all of them if there is ink."""
     center, bottom, width, height = box
     x, y = center - width / 2, bottom - height
-    if ink:
-        for polygon in sketch:
-            if polygon.tone not in ("white", "black"):  # steam, eyes and wheels need none
-                draw.polygon([(x + width * u, y + height * v) for u, v in polygon.outline], fill=ink)
-    for polygon in sketch:
-        draw.polygon([(x + width * u, y + height * v) for u, v in polygon.inside], fill=tones[polygon.tone])
+    inked = [polygon for polygon in sketch if ink and polygon.tone not in ("white", "black")]  # not steam, eyes, wheels
+    outlines = [(polygon.outline, ink) for polygon in inked]
+    for points, fill in [*outlines, *((polygon.inside, tones[polygon.tone]) for polygon in sketch)]:
+        draw.polygon([(x + width * u, y + height * v) for u, v in points], fill=fill)
 
 
 def draw_orb(image: Image.Image, scene: Scene, x: float, rng: Random) -> None:
@@ -353,7 +342,7 @@ def describe(scene: Scene, template: int) -> str:
     words = {**vars(scene), "count": COUNTS[scene.count - 1], "at": at}
     if scene.count > 1:
         words["subject"] = PLURALS.get(scene.subject, scene.subject + "s")
-    return TEMPLATES[template].format(**words)
+    return str(TEMPLATES[template].format(**words))
 
 
 def alternatives(scene: Scene) -> dict[str, Collection[Any]]:
@@ -389,5 +378,4 @@ def _round_keys(key: str) -> tuple[int, ...]:
 @lru_cache
 def _code_hash() -> str:
     """Changes with any line that draws, so that cached images are never stale."""
-    code = Path(__file__).read_bytes() + FILE.read_bytes()
-    return blake2b(code, digest_size=8).hexdigest()
+    return blake2b(Path(__file__).read_bytes() + FILE.read_bytes(), digest_size=8).hexdigest()

@@ -319,8 +319,7 @@ def _image_folder(root: Path, split: str, files: Iterable[Any]) -> str:
     """The folder, relative to the root, that contains the first files."""
     first = list(islice((file for file in files if isinstance(file, str)), 5))
     names = [name for name in (split, "train2017", "val2017", "train2014", "val2014") if name]
-    folders = [folder for name in names for folder in (name, f"images/{name}")]
-    folders += ["", "images", "Images"]
+    folders = [*(folder for name in names for folder in (name, f"images/{name}")), "", "images", "Images"]
     return next((f for f in folders if any((root / f / file).is_file() for file in first)), folders[0])
 
 
