@@ -91,8 +91,7 @@ def train_unfrozen(config: TrainConfig, run: Run, resume: bool, elapsed_s: float
 class EvalResult:
     model: Path
     scores: Retrieval
-    edits: list[EditScore]
-    """Accuracy against one-word edits, for the synthetic data."""
+    edits: list[EditScore]  # accuracy against one-word edits, for the synthetic data
 
 
 def evaluate(

@@ -221,7 +221,7 @@ def test_stored_features_are_those_of_the_towers(finetuning):
         images = model.vision(model.normalize(torch.from_numpy(pixels)))
         captions = model.text(model.tokenize([splits.val.captions(7)[0]]))
     np.testing.assert_allclose(tables.images.views[0][:5], images, atol=2e-3, rtol=2e-3)
-    stored = tables.captions.take(tables.captions.start_N[7:8], 1)[0]
+    stored = tables.captions.take(tables.captions.start_N[7:8])[0]
     np.testing.assert_allclose(stored, captions, atol=2e-3, rtol=2e-3)
 
 

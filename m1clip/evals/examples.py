@@ -18,10 +18,8 @@ from m1clip.evals.retrieval import Relevance
 
 CHUNK = 1024
 TOP_K = 5
-QUERIES = 8
-"""Queries in each group."""
-MAX_SIZE = 160
-"""Pixels of the stored images."""
+QUERIES = 8  # queries in each group
+MAX_SIZE = 160  # pixels of the stored images
 
 
 @dataclass(frozen=True)

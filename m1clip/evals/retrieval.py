@@ -29,8 +29,7 @@ class Direction:
 class Retrieval:
     image_to_text: Direction
     text_to_image: Direction
-    chance_image_to_text: Direction
-    """Scores of a random ranking."""
+    chance_image_to_text: Direction  # scores of a random ranking
     chance_text_to_image: Direction
     images: int
     captions: int
@@ -62,10 +61,8 @@ class Retrieval:
 class Relevance:
     """Which captions are correct for which images: an image's own, and equal captions of other images."""
 
-    owner_M: Tensor
-    """The image of each caption."""
-    key_M: Tensor
-    """Equal for equal captions."""
+    owner_M: Tensor  # the image of each caption
+    key_M: Tensor  # equal for equal captions
     images: int
 
     @classmethod

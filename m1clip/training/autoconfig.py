@@ -23,13 +23,10 @@ from m1clip.format import duration
 from m1clip.training.setup import evenly_spaced
 from m1clip.training.timing import random_batch, time_plans
 
-TRANSFORMER_FROM = 50_000
-"""Images from which a text transformer is worth its time, if they are seen often."""
-TRIAL_S = 0.3
-EVALUATIONS = 6
+TRANSFORMER_FROM = 50_000  # images from which a text transformer is worth its time, if they are seen often
+TRIAL_S, SAMPLE, EVALUATIONS = 0.3, 100, 6
 OVERHEAD = 0.1  # of the budget: listing data, evaluating, saving
 MAX_DECODING = 0.2  # of the budget; if decoding up front takes more, images are decoded on the fly
-SAMPLE = 100
 LEFT_RIGHT = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 MAX_LEFT_RIGHT = 0.02  # of the captions; with more, images are not flipped
 OPTIMISM = 2.0  # a larger model may be this much faster than its FLOPs suggest
@@ -39,59 +36,43 @@ Settings = dict[str, Any]
 @dataclass(frozen=True)
 class Candidate:
     name: str
-    min_pairs: float
-    """Pairs to be seen in training for this model to beat the next smaller one."""
+    min_pairs: float  # to be seen in training for this model to beat the next smaller one
     settings: Settings
-    regularization: tuple[tuple[float, Settings], ...] = ()
-    """Additional settings from so many epochs on."""
-
-
-def _bag_of_words(size: int, patch: int, width: int, layers: int) -> ModelConfig:
-    """A conv stem with few wide blocks, and the mean of token embeddings as text tower."""
-    vision = VisionConfig(size, patch, width, layers, width // 64, pool="mean", stem="conv")
-    text = TextConfig(4096, 48, 256, 1, 4, 512, encoder="bag_of_words")
-    return ModelConfig(vision, text, 256, head="standardized")
-
-
-def preset_settings(name: str) -> Settings:
-    """The settings in which a preset differs from the defaults."""
-    defaults = vars(TrainConfig())
-    return {key: value for key, value in vars(PRESETS[name]).items() if value != defaults[key]}
+    regularization: tuple[tuple[float, Settings], ...] = ()  # additional settings from so many epochs on
 
 
 _FEW_PAIRS: Settings = {
     **{"optimizer": "muon", "lr": 8e-3, "batch_size": 128, "captions_per_image": 5, "label_smoothing": 0.1},
     **{"weight_decay": 0.1, "grad_clip": 5.0, "hflip": True, "preset": "budget"},
 }
+_STRONG = {"crop_scale": 0.4, "color_jitter": 0.2, "word_dropout": 0.5, "weight_decay": 0.3, "head_dropout": 0.2}
 # Unlimited patience: the best state is kept in case the model overfits after all.
-_KEEP_BEST = {"patience": 10**6, "best_metric": "t2i_r10"}
+_KEEP_BEST: Settings = {"patience": 10**6, "best_metric": "t2i_r10"}
 _REGULARIZATION: tuple[tuple[float, Settings], ...] = (
     (0, {"crop_scale": 0.8, "word_dropout": 0.1}),
     (10, {"crop_scale": 0.6, "word_dropout": 0.3}),
-    (
-        15,
-        {
-            **{"crop_scale": 0.4, "color_jitter": 0.2, "word_dropout": 0.5, "weight_decay": 0.3},
-            **{"head_dropout": 0.2, **_KEEP_BEST},
-        },
-    ),
+    (15, {**_STRONG, **_KEEP_BEST}),
 )
 
 
-def _small(name: str, min_pairs: float, model: ModelConfig, **settings: Any) -> Candidate:
-    return Candidate(name, min_pairs, {**_FEW_PAIRS, "model": model, **settings}, _REGULARIZATION)
+def _bag_of_words(size: int, layers: int, min_pairs: float, **settings: Any) -> Candidate:
+    """A conv stem with few wide blocks, and the mean of token embeddings as text tower."""
+    vision = VisionConfig(size, 8, 192, layers, 3, pool="mean", stem="conv")
+    text = TextConfig(4096, 48, 256, 1, 4, 512, encoder="bag_of_words")
+    settings = {**_FEW_PAIRS, "model": ModelConfig(vision, text, 256, head="standardized"), **settings}
+    return Candidate(f"{size} px, {layers} layers", min_pairs, settings, _REGULARIZATION)
 
 
-BAG_OF_WORDS: list[Candidate] = [
-    _small("32 px, 2 layers", 0, _bag_of_words(32, 8, 192, 2)),
-    _small("48 px, 2 layers", 45_000, _bag_of_words(48, 8, 192, 2)),
-    _small("48 px, 3 layers", 110_000, _bag_of_words(48, 8, 192, 3), lr=6e-3),
-]
-TRANSFORMERS = [
-    Candidate(name, pairs, {**preset_settings(name), "crop_scale": 0.6, "hflip": True})
-    for name, pairs in (("tiny", 3e6), ("small", 2e7))
-]
-SYNTHETIC = [Candidate("nano", 0.0, preset_settings("nano"))]  # its captions say left and right: no flip
+def _preset(name: str, min_pairs: float, **settings: Any) -> Candidate:
+    """The settings in which a preset differs from the defaults, and more."""
+    defaults = vars(TrainConfig())
+    changed = {key: value for key, value in vars(PRESETS[name]).items() if value != defaults[key]}
+    return Candidate(name, min_pairs, {**changed, **settings})
+
+
+BAG_OF_WORDS = [_bag_of_words(32, 2, 0), _bag_of_words(48, 2, 45_000), _bag_of_words(48, 3, 110_000, lr=6e-3)]
+TRANSFORMERS = [_preset(name, pairs, crop_scale=0.6, hflip=True) for name, pairs in (("tiny", 3e6), ("small", 2e7))]
+SYNTHETIC = [_preset("nano", 0)]  # its captions say left and right: no flip
 
 
 @dataclass(frozen=True)
@@ -101,8 +82,7 @@ class DataSummary:
     images: int
     captions_per_image: int
     words_per_caption: float
-    left_right: float
-    """Fraction of captions that say left or right."""
+    left_right: float  # fraction of captions that say left or right
     is_synthetic: bool
 
     @classmethod
@@ -123,8 +103,7 @@ class DataSummary:
 class TimeBudget:
     budget_s: float
     images: int
-    decode_s: float
-    """Decoding all images that are not cached."""
+    decode_s: float  # for all images that are not cached
 
     @property
     def decodes_on_the_fly(self) -> bool:
@@ -144,22 +123,17 @@ def fit_budget(
     """The config that suits the budget, with the user's own settings; and the reason."""
     assert config.budget_s is not None
     data = DataSummary.from_sources(sources)
-    candidates = SYNTHETIC if data.is_synthetic else BAG_OF_WORDS
-    if not data.is_synthetic and data.images >= TRANSFORMER_FROM:
-        candidates = [*BAG_OF_WORDS, *TRANSFORMERS]
-    candidates = [adapt_to_data(candidate, data) for candidate in candidates]
+    natural = BAG_OF_WORDS + (TRANSFORMERS if data.images >= TRANSFORMER_FROM else [])
+    candidates = [adapt_to_data(candidate, data) for candidate in (SYNTHETIC if data.is_synthetic else natural)]
 
     def configured(settings: Settings) -> TrainConfig:
         if given.get("model.text.encoder") == "transformer":  # has no word dropout
             settings = {key: value for key, value in settings.items() if key != "word_dropout"}
-        made = with_defaults(TrainConfig(), settings, given)
-        check_config(made)
-        return made
+        return check_config(with_defaults(TrainConfig(), settings, given))
 
     smallest = configured({**candidates[0].settings, **dict(candidates[0].regularization).get(0, {})})
     budget = TimeBudget(config.budget_s, data.images, decoding_time(sources, smallest))
-    speeds: list[float] = []
-    flops: list[int] = []
+    speeds, flops = list[float](), list[int]()
     with console.progress("timing models of several sizes", len(candidates)) as advance:
         for candidate in candidates:
             trial = configured(candidate.settings)
@@ -208,15 +182,14 @@ def decoding_time(sources: Sequence[Source], config: TrainConfig) -> float:
 
 def relative_flops(config: TrainConfig) -> int:
     """Forward cost of an image up to a constant, for candidates that are not timed."""
-    vision = config.model.vision
-    assert isinstance(vision, VisionConfig)
-    return vision.tokens * vision.layers * vision.width**2
+    vision: Any = config.model.vision
+    return int(vision.tokens * vision.layers * vision.width**2)
 
 
 def training_speed(config: TrainConfig, tokens: int) -> float:
     """Pairs per second of real training steps on random images and captions."""
-    plan = Plan(str(devices.default_device("auto")[0]) if config.device == "auto" else config.device)
-    plan = replace(plan, threads=config.threads)
+    device = str(devices.default_device("auto")[0]) if config.device == "auto" else config.device
+    plan = Plan(device, threads=config.threads)
     batch = random_batch(config, config.batch_size, max(3, min(tokens, config.model.text.context_length)))
     timing = time_plans(config, [plan], batch, TRIAL_S)[0]
     if timing.error:
@@ -231,10 +204,8 @@ def choose_candidate(
     pairs = [budget.pairs(speed) for speed in speeds]
     best = max((i for i, seen in enumerate(pairs) if seen >= candidates[i].min_pairs), default=0)
     candidate, epochs = candidates[best], pairs[best] / budget.images
-    reason = (
-        f"{candidate.name}; {duration(budget.budget_s)} are about {epochs:,.{1 if epochs < 10 else 0}f} epochs of "
-        f"{budget.images:,} images at {speeds[best]:,.0f} pairs/s"
-    )
+    length = f"{duration(budget.budget_s)} are about {epochs:,.{1 if epochs < 10 else 0}f} epochs"
+    reason = f"{candidate.name}; {length} of {budget.images:,} images at {speeds[best]:,.0f} pairs/s"
     if best + 1 < len(pairs):
         seen, needed = (f"{float(f'{n:.2g}'):,.0f}" for n in (pairs[best + 1], candidates[best + 1].min_pairs))
         reason += f"; the next larger model would see {seen} pairs and needs {needed}"
@@ -242,7 +213,6 @@ def choose_candidate(
     settings = {**candidate.settings, **(regularization or [{}])[-1], "epochs": max(1, round(epochs))}
     if budget.decodes_on_the_fly:
         settings["cache_gb"] = 0.0
-        reason += (
-            f"; decoding everything up front would take {duration(budget.decode_s)}, so images are decoded on the fly"
-        )
+        up_front = f"decoding everything up front would take {duration(budget.decode_s)}"
+        reason += f"; {up_front}, so images are decoded on the fly"
     return {**settings, "eval_every": max(1, round(epochs) // EVALUATIONS)}, reason

@@ -14,18 +14,18 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from m1clip.config import TrainConfig, from_dict
+from m1clip.config import from_dict
 from m1clip.evals.retrieval import Retrieval
 from m1clip.files import atomic_folder
 from m1clip.model.clip import CLIP, load
-from m1clip.model.lora import merged_state_dict, save_adapter
+from m1clip.model.lora import merged_state_dict
 from m1clip.model.safe_load import load_checked, save_tensors
 from m1clip.run import Run
 from m1clip.training.state import TrainState
@@ -42,18 +42,14 @@ class Progress:
     """The position of a run: all that a checkpoint holds beside tensors."""
 
     step: int = 0
-    seconds: float = 0.0
-    """Training time of all sessions, pauses excluded."""
+    seconds: float = 0.0  # training time of all sessions, pauses excluded
     joules: float | None = None
-    skipped: int = 0
-    """Steps without an update because of a non-finite loss or gradient."""
-    chunk: int = 0
-    """Pairs in memory at once, 0 before it is chosen. Kept, because rounding depends on it."""
+    skipped: int = 0  # steps without an update because of a non-finite loss or gradient
+    chunk: int = 0  # pairs in memory at once, 0 before it is chosen. Kept, because rounding depends on it
     best_score: float | None = None
     best_step: int | None = None
     evals_since_best: int = 0
-    ended_budget_s: float | None = None
-    """The budget that ended the run; a larger one can continue it."""
+    ended_budget_s: float | None = None  # the budget that ended the run; a larger one can continue it
 
     def has_ended(self, budget_s: float | None) -> bool:
         return self.ended_budget_s is not None and budget_s is not None and budget_s <= self.ended_budget_s
@@ -74,14 +70,13 @@ def save_checkpoint(run: Run, state: TrainState, progress: Progress) -> Path:
         save_tensors(folder / "training.safetensors", tensors)
         record = {"position": asdict(progress), "files": {name: file_checksum(folder / name) for name in FILES}}
         (folder / "state.json").write_text(json.dumps({**record, "sum": record_checksum(record)}) + "\n")
-    best = checkpoint_path(run, progress.best_step) if progress.best_step is not None else None
-    keep = {best, *list_checkpoints(run)[-KEEP:]}
-    for other in (*list_checkpoints(run), *run.checkpoints.glob("damaged_step_*")):
-        if other not in keep:
-            shutil.rmtree(other, ignore_errors=True)
+    best = None if progress.best_step is None else checkpoint_path(run, progress.best_step)
+    saved = list_checkpoints(run)
+    for other in {*saved, *run.checkpoints.glob("damaged_step_*")} - {best, *saved[-KEEP:]}:
+        shutil.rmtree(other, ignore_errors=True)
     with suppress(OSError):  # a file system without links; nothing of ours needs them
         replace_link(run.path / "last", path)
-        if best is not None and best.exists():
+        if best and best in saved:
             replace_link(run.path / "best", best)
     return path
 
@@ -96,8 +91,7 @@ def step_of(path: Path) -> int:
 
 def list_checkpoints(run: Run) -> list[Path]:
     """The run's checkpoints, oldest first."""
-    paths = [path for path in run.checkpoints.glob("step_*") if path.name[5:].isdecimal()]
-    return sorted(paths, key=step_of)
+    return sorted((path for path in run.checkpoints.glob("step_*") if path.name[5:].isdecimal()), key=step_of)
 
 
 def newest_intact(run: Run) -> tuple[Path | None, dict[Path, str]]:
@@ -131,7 +125,7 @@ def read_progress(path: Path) -> Progress:
         if file_checksum(path / name) != record["files"][name]:
             raise ValueError(f"{name} does not match its checksum")
     progress = from_dict(Progress, record["position"])
-    if path.name != f"step_{progress.step:06d}":
+    if step_of(path) != progress.step:
         raise ValueError(f"state.json is of step {progress.step}")
     return progress
 
@@ -179,16 +173,6 @@ def replace_link(link: Path, target: Path) -> None:
     os.replace(temporary, link)
 
 
-def disk_bytes(model: torch.nn.Module, config: TrainConfig, existing: int) -> int:
-    """Bytes for the checkpoints to come beside `existing` ones, and for the final model.
-
-    Each has weights and two moments, with EMA the weights twice; there are KEEP, the best, and a new one
-    before an older is removed.
-    """
-    weights = sum(w.numel() * w.element_size() for w in model.parameters())
-    return max(1, KEEP + 2 - existing) * (4 if config.ema else 3) * weights + weights
-
-
 def interpolate_weights(model: CLIP, start: CLIP, weight: float) -> CLIP:
     """WiSE-FT (Wortsman et al. 2022): `start` (0) to `model` (1), in place of `start`."""
     initial, final = start.state_dict(), merged_state_dict(model)
@@ -208,18 +192,18 @@ class CheckpointManager:
         self.retry_at: float | None = None  # set while saving fails
         self.restored = False  # the best weights have replaced the last ones
         self.previous_best: tuple[float | None, int | None, int] | None = None  # until the new best is saved
-        self._check_best()
-
-    def _check_best(self) -> None:
-        """Forget a best checkpoint that is missing or damaged."""
-        step = self.progress.best_step
-        if step is None:
-            return
-        try:
-            read_progress(checkpoint_path(self.run, step))
-        except DAMAGED as error:
-            self.warn(f"the best checkpoint, step {step:,}, cannot be used ({error}); the next best replaces it")
+        if progress.best_step is not None and not self._use_best(read_progress, "the next best replaces it"):
             self._set_best((None, None, 0))
+
+    def _use_best(self, use: Callable[[Path], object], otherwise: str) -> bool:
+        """Whether the best checkpoint is there and intact."""
+        step = self.progress.best_step or 0
+        try:
+            use(checkpoint_path(self.run, step))
+            return True
+        except DAMAGED as error:
+            self.warn(f"the best checkpoint, step {step:,}, cannot be used ({error}); {otherwise}")
+            return False
 
     def _set_best(self, best: tuple[float | None, int | None, int]) -> None:
         self.progress.best_score, self.progress.best_step, self.progress.evals_since_best = best
@@ -229,9 +213,7 @@ class CheckpointManager:
         if self.retry_at is not None:
             return time.monotonic() >= self.retry_at
         seconds, steps = self.config.save_interval
-        if steps:
-            return self.progress.step % steps == 0
-        return time.monotonic() - self.saved_at >= seconds
+        return self.progress.step % steps == 0 if steps else time.monotonic() - self.saved_at >= seconds
 
     def update_best(self, scores: Retrieval) -> None:
         """Compare with the best score; a new best counts once it is saved."""
@@ -263,10 +245,10 @@ class CheckpointManager:
         """Write a checkpoint; a disk error is reported, and training continues."""
         self._drop_unsaved_best()
         self.run.sync()
-        if self._retry(lambda: save_checkpoint(self.run, self.state, self.progress), wait_s) is not None:
-            return False
-        self.saved_step, self.previous_best = self.progress.step, None
-        return True
+        error = self._retry(lambda: save_checkpoint(self.run, self.state, self.progress), wait_s)
+        if error is None:
+            self.saved_step, self.previous_best = self.progress.step, None
+        return error is None
 
     def finish(self, completed: bool) -> None:
         """Save the last checkpoint and, at the end of the run, the model; failing to do so is an error."""
@@ -275,28 +257,22 @@ class CheckpointManager:
             raise OSError(f"step {self.progress.step} could not be saved; {last_checkpoint(self.run)}")
         if not completed:
             return
-        self._restore_best()
+        if self.config.patience and self.progress.best_step not in (None, self.progress.step):
+            # With patience, the model to keep is the best and not the last.
+            self.restored = self._use_best(partial(load_checkpoint, state=self.state), "the last state is kept")
         with self.state.averaged_model() as model:
             final = model
             if self.config.wise_ft < 1:
                 final = interpolate_weights(model, load(self.run.path / "start"), self.config.wise_ft)
-            if error := self._retry(lambda: final.save(self.run.model), wait_s):
-                raise error
-            if self.state.has_lora and (
-                error := self._retry(lambda: save_adapter(model, self.run.model / "adapter"), wait_s)
-            ):
+            if error := self._retry(lambda: self._save_model(model, final), wait_s):
                 raise error
 
-    def _restore_best(self) -> None:
-        """With patience, the model to keep is the best and not the last."""
-        step = self.progress.best_step
-        if not self.config.patience or step in (None, self.progress.step):
-            return
-        try:
-            load_checkpoint(checkpoint_path(self.run, step or 0), self.state)
-            self.restored = True
-        except DAMAGED as error:
-            self.warn(f"the best checkpoint, step {step:,}, cannot be used ({error}); the last state is kept")
+    def _save_model(self, model: CLIP, final: CLIP) -> None:
+        final.save(self.run.model)
+        if self.state.has_lora:
+            from m1clip.model.lora import save_adapter
+
+            save_adapter(model, self.run.model / "adapter")
 
     def _retry(self, write: Callable[[], object], wait_s: float) -> OSError | None:
         """Try until it is written or the time is over; the last disk error, None on success."""

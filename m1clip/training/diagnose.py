@@ -6,6 +6,7 @@ from statistics import fmean, median
 from typing import Any
 
 Record = dict[str, Any]
+Findings = dict[str, str]
 WINDOW = 50
 MAX_STEPS = 40 * WINDOW
 TEMPERATURE_RISE = 1.5  # a slightly higher temperature soon falls again, or label smoothing holds it there
@@ -16,7 +17,7 @@ class History:
     """Records of this session, oldest first; of the steps, the last few thousand."""
 
     total: int
-    first_temperature: float | None = None
+    first_temperature: float = math.nan
     steps: list[Record] = field(default_factory=list)
     evals: list[Record] = field(default_factory=list)
     epochs: list[Record] = field(default_factory=list)
@@ -24,63 +25,54 @@ class History:
 
     def add_steps(self, records: list[Record]) -> None:
         self.steps += [record for record in records if not record.get("skipped")]
-        if self.first_temperature is None and self.steps:
+        if math.isnan(self.first_temperature) and self.steps:
             self.first_temperature = self.steps[0]["temperature"]
         if len(self.steps) > 2 * MAX_STEPS:
             del self.steps[:MAX_STEPS]
 
 
-def diagnose(history: History) -> dict[str, str]:
+def diagnose(history: History) -> Findings:
     """Findings by name; none until there are enough records."""
-    findings: dict[str, str] = {}
-    recent = history.steps[-WINDOW:]
+    findings, recent = Findings(), history.steps[-WINDOW:]
     if len(recent) >= WINDOW // 2 and recent[-1]["step"] >= max(WINDOW, history.total // 10):
         findings |= not_learning(recent) | waiting_for_data(recent)
         findings |= rising_temperature(history.first_temperature, recent)
-    findings |= slowing_down(history.steps) | overfitting(history)
-    return findings | swapping(history.diagnostics) | zero_gradients(history.diagnostics[-1:])
+    if history.diagnostics:
+        findings |= zero_gradients(history.diagnostics[-1]["grad_norms"])
+    return findings | slowing_down(history.steps) | overfitting(history) | swapping(history.diagnostics)
 
 
-def not_learning(recent: list[Record]) -> dict[str, str]:
+def not_learning(recent: list[Record]) -> Findings:
     loss, accuracy = (fmean(record[key] for record in recent) for key in ("loss", "accuracy"))
     chance_loss, chance = recent[-1]["chance_loss"], recent[-1]["chance_accuracy"]
     noise = math.sqrt(chance * (1 - chance) / (2 * len(recent) / chance))  # two guesses per pair, B = 1 / chance
     if accuracy > 1.2 * chance + 3 * noise:
         return {}
     if abs(loss - chance_loss) < 0.02 * chance_loss:
-        return {
-            "loss at chance": f"the loss has stayed at chance ({loss:.3f}, chance {chance_loss:.3f}) for "
-            f"{len(recent)} steps: all pairs have the same similarity. Try a lower --lr (a third), a longer "
-            "--warmup, and check that captions match their images"
-        }
-    return {
-        "accuracy at chance": f"in-batch accuracy is {accuracy:.2%}, chance is {chance:.2%}: "
-        "the model cannot match pairs yet"
-    }
+        values = f"the loss has stayed at chance ({loss:.3f}, chance {chance_loss:.3f}) for {len(recent)} steps"
+        advice = "Try a lower --lr (a third), a longer --warmup, and check that captions match their images"
+        return {"loss at chance": f"{values}: all pairs have the same similarity. {advice}"}
+    values = f"in-batch accuracy is {accuracy:.2%}, chance is {chance:.2%}"
+    return {"accuracy at chance": f"{values}: the model cannot match pairs yet"}
 
 
-def rising_temperature(first: float | None, recent: list[Record]) -> dict[str, str]:
+def rising_temperature(first: float, recent: list[Record]) -> Findings:
     before, now = recent[0]["temperature"], recent[-1]["temperature"]
-    if first is None or now <= TEMPERATURE_RISE * first or now <= before:
-        return {}
-    return {
-        "temperature rising": f"the temperature has risen from {first:.4f} to {now:.4f}; it normally falls. "
-        "The pairs are not separable yet: captions are too similar, or the learning rate is too high"
-    }
+    values = f"the temperature has risen from {first:.4f} to {now:.4f}; it normally falls"
+    cause = "The pairs are not separable yet: captions are too similar, or the learning rate is too high"
+    is_rising = now > TEMPERATURE_RISE * first and now > before
+    return {"temperature rising": f"{values}. {cause}"} if is_rising else {}
 
 
-def waiting_for_data(recent: list[Record]) -> dict[str, str]:
+def waiting_for_data(recent: list[Record]) -> Findings:
     timed = [record for record in recent if record["data_ms"] is not None]
     fraction = sum(record["data_ms"] for record in timed) / max(1e-9, sum(record["step_ms"] for record in timed))
-    if fraction <= 0.1:
-        return {}
-    return {
-        "waiting for data": f"{fraction:.0%} of the step time is spent waiting for the next batch: "
-        "loading is slower than training; more --workers or a larger --cache-gb may help"
-    }
+    values = f"{fraction:.0%} of the step time is spent waiting for the next batch"
+    advice = "loading is slower than training; more --workers or a larger --cache-gb may help"
+    return {"waiting for data": f"{values}: {advice}"} if fraction > 0.1 else {}
 
 
-def slowing_down(steps: list[Record]) -> dict[str, str]:
+def slowing_down(steps: list[Record]) -> Findings:
     """Compare with the fastest earlier window of the same image size and chunk."""
     same = [record for record in steps if all(record[key] == steps[-1][key] for key in ("image_size", "chunk"))]
     times = [record["step_ms"] - (record["data_ms"] or 0) for record in same]
@@ -88,48 +80,36 @@ def slowing_down(steps: list[Record]) -> dict[str, str]:
         return {}
     now = median(times[-WINDOW:])
     best = min(median(times[i : i + WINDOW]) for i in range(WINDOW // 2, len(times) - WINDOW, WINDOW // 2))
-    if now < 1.3 * best:
-        return {}
-    return {
-        "throttling": f"steps became {now / best:.1f} times slower ({best:.0f} ms at best, now {now:.0f} ms): "
-        "the machine is hot, saving power or busy with other programs"
-    }
+    values = f"steps became {now / best:.1f} times slower ({best:.0f} ms at best, now {now:.0f} ms)"
+    cause = "the machine is hot, saving power or busy with other programs"
+    return {"throttling": f"{values}: {cause}"} if now >= 1.3 * best else {}
 
 
-def overfitting(history: History) -> dict[str, str]:
+def overfitting(history: History) -> Findings:
     if len(history.evals) < 3 or len(history.epochs) < 2:
         return {}
     best, now = max(record["mean_r1"] for record in history.evals[:-1]), history.evals[-1]["mean_r1"]
     noise = math.sqrt(best * (1 - best) / (2 * history.evals[-1]["images"]))
     rising = history.epochs[-1]["accuracy"] > history.epochs[-2]["accuracy"]
     falling = now < best - 2 * noise and now <= history.evals[-2]["mean_r1"]
-    if not (rising and falling):
-        return {}
-    return {
-        "overfitting": f"training accuracy still rises while validation R@1 has fallen from "
-        f"{best:.1%} to {now:.1%}: more data, --crop-scale, --patch-dropout or --patience would help"
-    }
+    values = f"training accuracy still rises while validation R@1 has fallen from {best:.1%} to {now:.1%}"
+    advice = "more data, --crop-scale, --patch-dropout or --patience would help"
+    return {"overfitting": f"{values}: {advice}"} if rising and falling else {}
 
 
-def swapping(records: list[Record]) -> dict[str, str]:
+def swapping(records: list[Record]) -> Findings:
     if len(records) < 2:
         return {}
     written = records[-1]["swapped_out_gb"] - records[-2]["swapped_out_gb"]
-    growth = records[-1]["swap_used_gb"] - records[0]["swap_used_gb"]
-    if written < 0.2 and growth < 0.5:
-        return {}
-    return {
-        "swapping": f"the machine is swapping ({max(written, growth):.1f} GB written, "
-        f"{records[-1]['swap_used_gb']:.1f} GB in use): steps will be slow; a smaller --chunk helps"
-    }
+    in_use = records[-1]["swap_used_gb"]
+    growth = in_use - records[0]["swap_used_gb"]
+    values = f"the machine is swapping ({max(written, growth):.1f} GB written, {in_use:.1f} GB in use)"
+    advice = "steps will be slow; a smaller --chunk helps"
+    return {"swapping": f"{values}: {advice}"} if written >= 0.2 or growth >= 0.5 else {}
 
 
-def zero_gradients(last: list[Record]) -> dict[str, str]:
-    if not last:
-        return {}
-    norms = last[0]["grad_norms"]
-    largest = max(norms.values())
-    zero = [name for name, norm in norms.items() if norm < 1e-6 * largest]
-    if not zero or not math.isfinite(largest):
-        return {}
-    return {"dead gradients": f"no gradient reaches {', '.join(zero)}: these weights do not train"}
+def zero_gradients(norms: dict[str, float]) -> Findings:
+    largest = max(norms.values(), default=0.0)
+    zero = ", ".join(name for name, norm in norms.items() if norm < 1e-6 * largest)
+    text = f"no gradient reaches {zero}: these weights do not train"
+    return {"dead gradients": text} if zero and math.isfinite(largest) else {}

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 PHASES = ("data", "copy", "forward", "backward", "optimizer")
 PHASES_MS = [f"{phase}_ms" for phase in PHASES]
 HEARTBEAT_S = 1.0
-MAX_SKIPPED = 20
-"""Steps with a non-finite loss or gradient after which the run stops."""
+MAX_SKIPPED = 20  # steps with a non-finite loss or gradient after which the run stops
 Record = dict[str, Any]
 
 
@@ -153,8 +152,7 @@ class Logger:
     batches: BatchStream
     schedule: Schedule
     imported: sensors.MemoryUse
-    pair_bytes: int = 0
-    """Activations of one pair, once they have been counted."""
+    pair_bytes: int = 0  # activations of one pair, once they have been counted
 
     def __post_init__(self) -> None:
         self.config, self.last_step, self.reported_bad_rows = self.state.config, Record(), 0

@@ -47,8 +47,7 @@ class TrainResult:
     seconds: float
     scores: Retrieval | None
     best_step: int | None
-    restored: bool = False
-    """The model is that of best_step, not of the last step (--patience)."""
+    restored: bool = False  # the model is that of best_step, not of the last step (--patience)
 
     @property
     def model(self) -> Path:

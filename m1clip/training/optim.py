@@ -17,8 +17,7 @@ from m1clip.config import TrainConfig
 RESERVE = 0.02  # of the budget, for the last evaluation and save until one of each has been timed
 EXIT_S = 1.0  # starting Python, printing the result and exiting
 BETAS, EPS = (0.9, 0.98), 1e-6
-LAYER_DECAY = 0.8
-"""Learning rate of a layer relative to the layer above it, in full fine-tuning."""
+LAYER_DECAY = 0.8  # learning rate of a layer relative to the layer above it, in full fine-tuning
 MOMENTUM, NEWTON_SCHULZ = 0.95, (3.4445, -4.775, 2.0315)  # of Muon
 HIDDEN = ("vision.blocks.", "text.blocks.", "vision.patch.", "vision_projection.", "text_projection.")
 
@@ -36,17 +35,12 @@ class Schedule:
     """With a deadline the learning rate follows elapsed time, not steps: it reaches 0 when the time is over,
     however fast the machine was. The number of steps is then an estimate that improves."""
 
-    total: int
-    """Steps, or their first estimate."""
-    deadline: float | None = None
-    """When everything has to be done, by time.monotonic."""
+    total: int  # steps, or their first estimate
+    deadline: float | None = None  # when everything has to be done, by time.monotonic
     budget_s: float = 0.0
-    max_steps: int | None = None
-    """A limit however much time is left."""
-    elapsed_s: float = 0.0
-    """Training time of earlier sessions."""
-    final_evals: int = 1
-    """Evaluations after the last step."""
+    max_steps: int | None = None  # a limit however much time is left
+    elapsed_s: float = 0.0  # training time of earlier sessions
+    final_evals: int = 1  # evaluations after the last step
 
     def __post_init__(self) -> None:
         self.started, self.paused_s, self.steps = time.monotonic(), 0.0, 0

@@ -3,21 +3,30 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from m1clip import devices
 from m1clip.config import RECIPES, Recipe, TrainConfig, override
-from m1clip.data.batches import BatchStream, Images, Tokens
+from m1clip.data.batches import BatchStream
 from m1clip.data.sources import Source
 from m1clip.devices import Plan
 from m1clip.format import duration
-from m1clip.model.clip import CLIP, ProjectionHead, load
-from m1clip.model.pretrained import HFText, TimmVision
+from m1clip.model.clip import CLIP, load
+from m1clip.model.pretrained import HFText, TimmVision, load_hf_text, load_timm
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run
+
+OVERFIT_BELOW, FULL_FROM = 10_000, 200_000
+"""Images below which whole towers overfit, and from which training all weights pays."""
+FEATURE_VIEWS = 3  # augmented views encoded per image when the vision tower is frozen; the first is not augmented
+STEP_COST = 3.0  # of a training step relative to a forward pass
+TRIAL_SIZE = 8
+CALIBRATION_PAIRS, CALIBRATION_ROWS = 64, 20_000
 
 
 @dataclass(frozen=True)
@@ -25,12 +34,9 @@ class InitModel:
     clip: CLIP | None = None
     vision: TimmVision | None = None
     text: HFText | None = None
-    tokenizer: Tokenizer | None = None
-    """Where the text tower brings one."""
-    random_vision: bool = False
-    """The vision tower has no pretrained weights."""
-    note: str = ""
-    """What had to be guessed about the checkpoint."""
+    tokenizer: Tokenizer | None = None  # where the text tower brings one
+    random_vision: bool = False  # the vision tower has no pretrained weights
+    note: str = ""  # what had to be guessed about the checkpoint
 
     @property
     def pretrained(self) -> tuple[str, ...]:
@@ -62,14 +68,11 @@ def load_init(config: TrainConfig, resumed: Run | None) -> tuple[TrainConfig, In
         if requested.head != "linear" and clip.config.head == "linear":
             clip = replace_heads(clip, requested.head, requested.head_hidden)
         return replace(config, model=clip.config), InitModel(clip, tokenizer=clip.tokenizer, note=note)
-    from m1clip.model.pretrained import load_hf_text, load_timm
-
     vision = load_timm(config.vision) if config.vision else None
     text, tokenizer = load_hf_text(config.text) if config.text else (None, None)
-    shape: dict[str, Any] = {} if vision is None else {"vision": vision.config}
-    shape |= {} if text is None else {"text": text.config}
-    random_vision = config.vision.endswith("?weights=none")
-    init = InitModel(None, vision, text, tokenizer, random_vision)
+    towers = {"vision": vision, "text": text}
+    shape: dict[str, Any] = {name: tower.config for name, tower in towers.items() if tower is not None}
+    init = InitModel(None, vision, text, tokenizer, random_vision=config.vision.endswith("?weights=none"))
     return replace(config, model=replace(config.model, **shape)), init
 
 
@@ -79,10 +82,9 @@ def build_model(config: TrainConfig, init: InitModel, tokenizer: Tokenizer | Non
         return init.clip
     torch.manual_seed(config.seed)
     model = CLIP(config.model, tokenizer)
-    for name in ("vision", "text"):
-        tower = getattr(init, name)
-        if tower is not None:
-            getattr(model, name).load_state_dict(tower.state_dict())
+    for tower, weights in ((model.vision, init.vision), (model.text, init.text)):
+        if weights is not None:
+            tower.load_state_dict(weights.state_dict())
     return model
 
 
@@ -91,21 +93,10 @@ def replace_heads(clip: CLIP, kind: Literal["standardized", "mlp"], hidden: int)
     model = CLIP(replace(clip.config, head=kind, head_hidden=hidden), clip.tokenizer)
     weights = clip.state_dict()
     for name in ("vision_projection", "text_projection"):
-        head = getattr(model, name)
-        assert isinstance(head, ProjectionHead)
-        head.linear.weight.data.copy_(weights.pop(f"{name}.weight"))
-        head.linear.bias.data.zero_()
+        matrix_ED = weights.pop(f"{name}.weight")
+        weights |= {f"{name}.linear.weight": matrix_ED, f"{name}.linear.bias": matrix_ED.new_zeros(len(matrix_ED))}
     model.load_state_dict(weights, strict=False)
     return model.eval()
-
-
-OVERFIT_BELOW, FULL_FROM = 10_000, 200_000
-"""Images below which whole towers overfit, and from which training all weights pays."""
-FEATURE_VIEWS = 3
-"""Augmented views encoded per image when the vision tower is frozen; the first is not augmented."""
-STEP_COST = 3.0  # of a training step relative to a forward pass
-TRIAL_SIZE = 8
-CALIBRATION_PAIRS, CALIBRATION_ROWS = 64, 20_000
 
 
 @dataclass(frozen=True)
@@ -126,10 +117,8 @@ class EncodingCost:
 def choose_recipe(config: TrainConfig, init: InitModel, sources: Sequence[Source]) -> tuple[Recipe, str]:
     """The recipe for --recipe auto, and the reason."""
     images = sum(len(source.train) for source in sources)
-    sampled = [(source, row) for source in sources for row in range(min(100, len(source.train)))]
-    captions_per_image = sum(len(source.train.captions(row)) for source, row in sampled) / len(sampled)
-    captions = round(captions_per_image * images)
-    return decide_recipe(config, init, images, captions, measure_encoding(config, init))
+    counts = [len(source.train.captions(row)) for source in sources for row in range(min(100, len(source.train)))]
+    return decide_recipe(config, init, images, round(fmean(counts) * images), measure_encoding(config, init))
 
 
 def decide_recipe(
@@ -137,28 +126,21 @@ def decide_recipe(
 ) -> tuple[Recipe, str]:
     """Choose by pretrained towers, number of images, and measured cost against the budget."""
     if len(init.pretrained) < 2:
-        tower = init.pretrained[0]
-        return (
-            "frozen",
-            f"only the {tower} tower is pretrained: it is frozen, and the other one is trained to match it",
-        )
+        only = f"only the {init.pretrained[0]} tower is pretrained"
+        return "frozen", f"{only}: it is frozen, and the other one is trained to match it"
     encoding = f"{images:,} images; encoding them once takes about {duration(cost.frozen_s(images, captions))}"
     if init.clip is None:
-        return (
-            "frozen",
-            f"the encoders were not trained together, so only the projection heads are trained: {encoding}",
-        )
+        apart = "the encoders were not trained together, so only the projection heads are trained"
+        return "frozen", f"{apart}: {encoding}"
     recipe: Recipe = "full" if images >= FULL_FROM else "lora"
     seconds = cost.finetuning_s(override(config, RECIPES[recipe]).epochs, images)
+    about = f"about {duration(seconds)}"
     if config.budget_s is not None and seconds > config.budget_s:
-        return (
-            "frozen",
-            f"{encoding}; {recipe} would take about {duration(seconds)} of the {duration(config.budget_s)}",
-        )
+        return "frozen", f"{encoding}; {recipe} would take {about} of the {duration(config.budget_s)}"
     if recipe == "full":
-        return recipe, f"{images:,} images are enough to train all weights (about {duration(seconds)})"
+        return recipe, f"{images:,} images are enough to train all weights ({about})"
     few = "few enough to overfit" if images < OVERFIT_BELOW else "too few to train all weights"
-    return recipe, f"{images:,} images are {few}: LoRA changes and forgets less (about {duration(seconds)})"
+    return recipe, f"{images:,} images are {few}: LoRA changes and forgets less ({about})"
 
 
 def measure_encoding(config: TrainConfig, init: InitModel) -> EncodingCost:
@@ -168,7 +150,7 @@ def measure_encoding(config: TrainConfig, init: InitModel) -> EncodingCost:
     images_BHWC = torch.zeros((TRIAL_SIZE, size, size, 3), dtype=torch.uint8)
     tokens_BL = torch.ones(TRIAL_SIZE, min(16, model.config.text.context_length), dtype=torch.long)
 
-    def time_per_item(forward: Callable[[], torch.Tensor]) -> float:
+    def time_per_item(forward: Callable[[], Tensor]) -> float:
         with torch.inference_mode():
             forward().cpu()
             started = time.perf_counter()
@@ -176,12 +158,10 @@ def measure_encoding(config: TrainConfig, init: InitModel) -> EncodingCost:
         return (time.perf_counter() - started) / TRIAL_SIZE
 
     plan = Plan(str(devices.default_device("auto")[0])) if config.device == "auto" else Plan(config.device)
-    model.to_devices(*plan.devices)
-    vision, text = model.devices
-    return EncodingCost(
-        time_per_item(lambda: model.vision(model.normalize(images_BHWC.to(vision)))),
-        time_per_item(lambda: model.text(tokens_BL.to(text))),
-    )
+    vision, text = plan.devices
+    model.to_devices(vision, text)
+    image_s = time_per_item(lambda: model.vision(model.normalize(images_BHWC.to(vision))))
+    return EncodingCost(image_s, time_per_item(lambda: model.text(tokens_BL.to(text))))
 
 
 def frozen_towers(config: TrainConfig, init: InitModel) -> tuple[str, ...]:
@@ -212,42 +192,30 @@ def set_trainable(model: CLIP, config: TrainConfig, frozen: tuple[str, ...]) -> 
 @torch.no_grad()
 def calibrate_heads(model: CLIP, init: InitModel, batches: BatchStream) -> None:
     """Standardize the inputs of new heads by the mean and deviation of their features."""
-    if init.clip is not None:
+    if init.clip is not None or model.config.head == "linear":
         return
-    tables, batch = batches.features, None
-    stored = {
-        "vision": tables.images.views[0] if tables.images else None,
-        "text": tables.captions.features_MD if tables.captions else None,
+    batch, tables = batches.batch(0).split(CALIBRATION_PAIRS)[0].to(*model.devices), batches.features
+    inputs = {
+        "vision": tables.images.views[0] if tables.images else model.vision(model.normalize(batch.image[0])),
+        "text": tables.captions.features_MD if tables.captions else model.text(batch.text[0].flatten(0, 1)),
     }
-    for tower, head in (("vision", model.vision_projection), ("text", model.text_projection)):
-        if not isinstance(head, ProjectionHead):
-            continue
-        if (features := stored[tower]) is not None:
-            evenly_spaced = features[:: -(-len(features) // CALIBRATION_ROWS)]
-            head.calibrate(torch.from_numpy(np.array(evenly_spaced)))
-            continue
-        batch = batch or batches.batch(0).split(CALIBRATION_PAIRS)[0].to(*model.devices)
-        if isinstance(batch.image, Images) and tower == "vision":
-            head.calibrate(model.vision(model.normalize(batch.image.images_BHWC)))
-        if isinstance(batch.text, Tokens) and tower == "text":
-            head.calibrate(model.text(batch.text.tokens_BKL.flatten(0, 1)))
+    for tower, features in inputs.items():
+        sample = features[:: -(-len(features) // CALIBRATION_ROWS)]
+        sample = sample if isinstance(sample, Tensor) else torch.from_numpy(np.array(sample))
+        model.get_submodule(f"{tower}_projection").calibrate(sample)  # type: ignore[operator]
 
 
 def check_recipe(config: TrainConfig, init: InitModel) -> None:
     """Refuse combinations that make no sense."""
     if config.wise_ft < 1 and (not init or config.vision or config.text):
         raise ValueError("--wise-ft averages a CLIP given by --init with its fine-tuned weights; there is no --init")
-    if config.recipe == "scratch":
-        if init:
-            raise ValueError("--recipe scratch starts from random weights; leave out --init, --vision and --text")
-        return
-    if not init:
-        raise ValueError(
-            f"--recipe {config.recipe} needs pretrained weights: --init CLIP, or --vision timm:NAME and --text hf:NAME"
-        )
-    if not config.model.is_native:
-        for flag in ("patch_dropout", "grad_checkpointing"):
-            if getattr(config, flag):
-                raise ValueError(f"--{flag.replace('_', '-')} is not available for timm and transformers towers")
+    if config.recipe == "scratch" and init:
+        raise ValueError("--recipe scratch starts from random weights; leave out --init, --vision and --text")
+    if config.recipe != "scratch" and not init:
+        examples = "--init CLIP, or --vision timm:NAME and --text hf:NAME"
+        raise ValueError(f"--recipe {config.recipe} needs pretrained weights: {examples}")
+    for flag in ("patch_dropout", "grad_checkpointing"):
+        if getattr(config, flag) and not config.model.is_native:
+            raise ValueError(f"--{flag.replace('_', '-')} is not available for timm and transformers towers")
     if config.recipe == "frozen" and not frozen_towers(config, init):
         raise ValueError("--recipe frozen needs a pretrained tower")

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -24,8 +25,8 @@ from m1clip.training import checkpoint
 from m1clip.training.device_plan import requested_plan
 from m1clip.training.recipes import InitModel, check_recipe, choose_recipe, frozen_towers, load_init
 
-TOKENIZER_CAPTIONS = 50_000
-"""Captions a tokenizer is trained on, at most about."""
+TOKENIZER_CAPTIONS = 50_000  # captions a tokenizer is trained on, at most about
+Given = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -34,24 +35,18 @@ class Setup:
 
     config: TrainConfig
     """Final: nothing is left at auto but what is measured (chunk, device, precision, compile, threads)."""
-    reason: str
-    """Why this recipe or model was chosen."""
+    reason: str  # why this recipe or model was chosen
     init: InitModel
     splits: Splits
     tokenizer: Tokenizer
-    total: int
-    """Steps of the whole run; an estimate with a budget."""
-    checkpoint: Path | None
-    """The checkpoint to resume from."""
-    damaged: dict[Path, str]
-    """Newer checkpoints that cannot be used, and why."""
-    resumed_plan: Plan | None
-    deadline: float | None
-    """When a budget ends, by time.monotonic."""
+    total: int  # steps of the whole run; an estimate with a budget
     imported: sensors.MemoryUse
     """Memory before any data or model was loaded."""
-    views: int = 0
-    """Encoded views per image so far; 0 for a new run."""
+    deadline: float | None  # when a budget ends, by time.monotonic
+    checkpoint: Path | None  # the checkpoint to resume from
+    damaged: dict[Path, str]  # newer checkpoints that cannot be used, and why
+    resumed_plan: Plan | None = None
+    views: int = 0  # encoded views per image so far; 0 for a new run
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -60,7 +55,7 @@ class Setup:
 
 def prepare(
     config: TrainConfig,
-    given: Mapping[str, Any],
+    given: Given,
     runs: Path,
     resumed: Run | None,
     console: Console,
@@ -72,7 +67,7 @@ def prepare(
     `given` are the user's own settings, which defaults of recipes and budgets leave alone; `is_final` says that
     the config comes from a file and gets no other defaults. A budget counts from `started` (time.monotonic).
     """
-    imported = sensors.memory_use()
+    imported, reason = sensors.memory_use(), ""
     check_config(config)
     requested_plan(config)
     if config.track != "none":
@@ -83,51 +78,50 @@ def prepare(
         check_tokenizer(config.tokenizer)
     config, init = load_init(config, resumed)
     sources = open_sources(config, console.progress)
-    reason = ""
     if not resumed:
         config, reason = choose_settings(config, given, is_final, init, sources, console)
     check_recipe(config, init)
     check_disk_space(config, runs, resumed)
-    record = _read_data_record(resumed) if resumed else {}
+    record = resumed.read("data.json") if resumed and (resumed.path / "data.json").exists() else {}
     size = config.model.vision.image_size
     stored, on_the_fly = stored_size(size, config.crop_scale), record.get("on_the_fly", ())
     splits = open_splits(sources, config, size, stored, console.progress, on_the_fly)
-    pairs = splits.train.pairs_per_epoch
+    pairs, identity = splits.train.pairs_per_epoch, splits.train.identity
     config = settle(config, init, pairs)
     if config.batch_size > pairs:
         raise ValueError(f"batch_size {config.batch_size} is larger than the {pairs} training pairs")
-    if resumed and record.get("identity", splits.train.identity) != splits.train.identity:
-        raise ValueError(
-            f"the data of {resumed.path} has changed (rows, captions or their order); restore it, or start a new run"
-        )
+    if resumed and record.get("identity", identity) != identity:
+        changed = f"the data of {resumed.path} has changed (rows, captions or their order)"
+        raise ValueError(f"{changed}; restore it, or start a new run")
     total = config.steps or config.epochs * (pairs // config.batch_size)
     start, damaged = checkpoint.newest_intact(resumed) if resumed else (None, {})
+    tokenizer, deadline = open_tokenizer(config, start, init, splits.train), None
+    if config.budget_s is not None:
+        elapsed_s = checkpoint.read_progress(start).seconds if start else 0.0
+        deadline = started + max(0.0, config.budget_s - elapsed_s)
+    setup = Setup(config, reason, init, splits, tokenizer, total, imported, deadline, start, damaged)
+    return resumed_setup(setup, resumed, record.get("views", 0)) if resumed and start else setup
+
+
+def resumed_setup(setup: Setup, resumed: Run, views: int) -> Setup:
+    """With the plan and the views of the interrupted run."""
+    config, total, start, plan = setup.config, setup.total, setup.checkpoint, None
     if start and checkpoint.step_of(start) > total and not config.budget_s:
         requested = f"--steps {config.steps}" if config.steps else f"{config.epochs} epochs"
         raise ValueError(f"{start.parent} is at step {checkpoint.step_of(start)}; {requested} end at step {total}")
-    return Setup(
-        config,
-        reason,
-        init,
-        splits,
-        _tokenizer(config, start, init, splits.train),
-        total,
-        start,
-        damaged,
-        _read_plan(resumed) if start and resumed else None,
-        _deadline(config, start, started),
-        imported,
-        record.get("views", 0) if start else 0,
-    )
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        plan = Plan(**resumed.read("machine.json")["plan"])
+    return replace(setup, resumed_plan=plan, views=views)
+
+
+def open_tokenizer(config: TrainConfig, start: Path | None, init: InitModel, pairs: Split) -> Tokenizer:
+    if start:
+        return load_tokenizer(config.model, start / "tokenizer.json")
+    return init.tokenizer or make_tokenizer(config.tokenizer, sample_captions(pairs), config.model.text.vocab_size)
 
 
 def choose_settings(
-    config: TrainConfig,
-    given: Mapping[str, Any],
-    is_final: bool,
-    init: InitModel,
-    sources: Sequence[Source],
-    console: Console,
+    config: TrainConfig, given: Given, is_final: bool, init: InitModel, sources: Sequence[Source], console: Console
 ) -> tuple[TrainConfig, str]:
     """The config with its recipe decided and with the defaults of that recipe or budget; and the reason."""
     recipe, reason = config.recipe, ""
@@ -153,41 +147,18 @@ def settle(config: TrainConfig, init: InitModel, pairs: int) -> TrainConfig:
 
 
 def check_disk_space(config: TrainConfig, runs: Path, resumed: Run | None) -> None:
+    """Require space for the final model, the newest KEEP checkpoints, the best, and one more before the oldest goes.
+
+    Each checkpoint has weights and two moments, with EMA the weights twice.
+    """
     existing = len(checkpoint.list_checkpoints(resumed)) if resumed else 0
     with torch.device("meta"):
-        need = checkpoint.disk_bytes(CLIP(config.model), config, existing)
+        weights = sum(weight.nbytes for weight in CLIP(config.model).parameters())
+    need = weights + max(1, checkpoint.KEEP + 2 - existing) * (4 if config.ema else 3) * weights
     folder = next(folder for folder in (runs, *runs.absolute().parents) if folder.exists())
     free = shutil.disk_usage(folder).free
     if free < need:
         raise OSError(f"{folder} has {file_size(free)} free; checkpoints need {file_size(need)}")
-
-
-def _read_data_record(run: Run) -> dict[str, Any]:
-    try:
-        return run.read("data.json")
-    except FileNotFoundError:  # the run ended before it was written
-        return {}
-
-
-def _read_plan(run: Run) -> Plan | None:
-    try:
-        return Plan(**run.read("machine.json")["plan"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _tokenizer(config: TrainConfig, start: Path | None, init: InitModel, pairs: Split) -> Tokenizer:
-    if start:
-        return load_tokenizer(config.model, start / "tokenizer.json")
-    vocab_size = config.model.text.vocab_size
-    return init.tokenizer or make_tokenizer(config.tokenizer, sample_captions(pairs), vocab_size)
-
-
-def _deadline(config: TrainConfig, start: Path | None, started: float) -> float | None:
-    if config.budget_s is None:
-        return None
-    elapsed = checkpoint.read_progress(start).seconds if start else 0.0
-    return started + max(0.0, config.budget_s - elapsed)
 
 
 def sample_captions(pairs: Split) -> Iterator[str]:

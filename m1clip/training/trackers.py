@@ -23,46 +23,41 @@ def check_tracker(name: str) -> None:
 @contextmanager
 def tracking(run: Run, config: TrainConfig, step: int, warn: Callable[[str], None]) -> Iterator[None]:
     """Inside the block, every record but events also goes to the tracker, from `step` on."""
-    tracker: list[tuple[Send, Close]] = []
 
-    @contextmanager
-    def guarded() -> Iterator[None]:
+    def guarded(function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             with redirect_stdout(sys.stderr):  # our stdout is for results, possibly one line of JSON
-                yield
+                return function(*arguments)
         except Exception as error:  # whatever a tracker raises must not end the training
             run.on_record = None
             warn(f"{config.track} failed and is no longer used: {error}")
 
-    def send_record(record: dict[str, Any]) -> None:
-        if tracker and record["kind"] != "event":
-            with guarded():
-                tracker[0][0](dict(scalars(record)), record["step"])
+    tracker = guarded(TRACKERS[config.track], run, config, step)
+    if tracker is None:
+        yield
+        return
+    send, close = tracker
 
-    with guarded():
-        tracker.append(TRACKERS[config.track](run, config, step))
-        run.on_record = send_record
+    def send_record(record: dict[str, Any]) -> None:
+        if record["kind"] != "event":
+            values = {key: value for key, value in record.items() if key not in ("step", "time")}
+            guarded(send, dict(scalars(values, record["kind"])), record["step"])
+
+    run.on_record = send_record
     try:
         yield
     finally:
         run.on_record = None
-        with guarded():
-            for _, close in tracker:
-                close()
+        guarded(close)
 
 
-def scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def scalars(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
     """Flat names grouped by kind: step/loss, diagnostics/grad_norms/vision.blocks.0."""
-    flat = {key: value for key, value in record.items() if key not in ("step", "time")}
-    yield from ((f"{record['kind']}/{key}", value) for key, value in _leaves(flat))
-
-
-def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from ((f"{key}/{name}", leaf) for name, leaf in _leaves(value))
+            yield from scalars(value, f"{prefix}/{key}")
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield key, value
+            yield f"{prefix}/{key}", value
 
 
 def _tensorboard(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]:
