@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from hashlib import file_digest
 from io import BytesIO
 from pathlib import Path
@@ -42,7 +41,7 @@ def convert_dataset(
             if not manifest.has(path):
                 samples = list(_samples(pairs, rows, name, bad_rows))
                 bad_rows.require_at_most(max_bad_rows)
-                manifest.write(path, len(samples), partial(write, samples))
+                manifest.write(path, samples, write)
             advance(len(rows))
     totals = {key: sum(entry[key] for entry in manifest.entries.values()) for key in ("pairs", "bytes")}
     return {"out": str(out), "files": len(manifest.entries), **totals, "bad_rows": bad_rows.record()}
@@ -133,15 +132,15 @@ class Manifest:
         entry = self.entries.get(path.name)
         return bool(entry and path.is_file() and _sha256(path) == entry["sha256"])
 
-    def write(self, path: Path, pairs: int, write: Callable[[Path], None]) -> None:
+    def write(self, path: Path, samples: list[Sample], write: Callable[[list[Sample], Path], None]) -> None:
         temporary = path.with_name(f".{path.name}.new")
         try:
-            write(temporary)
+            write(samples, temporary)
             size, checksum = temporary.stat().st_size, _sha256(temporary)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        self.entries[path.name] = {"file": path.name, "pairs": pairs, "bytes": size, "sha256": checksum}
+        self.entries[path.name] = {"file": path.name, "pairs": len(samples), "bytes": size, "sha256": checksum}
         with open(self.path, "a") as file:
             file.write(json.dumps(self.entries[path.name]) + "\n")
 

@@ -360,19 +360,15 @@ def permute(index: int, size: int, key: str) -> int:
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
+    salts = struct.unpack("<4Q", blake2b(key.encode(), digest_size=32).digest())
     while True:
         left, right = index >> half, index & mask
-        for salt in _round_keys(key):
+        for salt in salts:
             mixed = (right + salt) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
             left, right = right, left ^ ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 >> 32 & mask)
         index = left << half | right
         if index < size:
             return index
-
-
-@lru_cache
-def _round_keys(key: str) -> tuple[int, ...]:
-    return struct.unpack("<4Q", blake2b(key.encode(), digest_size=32).digest())
 
 
 @lru_cache
