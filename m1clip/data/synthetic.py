@@ -7,7 +7,7 @@ synthetic.toml says what each word of a caption looks like.
 import math
 import struct
 import tomllib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
@@ -128,6 +128,8 @@ def _parse(value: Any) -> Any:
 
 
 FILE = Path(__file__).with_suffix(".toml")
+# Changes with any line that draws, so that cached images are never stale.
+CODE_HASH = blake2b(Path(__file__).read_bytes() + FILE.read_bytes(), digest_size=8).hexdigest()
 _tables = _parse(tomllib.loads(FILE.read_text(encoding="utf-8"))).values()  # in the order of the file
 CAPTIONS, CATEGORIES, SIZES, POSITIONS, GROUPS, COLORS, FIXED, PAINTS, TRIMS, TIMES, SUBJECTS, PLACES, SKIES = _tables
 COUNTS, PLURALS, TEMPLATES = (CAPTIONS[name] for name in ("counts", "plurals", "templates"))
@@ -292,7 +294,7 @@ class SyntheticScenes:
 
     @property
     def fingerprint(self) -> str:
-        return f"synthetic/{_code_hash()}/{self.split}/{self.seed}/{self.size}"
+        return f"synthetic/{CODE_HASH}/{self.split}/{self.seed}/{self.size}"
 
     identity = fingerprint
 
@@ -319,9 +321,13 @@ class SyntheticScenes:
         return [describe(scene, k) for k in templates if self.split == "train" or k == index % len(TEMPLATES)]
 
     def edits(self, index: int) -> Iterator[tuple[str, str]]:
-        """Hard negatives: the field that was changed, and the scene's caption with one wrong word."""
+        """Hard negatives: the field that was changed, and the scene's caption with exactly one wrong word."""
         scene, rng = self.scene(index), Random(f"edit/{self._key}/{index}")
-        for field, values in alternatives(scene).items():
+        counts = (2, 3, 4) if scene.count > 1 else ()  # the same plural
+        positions = () if scene.position == "middle" else ("left", "right")  # the same preposition
+        words = {"subject": SUBJECTS, "color": COLORS, "count": counts, "size": SIZES, "position": positions}
+        words |= {"place": PLACES_OF[scene.subject], "time": TIMES, "sky": SKIES}
+        for field, values in words.items():
             if others := [value for value in values if value != getattr(scene, field)]:
                 change: Any = {field: rng.choice(others)}
                 yield field, describe(replace(scene, **change), index % len(TEMPLATES))
@@ -333,14 +339,6 @@ def describe(scene: Scene, template: int) -> str:
     if scene.count > 1:
         words["subject"] = PLURALS.get(scene.subject, scene.subject + "s")
     return str(TEMPLATES[template].format(**words))
-
-
-def alternatives(scene: Scene) -> dict[str, Collection[Any]]:
-    """Values of each field that change exactly one word of the caption: no other plural, no other preposition."""
-    counts = (2, 3, 4) if scene.count > 1 else ()
-    positions = () if scene.position == "middle" else ("left", "right")
-    words = {"subject": SUBJECTS, "color": COLORS, "count": counts, "size": SIZES, "position": positions}
-    return {**words, "place": PLACES_OF[scene.subject], "time": TIMES, "sky": SKIES}
 
 
 def permute(index: int, size: int, key: str) -> int:
@@ -359,9 +357,3 @@ def permute(index: int, size: int, key: str) -> int:
         index = left << half | right
         if index < size:
             return index
-
-
-@lru_cache
-def _code_hash() -> str:
-    """Changes with any line that draws, so that cached images are never stale."""
-    return blake2b(Path(__file__).read_bytes() + FILE.read_bytes(), digest_size=8).hexdigest()
