@@ -67,9 +67,9 @@ def map_chunks(function: Callable[[Rows], T], chunks: Sequence[Rows], workers: i
     """Results in order. One chunk or `workers=1` runs in the main process."""
     if len(chunks) == 1 or workers == 1:
         yield from map(function, chunks)
-        return
-    with closing(WorkerPool(function, workers)) as pool:
-        yield from pool.map(chunks)
+    else:
+        with closing(WorkerPool(function, workers)) as pool:
+            yield from pool.map(chunks)
 
 
 class WorkerPool(Generic[T]):

@@ -35,7 +35,7 @@ SPLIT_COLUMNS = ("split", "set", "partition", "subset")
 ID_COLUMN = re.compile(r"(^|_)(id|ids|key|index|idx|hash|sha256|md5)$")
 MAX_QUOTED_LINES = 50  # a longer quoted field counts as a missing quotation mark
 SAMPLED_ROWS = 200  # columns are guessed from these
-UNSPLITTABLE = ["\0"]  # fields of a line that fit no header
+
 Values = dict[str, Any]
 Record = tuple[int, Any]  # line number, from 1, and values: a dict by column, unless the line is broken
 
@@ -158,16 +158,14 @@ def read_csv(path: Path) -> Iterator[Record | BadRow]:
             number, text = next(lines, (0, ""))
         while number:
             fields, extra = _split_fields(text, delimiter), list[tuple[int, str]]()
+            if fields and len(fields) > len(names) == 2:  # unquoted commas can only belong to the caption
+                fields = [fields[0], delimiter.join(fields[1:])]
             while fields is None and len(extra) < MAX_QUOTED_LINES and (following := next(lines, None)):
                 extra.append(following)
                 fields = _split_fields(text + "".join(line for _, line in extra), delimiter, strict=True)
-                if fields and len(fields) != len(names):  # not one row of several lines: a quote is missing
-                    fields = UNSPLITTABLE
-            if fields and len(fields) > len(names) == 2:  # unquoted commas can only belong to the caption
-                fields = [fields[0], delimiter.join(fields[1:])]
             if fields and len(fields) == len(names):
                 yield number, dict(zip(names, map(str.strip, fields), strict=True))
-            elif fields != []:
+            elif fields != []:  # if it has several lines, a quote is missing in the first
                 expected = f"expected {len(names)} fields ({', '.join(names)})"
                 yield BadRow("broken line", f"{path} line {number}", expected)
                 lines = chain(extra, lines)
@@ -186,7 +184,7 @@ def _split_fields(text: str, delimiter: str, strict: bool = False) -> list[str] 
         except csv.Error as error:
             if "unexpected end" in str(error):
                 return None
-    return UNSPLITTABLE
+    return [text]  # one field fits no header
 
 
 def read_json_lines(path: Path) -> Iterator[Record | BadRow]:
