@@ -26,7 +26,7 @@ from m1clip.data.batches import (
     tokenize_captions,
 )
 from m1clip.data.pixel_cache import decode_rows
-from m1clip.data.splits import CachedImages, Split, SplitPart
+from m1clip.data.splits import Split, SplitPart
 from m1clip.data.synthetic import SyntheticScenes
 from m1clip.model.tokenizer import Tokenizer
 
@@ -35,8 +35,7 @@ ALL = Augmentation(crop_scale=0.5, hflip=True, color_jitter=0.3)
 
 def make_part(count: int, image_size: int, seed: int = 0, weight: float = 1.0) -> SplitPart:
     pairs, rows = SyntheticScenes(count, seed), np.arange(count)
-    images = CachedImages(decode_rows(pairs, image_size, rows.tolist()).pixels, rows)
-    return SplitPart(pairs, rows, images, weight)
+    return SplitPart(pairs, rows, decode_rows(pairs, image_size, rows.tolist()).pixels, weight)
 
 
 @pytest.fixture(scope="module")
@@ -229,9 +228,9 @@ def test_rows_of_mixed_sources_have_their_own_images_and_captions():
     split = Split([first, second])
     rows, pixels = split.take(np.array([12, 3, 19]))
     assert rows.tolist() == [12, 3, 19]
-    assert np.array_equal(pixels[0], second.images.pixels[2])
-    assert np.array_equal(pixels[1], first.images.pixels[3])
-    assert np.array_equal(pixels[2], second.images.pixels[9])
+    assert np.array_equal(pixels[0], second.images[2])
+    assert np.array_equal(pixels[1], first.images[3])
+    assert np.array_equal(pixels[2], second.images[9])
     assert list(split.captions(12)) == SyntheticScenes(10, 5).captions(2)
     assert split.location(3) == SyntheticScenes(10).location(3)
 
@@ -260,7 +259,7 @@ def test_group_ids_are_equal_for_equal_values():
 
 def test_a_batch_marks_its_duplicates_unless_this_is_off(batches):
     (part,) = batches.pairs.parts
-    black = CachedImages(np.zeros_like(part.images.pixels), part.rows)
+    black = np.zeros_like(part.images)
     same = replace(batches, pairs=Split([replace(part, images=black)]))  # every image is the same
     assert same.batch(0).duplicate_BB.sum() == 8 * 7
     assert replace(same, mask_duplicates=False).batch(0).duplicate_BB is None

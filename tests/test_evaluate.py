@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import m1clip
 from m1clip import cli
 from m1clip.console import Console
-from m1clip.data.splits import CachedImages, Split, SplitPart
+from m1clip.data.splits import Split, SplitPart
 from m1clip.evals.evaluate import evaluate_model
 from m1clip.run import Run
 from photos import jpeg
@@ -58,7 +58,7 @@ class Classifier:
 
 def labeled_split() -> Split:
     pixels = np.stack([np.full((16, 16, 3), label, np.uint8) for label in LabeledImages.labels])
-    return Split([SplitPart(LabeledImages(), np.arange(8), CachedImages(pixels, np.arange(8)))])
+    return Split([SplitPart(LabeledImages(), np.arange(8), pixels)])
 
 
 @pytest.mark.parametrize("chunk", [3, 256])

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from helpers import train_run
-from m1clip.data.splits import CachedImages, Split, SplitPart
+from m1clip.data.splits import Split, SplitPart
 from m1clip.evals.examples import example_queries
 from m1clip.evals.hard_negatives import (
     TIERS,
@@ -128,7 +128,7 @@ RELEVANCE = Relevance.from_captions(GrayImages.texts)
 
 def gray_split() -> Split:
     pixels = np.stack([np.full((40, 40, 3), 50 * n, np.uint8) for n in range(5)])
-    return Split([SplitPart(GrayImages(), np.arange(5), CachedImages(pixels, np.arange(5)))])
+    return Split([SplitPart(GrayImages(), np.arange(5), pixels)])
 
 
 def gray_examples() -> dict:

@@ -8,9 +8,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain, islice
-from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ MAX_TOKENIZED = 500_000  # captions; of larger splits they are tokenized batch b
 STORED_SCALE = 1.25  # stored size over image size: few crops have to be enlarged
 # Independent streams of random numbers of a sample.
 CAPTION, DROPOUT_KEY, CROP, FLIP, COLOR, VIEW = 0, 3, (4, 5, 6, 7), 8, (9, 10, 11), 12
-Tokenize = Callable[[Sequence[str]], Tensor]
+
 TokenIds = Sequence[Sequence[int] | NDArray[np.int32]]
 Uniform = NDArray[np.float64]
 
@@ -49,13 +48,6 @@ class TextFeatures(NamedTuple):
     features_BKD: Tensor
 
 
-Input = TypeVar("Input", bound=tuple[Tensor, ...])
-
-
-def map_input(function: Callable[[Tensor], Tensor], inputs: Input) -> Input:
-    return type(inputs)(*map(function, inputs))
-
-
 @dataclass(frozen=True)
 class Batch:
     image: Images | ImageFeatures
@@ -70,8 +62,8 @@ class Batch:
     def to(self, vision: torch.device, text: torch.device) -> "Batch":
         """Copy each input to the device of its tower; keys stay on the CPU if there are two devices."""
         return Batch(
-            map_input(lambda tensor: devices.copy_to(tensor, vision), self.image),
-            map_input(lambda tensor: devices.copy_to(tensor, text), self.text),
+            type(self.image)(devices.copy_to(self.image[0], vision)),
+            type(self.text)(devices.copy_to(self.text[0], text)),
             devices.copy_to(self.key_B, vision) if vision == text else self.key_B,
             None if self.duplicate_BB is None else devices.copy_to(self.duplicate_BB, vision),
             self.rows,
@@ -82,7 +74,7 @@ class Batch:
         return [self._take(slice(start, start + size)) for start in range(0, len(self), size)]
 
     def _take(self, rows: slice) -> "Batch":
-        image, text = map_input(itemgetter(rows), self.image), map_input(itemgetter(rows), self.text)
+        image, text = type(self.image)(self.image[0][rows]), type(self.text)(self.text[0][rows])
         return Batch(image, text, self.key_B[rows], None, self.rows[rows])
 
 
@@ -139,16 +131,15 @@ def tokenize_captions(
     pairs: Split, encode: Callable[[Sequence[str]], TokenIds], pad: Callable[[TokenIds], Tensor]
 ) -> TokenizedCaptions | None:
     """None if there are too many captions to keep in memory."""
-    if len(pairs) > MAX_TOKENIZED:
-        return None
-    counts = [len(pairs.captions(row)) for row in range(len(pairs))]
-    if sum(counts) > MAX_TOKENIZED:
-        return None
-    captions = (caption for row in range(len(pairs)) for caption in pairs.captions(row))
-    ids: list[NDArray[np.int32]] = []
-    while chunk := list(islice(captions, 4096)):
-        ids += [np.array(caption, np.int32) for caption in encode(chunk)]
-    return TokenizedCaptions(ids, np.cumsum([0, *counts]), pad)
+    captions, start_N = list[str](), [0]
+    for row in range(len(pairs)):
+        captions += pairs.captions(row)
+        start_N.append(len(captions))
+        if max(len(captions), len(pairs)) > MAX_TOKENIZED:
+            return None
+    chunks = (captions[start : start + 4096] for start in range(0, len(captions), 4096))
+    ids = [np.array(caption, np.int32) for chunk in chunks for caption in encode(chunk)]
+    return TokenizedCaptions(ids, np.array(start_N), pad)
 
 
 @dataclass(frozen=True)
@@ -161,7 +152,7 @@ class Augmentation:
 @dataclass(frozen=True)
 class BatchStream:
     pairs: Split
-    tokenize: Tokenize
+    tokenize: Callable[[Sequence[str]], Tensor]
     batch_size: int
     seed: int
     image_size: int  # input resolution of the model; stored images may be larger

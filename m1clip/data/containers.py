@@ -29,7 +29,7 @@ PICKLES = re.compile(r"\.(pyd|pkl|pickle|pt|pth|joblib|npy|npz)$", re.I)  # what
 CAPTION_MEMBERS = ("txt", "text", "caption", "cap")
 Members = dict[str, tarfile.TarInfo]
 STREAM_CHUNK = 1000  # rows per file of a stream that is kept
-SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")  # in folders of save_to_disk
+SAVED = ("dataset_info.json", "dataset_dict.json")  # in folders of save_to_disk
 
 
 # WebDataset shards: tar files in which the members of a pair share a name.

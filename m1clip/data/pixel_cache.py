@@ -67,9 +67,9 @@ def map_chunks(function: Callable[[Rows], T], chunks: Sequence[Rows], workers: i
     """Results in order. One chunk or `workers=1` runs in the main process."""
     if len(chunks) == 1 or workers == 1:
         yield from map(function, chunks)
-        return
-    with closing(WorkerPool(function, workers)) as pool:
-        yield from pool.map(chunks)
+    else:
+        with closing(WorkerPool(function, workers)) as pool:
+            yield from pool.map(chunks)
 
 
 class WorkerPool(Generic[T]):
@@ -147,19 +147,15 @@ class RowStore:
     def build(self, produce: Produce, max_bytes: float, progress: Advance, contents: str = "decoded images") -> bool:
         """Verify what exists and produce the missing chunks; False if a cache of `max_bytes` is too small."""
         self._lock_folder()
-        is_complete = False
-        try:
-            if not self.missing_bytes or free_space(self.missing_bytes, max_bytes, self.folder, contents):
-                with explain_full_disk(self.folder):
-                    self._complete(produce, progress)
-                fcntl.flock(self._lock, fcntl.LOCK_SH)  # held while we run: an entry in use is not removed
-                is_complete = True
-        finally:
-            if not is_complete:
-                self.close()
-                with suppress(OSError):  # it has chunks
-                    self.folder.rmdir()
-        return is_complete
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            if self.missing_bytes and not free_space(self.missing_bytes, max_bytes, self.folder, contents):
+                return False
+            with explain_full_disk(self.folder):
+                self._complete(produce, progress)
+            fcntl.flock(self._lock, fcntl.LOCK_SH)  # held while we run: an entry in use is not removed
+            on_failure.pop_all()
+        return True
 
     def _lock_folder(self) -> None:
         """Lock exclusively to build, shared if others only read; wait while another process builds."""
@@ -177,6 +173,8 @@ class RowStore:
 
     def close(self) -> None:
         """Release the lock; from now on the store may be removed to free space."""
+        with suppress(OSError):  # it has chunks
+            self.folder.rmdir()
         os.close(self._lock)
 
     def entries(self) -> dict[int, Notes]:
@@ -188,7 +186,7 @@ class RowStore:
         return True
 
     def _complete(self, produce: Produce, progress: Advance) -> None:
-        intact = self._intact_chunks(progress)
+        intact = self._intact_chunks(progress) if self.data.exists() else set()
         missing = [k for k in range(len(self.chunks)) if k not in intact]
         if not missing:
             return
@@ -207,8 +205,6 @@ class RowStore:
 
     def _intact_chunks(self, progress: Advance) -> set[int]:
         entries = {k: entry for k, entry in self.entries().items() if k < len(self.chunks)}
-        if not self.data.exists():
-            return set()
 
         def is_intact(k: int) -> bool:
             with open(self.data, "rb") as file:

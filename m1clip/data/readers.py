@@ -35,7 +35,7 @@ def list_rows(spec: str, config: DataConfig) -> Listing:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"{spec} needs the folder of {scheme}; there is no folder {path!r}")
-    return tables.list_coco(folder) if scheme == "coco" else tables.list_flickr(folder, scheme, config)
+    return tables.list_caption_dataset(folder, scheme, config)
 
 
 def _list_paths(paths: list[Path], config: DataConfig) -> Listing:
@@ -58,9 +58,8 @@ def _list_path(path: Path, config: DataConfig) -> Listing:
         for pattern in ("*.tar", "*.parquet", "data/*.parquet"):
             if files := sorted(path.glob(pattern)):
                 return _list_paths(files, config)
-        if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
-            return containers.list_dataset(str(path), config)
-        return _list_folder(path, config)
+        is_saved = any((path / name).is_file() for name in containers.SAVED)
+        return containers.list_dataset(str(path), config) if is_saved else _list_folder(path, config)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     if suffix not in tables.READERS:

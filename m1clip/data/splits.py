@@ -17,15 +17,6 @@ from m1clip.images import Pixels
 SHUFFLE_WINDOW = 10_000  # rows; on the fly, shards are read nearly in sequence
 
 
-@dataclass(frozen=True)
-class CachedImages:
-    pixels: Pixels
-    good_rows: RowIndices
-
-    def take(self, rows: RowIndices) -> tuple[RowIndices, Pixels]:
-        return rows, self.pixels[self.good_rows[rows]]
-
-
 class OnTheFlyImages:
     """Images decoded by worker processes on request. A bad row is replaced by the next good one."""
 
@@ -38,7 +29,10 @@ class OnTheFlyImages:
         rows, todo = np.array(rows), np.arange(len(rows))
         pixels = np.empty((len(rows), self.image_size, self.image_size, 3), np.uint8)
         while len(todo):
-            rows[todo] = [self._next_good(int(row)) for row in rows[todo]]
+            while (bad := np.isin(rows, list(self.bad))).any():
+                if len(self.bad) == len(self.pairs):
+                    raise ValueError("no image can be decoded; `m1clip data check` lists the reasons")
+                rows[bad] = (rows[bad] + 1) % len(self.pairs)
             chunks = [chunk for chunk in np.array_split(todo, 2 * self.pool.workers) if len(chunk)]
             results = self.pool.map([rows[chunk].tolist() for chunk in chunks])
             for chunk, decoded in zip(chunks, results, strict=True):
@@ -49,24 +43,22 @@ class OnTheFlyImages:
             todo = np.flatnonzero(np.isin(rows, list(self.bad)))
         return rows, pixels
 
-    def _next_good(self, row: int) -> int:
-        if len(self.bad) == len(self.pairs):
-            raise ValueError("no image can be decoded; `m1clip data check` lists the reasons")
-        while row in self.bad:
-            row = (row + 1) % len(self.pairs)
-        return row
-
 
 @dataclass(frozen=True)
 class SplitPart:
     pairs: PairDataset
     rows: RowIndices  # usable ones of `pairs`
-    images: CachedImages | OnTheFlyImages
+    images: Pixels | OnTheFlyImages  # cached ones by row of `pairs`
     weight: float = 1.0
 
     @property
     def pairs_per_epoch(self) -> int:
         return round(self.weight * len(self.rows))
+
+    def take(self, rows: RowIndices) -> tuple[RowIndices, Pixels]:
+        if isinstance(self.images, OnTheFlyImages):
+            return self.images.take(rows)
+        return rows, self.images[self.rows[rows]]
 
     def shuffled(self, rng: np.random.Generator) -> RowIndices:
         """A random order; shards that are read on the fly are shuffled, and their rows within a window."""
@@ -116,11 +108,11 @@ class Split:
     def take(self, rows: RowIndices) -> tuple[RowIndices, Pixels]:
         """Images (B, H, W, 3) and their rows: a row that cannot be decoded is replaced by another one."""
         if len(self.parts) == 1:
-            return self.parts[0].images.take(rows)
+            return self.parts[0].take(rows)
         number = np.searchsorted(self.starts, rows, "right") - 1
         taken, pixels = [], []
         for k in np.unique(number):
-            part_rows, part_pixels = self.parts[k].images.take(rows[number == k] - self.starts[k])
+            part_rows, part_pixels = self.parts[k].take(rows[number == k] - self.starts[k])
             taken.append(part_rows + self.starts[k])
             pixels.append(part_pixels)
         position = np.argsort(np.argsort(number, kind="stable"))
@@ -221,4 +213,4 @@ def _open_part(
             return SplitPart(pairs, np.arange(len(pairs)), images)
     bad_rows.add_images(pairs, bad)
     good_rows = np.setdiff1d(np.arange(len(pairs)), list(bad)).astype(np.int64)
-    return SplitPart(pairs, good_rows, CachedImages(pixels, good_rows))
+    return SplitPart(pairs, good_rows, pixels)

@@ -7,15 +7,13 @@ synthetic.toml says what each word of a caption looks like.
 import math
 import struct
 import tomllib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import product
-from operator import itemgetter
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from PIL import Image, ImageDraw
@@ -130,17 +128,12 @@ def _parse(value: Any) -> Any:
 
 
 FILE = Path(__file__).with_suffix(".toml")
-_tables: dict[str, Any] = _parse(tomllib.loads(FILE.read_text(encoding="utf-8")))
-CATEGORIES, SIZES, POSITIONS, COLORS, FIXED, PAINTS, TRIMS, SUBJECTS, SKIES = itemgetter(
-    "categories", "sizes", "positions", "colors", "fixed", "paints", "trims", "subjects", "skies"
-)(_tables)
-GROUPS: dict[int, list[Point]] = {int(count): points for count, points in _tables["groups"].items()}
-TIMES, PLACES = (
-    {name: SimpleNamespace(**table) for name, table in _tables[kind].items()} for kind in ("times", "places")
-)
-
+# Changes with any line that draws, so that cached images are never stale.
+CODE_HASH = blake2b(Path(__file__).read_bytes() + FILE.read_bytes(), digest_size=8).hexdigest()
+_tables = _parse(tomllib.loads(FILE.read_text(encoding="utf-8"))).values()  # in the order of the file
+CAPTIONS, CATEGORIES, SIZES, POSITIONS, GROUPS, COLORS, FIXED, PAINTS, TRIMS, TIMES, SUBJECTS, PLACES, SKIES = _tables
+COUNTS, PLURALS, TEMPLATES = (CAPTIONS[name] for name in ("counts", "plurals", "templates"))
 SALT = {"train": "train", "val": "held-out"}  # part of every random key: another value would draw other scenes
-COUNTS, PLURALS, TEMPLATES = itemgetter("counts", "plurals", "templates")(_tables["captions"])
 PLACES_OF = {subject: places for subjects, places in CATEGORIES.values() for subject in subjects}
 
 # One in eight combinations of subject, color and place is never in a training split, whatever the seed:
@@ -180,16 +173,15 @@ def subject_tones(color: str) -> Tones:
 @lru_cache
 def background_tones(time: str) -> Tones:
     light = TIMES[time]
-    red, green, blue = light.tint
+    red, green, blue = light["tint"]
     tinted = {tone: (int(r * red), int(g * green), int(b * blue)) for tone, (r, g, b) in PAINTS.items()}
-    return {**FIXED, **tinted, "cloud": light.cloud, "bird": light.bird, "glass": light.glass}
+    return {**FIXED, **tinted, "cloud": light["cloud"], "bird": light["bird"], "glass": light["glass"]}
 
 
 @lru_cache(maxsize=8)
 def sky_gradient(time: str, size: int) -> Image.Image:
-    zenith, horizon = TIMES[time].zenith, TIMES[time].horizon
-    column = Image.new("RGB", (1, size))
-    column.putdata([mix(zenith, horizon, min(1.0, y / (0.42 * size))) for y in range(size)])
+    light, column = TIMES[time], Image.new("RGB", (1, size))
+    column.putdata([mix(light["zenith"], light["horizon"], min(1.0, y / (0.42 * size))) for y in range(size)])
     return column.resize((size, size))
 
 
@@ -206,31 +198,31 @@ def draw_sketch(draw: Draw, sketch: Sketch, tones: Tones, box: Box, ink: RGB | N
 def draw_orb(image: Image.Image, scene: Scene, x: float, rng: Random) -> None:
     """The sun with its halo, or a crescent moon among stars."""
     size, light, draw = image.width, TIMES[scene.time], ImageDraw.Draw(image, "RGBA")
-    y = light.orb_y + rng.uniform(-0.02, 0.02)
+    y = light["orb_y"] + rng.uniform(-0.02, 0.02)
 
     def disc(x: float, y: float, radius: float, fill: tuple[int, ...]) -> None:
         draw.ellipse([size * edge for edge in (x - radius, y - radius, x + radius, y + radius)], fill=fill)
 
     if scene.time != "night":
-        disc(x, y, 0.09, (*light.orb, 70))
-        return disc(x, y, 0.06, light.orb)
+        disc(x, y, 0.09, (*light["orb"], 70))
+        return disc(x, y, 0.06, light["orb"])
     for _ in range(16):
         disc(rng.random(), rng.uniform(0, 0.36), rng.uniform(0.002, 0.004), (255, 250, 220, 150))
-    disc(x, y, 0.06, light.orb)
-    disc(x + 0.03, y - 0.012, 0.051, mix(light.zenith, light.horizon, y / 0.42))
+    disc(x, y, 0.06, light["orb"])
+    disc(x + 0.03, y - 0.012, 0.051, mix(light["zenith"], light["horizon"], y / 0.42))
 
 
 def draw_place(image: Image.Image, scene: Scene, rng: Random) -> None:
     size, place, tones = image.width, PLACES[scene.place], background_tones(scene.time)
     draw, horizon = ImageDraw.Draw(image), rng.uniform(0.38, 0.43) * size
-    for i in range(place.count):
-        x = (i + 0.5 + rng.uniform(-0.2, 0.2)) / place.count * size
-        width = rng.uniform(1.0, 1.3) / place.count * size
-        height = rng.uniform(0.85, 1.15) * place.height * size
-        draw_sketch(draw, place.motif, tones, (x, horizon + 1, width * rng.choice((-1, 1)), height))
-    draw.rectangle((0, horizon, size, size), fill=tones[place.ground])
+    for i in range(place["count"]):
+        x = (i + 0.5 + rng.uniform(-0.2, 0.2)) / place["count"] * size
+        width = rng.uniform(1.0, 1.3) / place["count"] * size
+        height = rng.uniform(0.85, 1.15) * place["height"] * size
+        draw_sketch(draw, place["motif"], tones, (x, horizon + 1, width * rng.choice((-1, 1)), height))
+    draw.rectangle((0, horizon, size, size), fill=tones[place["ground"]])
     center = rng.uniform(0.45, 0.55) * size
-    draw_sketch(draw, place.floor, tones, (center, size, size * rng.choice((-1, 1)), size - horizon))
+    draw_sketch(draw, place["floor"], tones, (center, size, size * rng.choice((-1, 1)), size - horizon))
 
 
 def draw_sky(image: Image.Image, scene: Scene, columns: Sequence[float], rng: Random) -> None:
@@ -254,7 +246,7 @@ def draw_subjects(image: Image.Image, scene: Scene, rng: Random) -> None:
     front = rng.uniform(0.92, 0.95) if scene.count > 2 else rng.uniform(0.8, 0.92)
     jitter = 0.02 if scene.size == "small" else 0.01  # large ones would hide each other
     mirror = rng.choice((-1, 1))  # all or none: a pair face to face looks like one object
-    for across, back in GROUPS[scene.count]:
+    for across, back in GROUPS[str(scene.count)]:
         scale = rng.uniform(0.92, 1.08) * box
         x = center + across * step + rng.uniform(-jitter, jitter)
         x = min(max(x, scale / 2), 1 - scale / 2) * size
@@ -302,7 +294,7 @@ class SyntheticScenes:
 
     @property
     def fingerprint(self) -> str:
-        return f"synthetic/{_code_hash()}/{self.split}/{self.seed}/{self.size}"
+        return f"synthetic/{CODE_HASH}/{self.split}/{self.seed}/{self.size}"
 
     identity = fingerprint
 
@@ -329,9 +321,13 @@ class SyntheticScenes:
         return [describe(scene, k) for k in templates if self.split == "train" or k == index % len(TEMPLATES)]
 
     def edits(self, index: int) -> Iterator[tuple[str, str]]:
-        """Hard negatives: the field that was changed, and the scene's caption with one wrong word."""
+        """Hard negatives: the field that was changed, and the scene's caption with exactly one wrong word."""
         scene, rng = self.scene(index), Random(f"edit/{self._key}/{index}")
-        for field, values in alternatives(scene).items():
+        counts = (2, 3, 4) if scene.count > 1 else ()  # the same plural
+        positions = () if scene.position == "middle" else ("left", "right")  # the same preposition
+        words = {"subject": SUBJECTS, "color": COLORS, "count": counts, "size": SIZES, "position": positions}
+        words |= {"place": PLACES_OF[scene.subject], "time": TIMES, "sky": SKIES}
+        for field, values in words.items():
             if others := [value for value in values if value != getattr(scene, field)]:
                 change: Any = {field: rng.choice(others)}
                 yield field, describe(replace(scene, **change), index % len(TEMPLATES))
@@ -343,14 +339,6 @@ def describe(scene: Scene, template: int) -> str:
     if scene.count > 1:
         words["subject"] = PLURALS.get(scene.subject, scene.subject + "s")
     return str(TEMPLATES[template].format(**words))
-
-
-def alternatives(scene: Scene) -> dict[str, Collection[Any]]:
-    """Values of each field that change exactly one word of the caption: no other plural, no other preposition."""
-    counts = (2, 3, 4) if scene.count > 1 else ()
-    positions = () if scene.position == "middle" else ("left", "right")
-    words = {"subject": SUBJECTS, "color": COLORS, "count": counts, "size": SIZES, "position": positions}
-    return {**words, "place": PLACES_OF[scene.subject], "time": TIMES, "sky": SKIES}
 
 
 def permute(index: int, size: int, key: str) -> int:
@@ -369,9 +357,3 @@ def permute(index: int, size: int, key: str) -> int:
         index = left << half | right
         if index < size:
             return index
-
-
-@lru_cache
-def _code_hash() -> str:
-    """Changes with any line that draws, so that cached images are never stale."""
-    return blake2b(Path(__file__).read_bytes() + FILE.read_bytes(), digest_size=8).hexdigest()

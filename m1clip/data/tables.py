@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from m1clip.config import DataConfig
-from m1clip.data.rows import BadRow, Listing, Row, is_utf8
+from m1clip.data.rows import BadRow, Listing, Row
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 IMAGE_SUFFIX = re.compile(r"\.(jpe?g|jpe|jfif|png|webp|gif|bmp|tiff?|avif|heic|heif|jp2|ppm|pgm)$", re.I)
@@ -35,24 +35,26 @@ SPLIT_COLUMNS = ("split", "set", "partition", "subset")
 ID_COLUMN = re.compile(r"(^|_)(id|ids|key|index|idx|hash|sha256|md5)$")
 MAX_QUOTED_LINES = 50  # a longer quoted field counts as a missing quotation mark
 SAMPLED_ROWS = 200  # columns are guessed from these
-UNSPLITTABLE = ["\0"]  # fields of a line that fit no header
+
 Values = dict[str, Any]
-Record = tuple[int, Values]  # line number, from 1, and value by column
+Record = tuple[int, Any]  # line number, from 1, and values: a dict by column, unless the line is broken
 
 
 def list_table(path: Path, config: DataConfig) -> Listing:
     records = READERS[path.suffix.lower()](path)
     head = list(islice(records, SAMPLED_ROWS))
-    good = [record[1] for record in head if not isinstance(record, BadRow)]
+    good: list[Values] = [item[1] for item in head if isinstance(item[1], dict)]
     if not good:
-        raise ValueError(f"{path} has no rows" + (f" that can be read: {head[0]}" if head else ""))
+        raise ValueError(f"{path} has no rows" + (f" that can be read: {head[0]!s:.200}" if head else ""))
     names = list(dict.fromkeys(chain.from_iterable(good)))
     image_column = _guess_column(path, good, names, "image", config.image_column)
     others = [{name: value for name, value in values.items() if name != image_column} for values in good]
     caption_columns = guess_caption_columns(path, others, config)
-    split_column = next(iter(_usual_names(names, SPLIT_COLUMNS)), None)
+    split_column = next((name for name in names if name.strip().lower() in SPLIT_COLUMNS), None)
 
-    def row(line: int, values: Values) -> Row:
+    def row(line: int, values: Any) -> Row | BadRow:
+        if not isinstance(values, dict):
+            return BadRow("broken line", f"{path} line {line}", "expected an object in {}")
         image = str(values.get(image_column) or "").strip()
         image = image if "/" in image else image.replace("\\", "/")
         captions = caption_texts([values.get(column) for column in caption_columns])
@@ -123,9 +125,9 @@ def _guess_column(path: Path, records: Sequence[Values], names: Sequence[str], r
             raise ValueError(f"{path} has no column {requested!r}; it has {', '.join(map(repr, names))}")
         return requested
     usual, fits = (IMAGE_COLUMNS, _is_image) if role == "image" else (CAPTION_COLUMNS, caption_texts)
-    by_name = _usual_names(names, usual)
-    counts = {name: sum(bool(fits(values.get(name))) for values in records) for name in names}
-    fitting = [name for name, count in counts.items() if 2 * count > len(records)]
+    lower = {name.strip().lower(): name for name in reversed(names)}
+    by_name = [lower[name] for name in usual if name in lower]
+    fitting = [name for name in names if 2 * sum(bool(fits(values.get(name))) for values in records) > len(records)]
     both = [name for name in by_name if name in fitting]
     by_contents = [name for name in fitting if not ID_COLUMN.search(name.lower())]
     if candidates := [*both, *by_contents, *by_name]:
@@ -134,19 +136,13 @@ def _guess_column(path: Path, records: Sequence[Values], names: Sequence[str], r
     raise ValueError(f"{path}: which column is the {role}? Set --{role}-column to one of {columns}")
 
 
-def _usual_names(names: Sequence[str], usual: Sequence[str]) -> list[str]:
-    """Those of the names that are usual, the likeliest first."""
-    lower = {name.strip().lower(): name for name in reversed(names)}
-    return [lower[name] for name in usual if name in lower]
-
-
 def _is_image(value: Any) -> bool:
     text = value.strip() if isinstance(value, str) else ""
     return bool(IMAGE_SUFFIX.search(text) or re.match(r"https?://", text))
 
 
 # Readers, one per format.
-def read_csv(path: Path, delimiter: str = "") -> Iterator[Record | BadRow]:
+def read_csv(path: Path) -> Iterator[Record | BadRow]:
     """One record per line. A line that does not fit the header, or lacks a quotation mark, is a bad row."""
     with open(path, "rb") as file:
         is_utf16 = file.read(2) in (b"\xff\xfe", b"\xfe\xff")  # "Unicode text" of Excel
@@ -154,7 +150,7 @@ def read_csv(path: Path, delimiter: str = "") -> Iterator[Record | BadRow]:
     with open(path, encoding=encoding, errors=errors, newline="") as file:
         lines: Iterator[tuple[int, str]] = enumerate(file, 1)
         number, text = next(((n, line) for n, line in lines if line.strip()), (0, ""))
-        delimiter = delimiter or ("\t" if "\t" in text else max(",;|", key=text.count))
+        delimiter = "\t" if "\t" in text else max(",;|", key=text.count)
         names = [name.strip() for name in _split_fields(text, delimiter) or []]
         if any(IMAGE_SUFFIX.search(name) or "://" in name for name in names):  # no header: this is a row
             names = [f"column {i + 1}" for i in range(len(names))]
@@ -162,25 +158,18 @@ def read_csv(path: Path, delimiter: str = "") -> Iterator[Record | BadRow]:
             number, text = next(lines, (0, ""))
         while number:
             fields, extra = _split_fields(text, delimiter), list[tuple[int, str]]()
+            if fields and len(fields) > len(names) == 2:  # unquoted commas can only belong to the caption
+                fields = [fields[0], delimiter.join(fields[1:])]
             while fields is None and len(extra) < MAX_QUOTED_LINES and (following := next(lines, None)):
                 extra.append(following)
                 fields = _split_fields(text + "".join(line for _, line in extra), delimiter, strict=True)
-                if fields and len(fields) != len(names):  # not one row of several lines: a quote is missing
-                    fields = UNSPLITTABLE
-            if fields and len(fields) > len(names) == 2:  # unquoted commas can only belong to the caption
-                fields = [fields[0], delimiter.join(fields[1:])]
             if fields and len(fields) == len(names):
                 yield number, dict(zip(names, map(str.strip, fields), strict=True))
-            elif fields != []:
-                yield _broken_line(f"{path} line {number}", text, names)
+            elif fields != []:  # if it has several lines, a quote is missing in the first
+                expected = f"expected {len(names)} fields ({', '.join(names)})"
+                yield BadRow("broken line", f"{path} line {number}", expected)
                 lines = chain(extra, lines)
             number, text = next(lines, (0, ""))
-
-
-def _broken_line(location: str, text: str, names: Sequence[str]) -> BadRow:
-    if not is_utf8(text):
-        return BadRow("not UTF-8", location, "the text is not UTF-8; save the file as UTF-8")
-    return BadRow("broken line", location, f"expected {len(names)} fields ({', '.join(names)})")
 
 
 def _split_fields(text: str, delimiter: str, strict: bool = False) -> list[str] | None:
@@ -195,26 +184,19 @@ def _split_fields(text: str, delimiter: str, strict: bool = False) -> list[str] 
         except csv.Error as error:
             if "unexpected end" in str(error):
                 return None
-    return UNSPLITTABLE
+    return [text]  # one field fits no header
 
 
 def read_json_lines(path: Path) -> Iterator[Record | BadRow]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if line.strip():
-                location = f"{path} line {number}"
-                try:
-                    yield _json_record(number, json.loads(line), location)
-                except UnicodeDecodeError:
-                    yield BadRow("not UTF-8", location, "not UTF-8")
-                except (ValueError, RecursionError) as error:
-                    yield BadRow("broken line", location, f"not JSON ({error})")
-
-
-def _json_record(number: int, value: Any, location: str) -> Record | BadRow:
-    if isinstance(value, dict):
-        return number, value
-    return BadRow("broken line", location, "expected an object in {}")
+            try:
+                if line.strip():
+                    yield number, json.loads(line)
+            except UnicodeDecodeError:
+                yield BadRow("not UTF-8", f"{path} line {number}", "the text is not UTF-8; save the file as UTF-8")
+            except (ValueError, RecursionError) as error:
+                yield BadRow("broken line", f"{path} line {number}", f"not JSON ({error})")
 
 
 def read_json_table(path: Path) -> Iterator[Record | BadRow]:
@@ -227,8 +209,7 @@ def read_json_table(path: Path) -> Iterator[Record | BadRow]:
             values = lists[0]
     if not isinstance(values, list):
         raise ValueError(f"{path} must be a list of objects, or in the format of COCO or Karpathy")
-    for number, value in enumerate(values, 1):
-        yield _json_record(number, value, f"{path} item {number}")
+    yield from enumerate(values, 1)
 
 
 def load_json(path: Path) -> Any:
@@ -266,10 +247,7 @@ def holds_images(arrow_type: Any) -> bool:
 
 
 READERS: dict[str, Callable[[Path], Iterator[Record | BadRow]]] = {
-    ".csv": read_csv,
-    ".tsv": lambda path: read_csv(path, "\t"),
-    ".txt": read_csv,
-    ".token": read_csv,
+    **dict.fromkeys((".csv", ".tsv", ".txt", ".token"), read_csv),
     ".jsonl": read_json_lines,
     ".json": read_json_table,
     ".parquet": read_parquet,
@@ -277,19 +255,45 @@ READERS: dict[str, Callable[[Path], Iterator[Record | BadRow]]] = {
 
 
 # Caption datasets.
-def list_coco(path: Path) -> Listing:
-    """annotations/captions_train2017.json, captions_val2017.json, those of 2014, or Karpathy's JSON."""
-    if karpathy := _karpathy_file(path, "coco"):
-        return find_images(path, _karpathy_rows(karpathy))
+def list_caption_dataset(path: Path, dataset: str, config: DataConfig) -> Listing:
+    """The folder of coco, flickr30k or flickr8k, as it is distributed or with Karpathy's JSON."""
+    if karpathy := _karpathy_file(path, dataset):
+        return find_images(path, _karpathy_rows(karpathy, load_json(karpathy)))
+    if dataset != "coco":
+        return _list_flickr(path, dataset, config)
     files = sorted([*path.glob("annotations/captions_*.json"), *path.glob("captions_*.json")])
     if not files:
         raise FileNotFoundError(f"{path} has neither annotations/captions_*.json nor dataset_coco.json")
-    return Listing(str(path), chain.from_iterable(_coco_rows(file, path) for file in files))
+    return Listing(str(path), chain.from_iterable(_coco_rows(file, load_json(file), path) for file in files))
 
 
-def _coco_rows(path: Path, root: Path) -> Iterator[Row | BadRow]:
-    """The official annotations: a list of images and a list of captions, joined by the image's id."""
+def list_known_dataset(path: Path, config: DataConfig) -> Listing | None:
+    """A plain folder that is one of these datasets, else None."""
+    is_coco = any(path.glob("annotations/captions_*.json"))
+    is_flickr = (path / "captions.txt").is_file() or (path / "results.csv").is_file()
+    for dataset, found in (("coco", is_coco), ("flickr8k", is_flickr), ("flickr30k", False)):
+        if found or _karpathy_file(path, dataset):
+            return list_caption_dataset(path, dataset, config)
+    return None
+
+
+def list_captions(path: Path) -> Listing | None:
+    """A JSON file of COCO or Karpathy, or a text file of Flickr (name.jpg#0, a tab and a caption); else None."""
+    if path.suffix.lower() != ".json":
+        with open(path, encoding="utf-8-sig", errors="replace") as file:
+            is_token_file = re.match(r"[^\t]+#\d+\t", file.readline())
+        return find_images(path.parent, _token_rows(path)) if is_token_file else None
     values = load_json(path)
+    if not isinstance(values, dict) or not isinstance(values.get("images"), list):
+        return None
+    if "annotations" not in values:
+        return find_images(path.parent, _karpathy_rows(path, values))
+    root = path.parent.parent if path.parent.name == "annotations" else path.parent
+    return Listing(str(root), _coco_rows(path, values, root))
+
+
+def _coco_rows(path: Path, values: Any, root: Path) -> Iterator[Row | BadRow]:
+    """The official annotations: a list of images and a list of captions, joined by the image's id."""
     images, annotations = (_objects(path, values, key) for key in ("images", "annotations"))
     split = re.search(r"(train|val|test)(\d*)", path.stem)
     files = {item["id"]: item.get("file_name") for item in images if isinstance(item.get("id"), int | str)}
@@ -323,9 +327,9 @@ def _image_folder(root: Path, split: str, files: Iterable[Any]) -> str:
     return next((f for f in folders if any((root / f / file).is_file() for file in first)), folders[0])
 
 
-def _karpathy_rows(path: Path) -> Iterator[Row | BadRow]:
+def _karpathy_rows(path: Path, values: Any) -> Iterator[Row | BadRow]:
     """{"images": [{"filename", "filepath", "split", "sentences": [{"raw"}]}]}"""
-    for line, image in enumerate(_objects(path, load_json(path), "images"), 1):
+    for line, image in enumerate(_objects(path, values, "images"), 1):
         name = os.path.join(image.get("filepath") or "", str(image.get("filename") or ""))
         yield Row(name, caption_texts(image.get("sentences")), line, str(path), str(image.get("split") or ""))
 
@@ -335,44 +339,15 @@ def _karpathy_file(path: Path, dataset: str) -> Path | None:
     return next((path / name for name in names if (path / name).is_file()), None)
 
 
-def list_captions(path: Path) -> Listing | None:
-    """A JSON file of COCO or Karpathy, or a text file of Flickr (name.jpg#0, a tab and a caption); else None."""
-    if path.suffix.lower() != ".json":
-        with open(path, encoding="utf-8-sig", errors="replace") as file:
-            is_token_file = re.match(r"[^\t]+#\d+\t", file.readline())
-        return find_images(path.parent, _token_rows(path)) if is_token_file else None
-    values = load_json(path)
-    if not isinstance(values, dict) or not isinstance(values.get("images"), list):
-        return None
-    if "annotations" not in values:
-        return find_images(path.parent, _karpathy_rows(path))
-    root = path.parent.parent if path.parent.name == "annotations" else path.parent
-    return Listing(str(root), _coco_rows(path, root))
-
-
-def list_known_dataset(path: Path, config: DataConfig) -> Listing | None:
-    """A plain folder that is one of these datasets, else None."""
-    if any(path.glob("annotations/captions_*.json")) or _karpathy_file(path, "coco"):
-        return list_coco(path)
-    has_captions = (path / "captions.txt").is_file() or (path / "results.csv").is_file()
-    for dataset in ("flickr8k", "flickr30k"):
-        if has_captions or _karpathy_file(path, dataset):
-            return list_flickr(path, dataset, config)
-    return None
-
-
-def list_flickr(path: Path, dataset: str, config: DataConfig) -> Listing:
-    """Flickr8k or Flickr30k: token files, Kaggle's CSVs or Karpathy's JSON, and lists of the splits."""
-    if karpathy := _karpathy_file(path, dataset):
-        return find_images(path, _karpathy_rows(karpathy))
+def _list_flickr(path: Path, dataset: str, config: DataConfig) -> Listing:
+    """Flickr8k or Flickr30k: token files or Kaggle's CSVs, and lists of the splits."""
     patterns = ("*.t*", "*.csv", "*/*.t*", "*/*.csv")
     files = sorted(file for pattern in patterns for file in path.glob(pattern) if file.is_file())
     tokens = [file for file in files if re.search(r"(\.|^)token(\.txt)?$", file.name)]
     tokens = [file for file in tokens if "lemma" not in file.name] or tokens
     csvs = [file for file in files if re.fullmatch(r"captions\.(txt|csv)|results\.csv", file.name)]
+    csvs = csvs or sorted(path.glob("*annotations*.csv"))
     if not tokens and not csvs:
-        if annotations := sorted(path.glob("*annotations*.csv")):
-            return list_table(annotations[0], config)
         expected = f"a .token file, captions.txt, results.csv or dataset_{dataset}.json"
         raise FileNotFoundError(f"{path} has none of the files of {dataset}: {expected}")
     config = replace(config, image_column="auto", caption_column="auto")  # the flags are about other sources
