@@ -50,7 +50,8 @@ def list_table(path: Path, config: DataConfig) -> Listing:
     image_column = _guess_column(path, good, names, "image", config.image_column)
     others = [{name: value for name, value in values.items() if name != image_column} for values in good]
     caption_columns = guess_caption_columns(path, others, config)
-    split_column = next((name for name in names if name.strip().lower() in SPLIT_COLUMNS), None)
+    lower = {name.strip().lower(): name for name in reversed(names)}
+    split_column = next((lower[name] for name in SPLIT_COLUMNS if name in lower), None)
 
     def row(line: int, values: Any) -> Row | BadRow:
         if not isinstance(values, dict):
