@@ -52,7 +52,7 @@ def sleep_while_waiting() -> threading.Event:
     """Make waiting OpenMP threads sleep until the returned event is set."""
     stop, started = threading.Event(), threading.Event()
     set_blocktime = None
-    if sys.platform == "darwin":  # LLVM's OpenMP can be told directly
+    if sys.platform == "darwin":  # LLVM's OpenMP has a function for it
         with suppress(OSError, AttributeError):
             set_blocktime = ctypes.CDLL("libomp.dylib").kmp_set_blocktime
 
