@@ -1,6 +1,5 @@
 """The machine and its sensors: memory, load, temperature, energy. None, never 0, if unreadable. No torch."""
 
-import ctypes
 import os
 import platform
 import re
@@ -114,14 +113,6 @@ class BackgroundLoad:
         times, own = psutil.cpu_times(), sum(os.times()[:4])
         idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "guest", 0.0)
         return float(sum(times) - idle - own)
-
-
-def trim_malloc() -> None:
-    """Return freed memory to the system, so that later growth is visible."""
-    for name, arguments in (("malloc_trim", (0,)), ("malloc_zone_pressure_relief", (None, 0))):
-        function = getattr(ctypes.CDLL(None), name, None)
-        if function is not None:
-            function(*arguments)
 
 
 class PeakMemory:
