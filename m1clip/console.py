@@ -149,7 +149,7 @@ def show_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]])
         else:
             table.add_column(name, overflow="fold")
     for row in zip(*known.values(), strict=True):
-        table.add_row(*row, style="dim" if row[0].startswith("chance") else "")
+        table.add_row(*row, style="dim" if row[0].partition(" ")[0] == "chance" else "")
     console = RichConsole(highlight=False)
     if not console.is_terminal:  # a file has no width
         console.width = 200
