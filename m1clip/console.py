@@ -17,8 +17,8 @@ from rich.table import Table
 
 from m1clip.format import UNKNOWN, percent, printable
 
-EPOCH_COLUMNS = ("epoch", "loss", "accuracy", "image→text", "text→image", "temp.", "pairs/s", "seconds")
-EPOCH_WIDTHS = (8, 8, 10, 12, 12, 9, 9, 9)
+EPOCH_COLUMNS = {"epoch": 8, "loss": 8, "accuracy": 10, "image→text": 12, "text→image": 12}  # names and widths
+EPOCH_COLUMNS |= {"temp.": 9, "pairs/s": 9, "seconds": 9}
 NUMERIC = re.compile(rf"[-+≈~<>]?[\d.,]+.*|{UNKNOWN}|")
 
 
@@ -120,7 +120,7 @@ class Console:
 
 
 def _epoch_row(*cells: str) -> str:
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, EPOCH_WIDTHS, strict=False))
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, EPOCH_COLUMNS.values(), strict=False))
 
 
 def loading(description: str = "loading torch") -> Status:

@@ -63,10 +63,8 @@ def fast_cores() -> int | None:
 
 
 class MemoryUse(NamedTuple):
-    rss_gb: float
-    """Resident memory of this process."""
-    mapped_gb: float | None
-    """The part of it that is memory-mapped files; only Linux reports it."""
+    rss_gb: float  # resident memory of this process
+    mapped_gb: float | None  # the part of it that is memory-mapped files; only Linux reports it
 
 
 def memory_use() -> MemoryUse:
