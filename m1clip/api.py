@@ -10,16 +10,7 @@ import numpy as np
 import torch
 
 from m1clip import devices
-from m1clip.config import (
-    RECIPES,
-    TrainConfig,
-    check_config,
-    check_exclusive,
-    from_json,
-    override,
-    requested_config,
-    select_settings,
-)
+from m1clip.config import RECIPES, TrainConfig, check_exclusive, from_json, requested_config, select_settings
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.data.rows import BadRows, PairDataset
@@ -61,9 +52,8 @@ def train(
         requested = requested_config(settings, config, resumed.path if resumed else None)
         if not resumed:
             new_run_path(runs, name, requested.preset, overwrite)  # refused at once if it will be
-        is_final = config is not None
         given = select_settings(requested, settings)
-        setup = prepare(requested, given, runs, resumed, console, started, is_final)
+        setup = prepare(requested, given, runs, resumed, console, started, is_final=config is not None)
         run = resumed or create_run(runs, name, setup.config.preset, overwrite)
         if not resumed:
             stack.enter_context(run.locked())
@@ -75,8 +65,8 @@ def train(
 
 def train_unfrozen(config: TrainConfig, run: Run, resume: bool, elapsed_s: float, console: Console) -> TrainResult:
     """After --recipe frozen: a second run that also trains the last layers of the towers."""
-    second = override(config, {key: RECIPES["full"][key] for key in RECIPES["full"].keys() - {"crop_scale", "hflip"}})
     budget = f"{max(1.0, config.budget_s - elapsed_s):.0f}s" if config.budget_s else ""
+    second = replace(config, **{**RECIPES["full"], "crop_scale": config.crop_scale, "hflip": config.hflip})
     second = replace(second, weight_decay=0.1, ema=0.0, eval_every=1, steps=0, budget=budget)
     second = replace(second, init=str(run.model), vision="", text="", freeze="auto", recipe="full", lr=2e-5)
     name, runs = f"{run.name}-unfrozen", run.path.parent
@@ -111,13 +101,12 @@ def evaluate(
     folder, config = find_model(Path(runs), None if model is None else str(model))
     if "data" in settings:  # column names and split need not be the run's
         config = replace(config, image_column="auto", caption_column="auto", val_size="auto")
-    config = check_config(override(config, settings))
+    config = requested_config(settings, config)
     chosen, reason = devices.default_device(device)
     clip, bad_rows = load(folder), BadRows()
     datasets: list[PairDataset] = []
     for source in open_sources(config, console.progress):
-        dataset = split_of(source, split)
-        datasets.append(validation_subset(dataset, config) if split == "val" else dataset)
+        datasets.append(select_split(source, split, config))
         bad_rows += source.bad_rows
     size = clip.config.vision.image_size
     pairs = open_eval_split(datasets, size, config, bad_rows, console.progress)
@@ -143,10 +132,12 @@ def find_model(runs: Path, name: str | None) -> tuple[Path, TrainConfig]:
     return folder, from_json(TrainConfig, run.path / "config.json")
 
 
-def split_of(source: Source, split: str) -> PairDataset:
-    if split == "test" and source.test is None:
+def select_split(source: Source, split: str, config: TrainConfig) -> PairDataset:
+    if split != "test":
+        return source.all if split == "all" else validation_subset(source.val, config)
+    if source.test is None:
         raise ValueError(f"{source.spec} has no test split; --split all uses every pair")
-    return {"val": source.val, "test": source.test or source.all, "all": source.all}[split]
+    return source.test
 
 
 def first_pairs(model: CLIP, pairs: Split) -> Batch:

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import traceback
-from functools import partial
 from importlib import import_module
 from io import TextIOWrapper
 
@@ -60,11 +59,10 @@ def run_command(argv: list[str]) -> int:
         if name is None:
             return 0
         module = import_module(f"m1clip.commands.{name.replace(' ', '_')}")
-        from m1clip.commands.flags import parse_flags  # imports tyro
+        from m1clip.commands import parse_flags  # imports tyro
 
-        parse = getattr(module, "parse", None) or partial(parse_flags, module.Args)
-        code: int = module.main(parse(f"m1clip {name}", flags))
-        return code
+        code: int | None = module.main(parse_flags(module.Args, f"m1clip {name}", flags))
+        return code or 0
     except BrokenPipeError:  # the reader has closed the pipe, as in `m1clip info | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

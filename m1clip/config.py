@@ -18,7 +18,6 @@ from m1clip.format import did_you_mean
 
 T = TypeVar("T")
 Recipe = Literal["auto", "scratch", "frozen", "lora", "full"]
-Metric = Literal["mean_r1", "i2t_r1", "t2i_r1", "i2t_r5", "t2i_r5", "i2t_r10", "t2i_r10"]
 Positive = Annotated[int, Ge(1)]
 NonNegative = Annotated[int, Ge(0)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
@@ -162,9 +161,10 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class InitConfig:
-    """What a run starts from, and which parameters are trained."""
-
+class TrainConfig(DataConfig):
+    model: ModelConfig = ModelConfig()
+    preset: str = "nano"
+    """Named set of defaults for all other flags; `m1clip info` lists them."""
     recipe: Recipe = "auto"
     """scratch; frozen (train heads on features encoded once); lora; full; auto chooses and says why."""
     init: str = ""
@@ -185,22 +185,6 @@ class InitConfig:
     """Dropout on the features before the projection heads."""
     wise_ft: Annotated[float, Ge(0), Le(1)] = 1.0
     """WiSE-FT: weight of the fine-tuned model when averaged with the initial one; 1 is off."""
-
-    @property
-    def budget_s(self) -> float | None:
-        """The budget in seconds; None without one."""
-        return parse_duration(self.budget, "budget") if self.budget else None
-
-    @property
-    def is_pretrained(self) -> bool:
-        return bool(self.init or self.vision or self.text)
-
-
-@dataclass(frozen=True)
-class TrainConfig(DataConfig, InitConfig):
-    model: ModelConfig = ModelConfig()
-    preset: str = "nano"
-    """Named set of defaults for all other flags; `m1clip info` lists them."""
     tokenizer: str = "bpe"
     """bpe (learned from the captions), char, or the path of a CLIP BPE vocabulary."""
     epochs: Positive = 6
@@ -253,12 +237,21 @@ class TrainConfig(DataConfig, InitConfig):
     """Epochs between evaluations; there is always one at the end."""
     save_every: str = "5m"
     """Time (5m) or steps (500) between checkpoints; also saved at each new best score, at the end, on Ctrl-C."""
-    best_metric: Metric = "mean_r1"
+    best_metric: Literal["mean_r1", "i2t_r1", "t2i_r1", "i2t_r5", "t2i_r5", "i2t_r10", "t2i_r10"] = "mean_r1"
     """Validation metric that selects the best checkpoint."""
     patience: NonNegative = 0
     """Stop after this many evaluations without improvement and keep the best model; 0 is off."""
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
     """Also log to a tracker (needs m1clip[tensorboard], [wandb] or [trackio])."""
+
+    @property
+    def budget_s(self) -> float | None:
+        """The budget in seconds; None without one."""
+        return parse_duration(self.budget, "budget") if self.budget else None
+
+    @property
+    def is_pretrained(self) -> bool:
+        return bool(self.init or self.vision or self.text)
 
     @property
     def inspect_every(self) -> int:
@@ -317,8 +310,9 @@ def check_model(model: ModelConfig) -> None:
         require(vision.stem == "patch" or power_of_two, f"a conv stem needs a patch_size of 2, 4, 8, 16 …, not {patch}")
     for name, tower in (("vision", vision), ("text", text)):
         if isinstance(tower, VisionConfig | TextConfig):
-            divisible = tower.width % tower.heads == 0
-            require(divisible, f"{name} width {tower.width} is not divisible by {tower.heads} heads")
+            require(
+                tower.width % tower.heads == 0, f"{name} width {tower.width} is not divisible by {tower.heads} heads"
+            )
     if isinstance(text, HFConfig):
         require("model_type" in text.hf, "the text encoder's config.json has no model_type")
 
@@ -417,8 +411,9 @@ def check_exclusive(given: Set[str]) -> None:
     for one, other in (("resume", "overwrite"), ("resume", "config"), ("resume", "preset"), ("config", "preset")):
         require(not {one, other} <= given, f"--{one} and --{other} cannot be combined")
     for end in ("epochs", "steps"):
-        message = f"--budget sets the length of the run; --{end} cannot be combined with it"
-        require(not {"budget", end} <= given, message)
+        require(
+            not {"budget", end} <= given, f"--budget sets the length of the run; --{end} cannot be combined with it"
+        )
 
 
 def select_settings(config: TrainConfig, paths: Iterable[str]) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from typing import IO, Any, cast
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.table import Table
 
 from m1clip.format import UNKNOWN, percent, printable
 
-EPOCH_COLUMNS = ("epoch", "loss", "accuracy", "image→text", "text→image", "temp.", "pairs/s", "seconds")
-EPOCH_WIDTHS = (8, 8, 10, 12, 12, 9, 9, 9)
+EPOCH_COLUMNS = {"epoch": 8, "loss": 8, "accuracy": 10, "image→text": 12, "text→image": 12}  # names and widths
+EPOCH_COLUMNS |= {"temp.": 9, "pairs/s": 9, "seconds": 9}
 NUMERIC = re.compile(rf"[-+≈~<>]?[\d.,]+.*|{UNKNOWN}|")
 
 
@@ -60,16 +60,16 @@ class Console:
     @contextmanager
     def progress(self, description: str, total: int | None) -> Iterator[Callable[[int], None]]:
         """A progress bar; yields a function that advances it. Without a total it only counts."""
-        with self._bar(TextColumn(escape(description)), total) as bar:
+        with self._bar(escape(description), total) as bar:
             yield lambda count: bar.advance(bar.task_ids[0], count)
 
     @contextmanager
     def progress_items(self, total: int) -> Iterator[Callable[[str], None]]:
         """A progress bar that names its current item; yields a function that starts the next one."""
-        with self._bar(TextColumn("{task.fields[item]}"), total, completed=-1, item="") as bar:
+        with self._bar("", total, completed=-1) as bar:
 
             def start(item: str) -> None:
-                bar.update(bar.task_ids[0], advance=1, item=escape(item))
+                bar.update(bar.task_ids[0], advance=1, description=escape(item))
                 if not self.console.is_terminal:
                     self.print(escape(item))
 
@@ -86,8 +86,7 @@ class Console:
 
     @contextmanager
     def training(self, step: int, total: int) -> Iterator[None]:
-        column = TextColumn("{task.fields[metrics]}")
-        with self._bar(column, total, completed=step, metrics="first steps") as self.training_bar:
+        with self._bar("first steps", total, step) as self.training_bar:
             yield
 
     def update_training(self, step: int, records: list[dict[str, Any]], total: int) -> None:
@@ -100,7 +99,7 @@ class Console:
             f"loss {loss:.3f}, accuracy {percent(accuracy)} [dim](chance {last['chance_loss']:.2f}, "
             f"{percent(last['chance_accuracy'])})[/] {last['pairs_per_s']:.0f} pairs/s"
         )
-        self.training_bar.update(self.training_bar.task_ids[0], completed=step, total=total, metrics=metrics)
+        self.training_bar.update(self.training_bar.task_ids[0], completed=step, total=total, description=metrics)
 
     def print_epoch(
         self, epoch: int, epochs: int | None, means: dict[str, Any], scores: Mapping[str, float] | None
@@ -111,17 +110,17 @@ class Console:
         name = f"{epoch}/{epochs}" if epochs else f"{epoch}"
         self.print(_epoch_row(name, loss, percent(means["accuracy"]), *recalls, *speed))
 
-    def _bar(self, first: ProgressColumn, total: int | None, **fields: Any) -> Progress:
+    def _bar(self, description: str, total: int | None, completed: int = 0) -> Progress:
         bar = BarColumn(max(4, min(40, self.console.width - 80)))
-        columns = (first, bar, MofNCompleteColumn(), TimeRemainingColumn(compact=True))
+        columns = (TextColumn("{task.description}"), bar, MofNCompleteColumn(), TimeRemainingColumn(compact=True))
         disable = not self.console.is_terminal
         progress = Progress(*columns, console=self.console, transient=True, disable=disable)
-        progress.add_task("", total=total, **fields)
+        progress.add_task(description, total=total, completed=completed)
         return progress
 
 
 def _epoch_row(*cells: str) -> str:
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, EPOCH_WIDTHS, strict=False))
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, EPOCH_COLUMNS.values(), strict=False))
 
 
 def loading(description: str = "loading torch") -> Status:
@@ -137,47 +136,35 @@ def command(*words: object) -> str:
     return shlex.join([*program, *map(str, words)])
 
 
-def table(*columns: str) -> Table:
-    listing = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for i, column in enumerate(columns):
-        listing.add_column(column, justify="left" if i == 0 else "right")
-    return listing
-
-
-def show(title: str, listing: Table) -> None:
-    console = RichConsole(highlight=False)
-    if not console.is_terminal:  # a file has no width
-        console.width = 200
-    console.print(f"[bold]{title}[/]", soft_wrap=True)
-    console.print(listing)
-
-
 def show_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table of text without the columns in which nothing is known; numbers are right-aligned."""
+    """A table of text without the columns in which nothing is known; numbers are right-aligned, chance is dim."""
     by_column = zip(columns, zip(*rows, strict=True), strict=False)  # not strict: there may be no rows
     known = {name: cells for name, cells in by_column if set(cells) != {UNKNOWN}}
     if not known:
         return
-    listing = table(*known)
-    for column, cells in zip(listing.columns, known.values(), strict=True):
-        numeric = all(map(NUMERIC.fullmatch, cells))
-        column.justify, column.overflow = ("right", "ellipsis") if numeric else ("left", "fold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name, cells in known.items():
+        if all(map(NUMERIC.fullmatch, cells)):
+            table.add_column(name, justify="right")
+        else:
+            table.add_column(name, overflow="fold")
     for row in zip(*known.values(), strict=True):
-        listing.add_row(*row)
-    show(title, listing)
+        table.add_row(*row, style="dim" if row[0].partition(" ")[0] == "chance" else "")
+    console = RichConsole(highlight=False)
+    if not console.is_terminal:  # a file has no width
+        console.width = 200
+    console.print(f"[bold]{title}[/]", soft_wrap=True)
+    console.print(table)
 
 
 def show_retrieval(scores: Mapping[str, float]) -> None:
     """The record of a Retrieval, with chance."""
     prefixes = {"image→text": "i2t", "text→image": "t2i", "chance i→t": "chance_i2t", "chance t→i": "chance_t2i"}
-    keys = ("r1", "r5", "r10", "median_rank")
-    rows = {name: [scores[f"{prefix}_{key}"] for key in keys] for name, prefix in prefixes.items()}
-    if rows["chance i→t"] == rows["chance t→i"]:
-        rows["chance"] = rows.pop("chance i→t")
-        del rows["chance t→i"]
-    listing = table("", "R@1", "R@5", "R@10", "median rank")
-    for name, (*recalls, rank) in rows.items():
-        is_chance = name.startswith("chance")
-        rank_text = f"{rank:.1f}" if is_chance else f"{rank:g}"
-        listing.add_row(name, *map(percent, recalls), rank_text, style="dim" if is_chance else "")
-    show(f"validation retrieval: {scores['images']:,} images, {scores['captions']:,} captions", listing)
+    rows = []
+    for name, prefix in prefixes.items():
+        recalls = [percent(scores[f"{prefix}_{key}"]) for key in ("r1", "r5", "r10")]
+        rows.append((name, *recalls, f"{round(scores[f'{prefix}_median_rank'], 1):g}"))
+    if rows[2][1:] == rows[3][1:]:
+        rows[2:] = [("chance", *rows[2][1:])]
+    title = f"validation retrieval: {scores['images']:,} images, {scores['captions']:,} captions"
+    show_rows(title, ("", "R@1", "R@5", "R@10", "median rank"), rows)

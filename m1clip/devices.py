@@ -122,9 +122,11 @@ def retain_freed_memory() -> None:
 
 
 def give_memory_back() -> None:
-    """Undo retain_freed_memory: memory kept for one size cannot be used for another."""
-    with suppress(AttributeError, OSError):
-        library = ctypes.CDLL(None)
+    """Undo retain_freed_memory: memory kept for one size cannot be used for another, and hides later growth."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_zone_pressure_relief"):  # macOS
+        library.malloc_zone_pressure_relief(None, 0)
+    with suppress(AttributeError):  # glibc
         library.mallopt(-3, 128 * 1024)
         library.mallopt(-1, 128 * 1024)
         library.malloc_trim(0)

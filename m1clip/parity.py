@@ -4,8 +4,8 @@ CLIP's embeddings have been silently wrong on MPS (pixeltable#1314), so every GP
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,20 +66,6 @@ def compare_recordings(expected: Recording, actual: Recording, precision: str) -
 
 def record(model: nn.Module, loss: Callable[[], Tensor]) -> Recording:
     """The loss, inputs and outputs of all leaf modules, forward and backward, and gradients of parameters."""
-    model.zero_grad()
-    with record_modules(model) as recording:
-        value = loss()
-        recording["the loss"] = value.detach().cpu()
-        value.backward()  # type: ignore[no-untyped-call]
-    for name, weight in model.named_parameters():
-        if weight.grad is not None:
-            recording[PARAMETER + name] = weight.grad.cpu()
-    model.zero_grad()
-    return recording
-
-
-@contextmanager
-def record_modules(model: nn.Module) -> Iterator[Recording]:
     recording: Recording = {}
 
     def save(name: str, index: int, module: nn.Module, *values: Any) -> None:
@@ -88,6 +74,7 @@ def record_modules(model: nn.Module) -> Iterator[Recording]:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             recording[name] = tensor.detach().float().cpu()
 
+    model.zero_grad()
     with ExitStack() as hooks, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the inputs of the first layers need no gradient
         for name, leaf in model.named_modules():
@@ -101,4 +88,11 @@ def record_modules(model: nn.Module) -> Iterator[Recording]:
                     leaf.register_full_backward_hook(partial(save, f"the input gradient of {name}", 0)),
                 ):
                     hooks.enter_context(hook)
-        yield recording
+        value = loss()
+        recording["the loss"] = value.detach().cpu()
+        value.backward()  # type: ignore[no-untyped-call]
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            recording[PARAMETER + name] = weight.grad.cpu()
+    model.zero_grad()
+    return recording

@@ -16,7 +16,7 @@ from m1clip.files import PARTIAL, atomic_write, fsync, json_safe, lock_folder, r
 
 class Run:
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.name = path, path.name
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         self.step: int | None = None  # known once this process has written a status
@@ -24,10 +24,6 @@ class Run:
         self.on_record: Callable[[dict[str, Any]], None] | None = None  # receives every record, for trackers
         self.problem: str | None = None  # what keeps it from saving, shown in its status
         self._unwritten = b""
-
-    @property
-    def name(self) -> str:
-        return self.path.name
 
     def log(self, kind: str, step: int, **values: Any) -> None:
         """Append one line to metrics.jsonl; unknown values are None."""
@@ -110,16 +106,13 @@ class Run:
             try:
                 yield
             except BaseException as error:
-                self._write_failure(error)
+                if isinstance(error, OSError) and error.strerror and not error.filename:
+                    error.filename = str(self.path)  # a full disk does not say which
+                state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+                if self.step is not None:
+                    reason = str(error) or type(error).__name__
+                    self.write_status(state, self.step, **{**self.status_fields, "reason": reason, "eta_s": None})
                 raise
-
-    def _write_failure(self, error: BaseException) -> None:
-        if isinstance(error, OSError) and error.strerror and not error.filename:
-            error.filename = str(self.path)  # a full disk does not say which
-        state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-        if self.step is not None:
-            reason = str(error) or type(error).__name__
-            self.write_status(state, self.step, **{**self.status_fields, "reason": reason, "eta_s": None})
 
     def write(self, name: str, value: Any, durable: bool = True) -> None:
         atomic_write(self.path / name, json.dumps(value, indent=2) + "\n", durable)

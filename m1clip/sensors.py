@@ -1,6 +1,5 @@
 """The machine and its sensors: memory, load, temperature, energy. None, never 0, if unreadable. No torch."""
 
-import ctypes
 import os
 import platform
 import re
@@ -64,10 +63,8 @@ def fast_cores() -> int | None:
 
 
 class MemoryUse(NamedTuple):
-    rss_gb: float
-    """Resident memory of this process."""
-    mapped_gb: float | None
-    """The part of it that is memory-mapped files; only Linux reports it."""
+    rss_gb: float  # resident memory of this process
+    mapped_gb: float | None  # the part of it that is memory-mapped files; only Linux reports it
 
 
 def memory_use() -> MemoryUse:
@@ -114,14 +111,6 @@ class BackgroundLoad:
         times, own = psutil.cpu_times(), sum(os.times()[:4])
         idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "guest", 0.0)
         return float(sum(times) - idle - own)
-
-
-def trim_malloc() -> None:
-    """Return freed memory to the system, so that later growth is visible."""
-    for name, arguments in (("malloc_trim", (0,)), ("malloc_zone_pressure_relief", (None, 0))):
-        function = getattr(ctypes.CDLL(None), name, None)
-        if function is not None:
-            function(*arguments)
 
 
 class PeakMemory:

@@ -13,8 +13,7 @@ import tyro
 from PIL import Image
 
 from m1clip import api, cli
-from m1clip.commands import train
-from m1clip.commands.flags import given_flags
+from m1clip.commands import parse_flags, train
 from m1clip.config import PRESETS, get_preset, requested_config, to_json
 
 TINY = [
@@ -167,8 +166,8 @@ def test_help_of_train_shows_every_flag_with_its_default(capsys):
 
 
 def test_without_flags_nothing_is_given_and_nano_is_trained():
-    args = train.parse("m1clip train", [])
-    assert train.given_settings(args.training, args.argv) == {}
+    args = parse_flags(train.Args, "m1clip train", [])
+    assert args.settings() == {}
     assert requested_config({}) == args.training == PRESETS["nano"]
 
 
@@ -184,17 +183,17 @@ def test_given_settings_are_those_on_the_command_line():
         "urls",
         "links",
     ]
-    args = train.parse("m1clip train", [*argv, "--name", "x", "--json", "--chunk=auto"])
-    assert train.given_settings(args.training, args.argv) == {
+    args = parse_flags(train.Args, "m1clip train", [*argv, "--name", "x", "--json", "--chunk=auto"])
+    assert args.settings() == {
         **{"preset": "tiny", "lr": 0.003, "hflip": False, "model.vision.patch_size": 8},
         **{"allow": ("urls", "links"), "chunk": "auto"},
     }
-    assert {"name", "json", "model.vision.patch_size", "hflip"} <= given_flags([*argv, "--name", "x", "--json"])
+    assert {"name", "json", "model.vision.patch_size", "hflip"} <= train.given_flags([*argv, "--name", "x", "--json"])
 
 
 def test_given_settings_survive_a_preset():
     argv = ["--preset", "small", "--epochs", "9", "--lr", "0.003", "--model.text.layers", "3"]
-    config = requested_config(train.given_settings(train.parse("m1clip train", argv).training, argv))
+    config = requested_config(parse_flags(train.Args, "m1clip train", argv).settings())
     assert (config.epochs, config.lr, config.model.text.layers) == (9, 0.003, 3)
     small = get_preset("small")
     assert (config.batch_size, config.model.vision) == (small.batch_size, small.model.vision)

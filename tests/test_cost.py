@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from m1clip.commands import info
+from m1clip.commands import info, parse_flags
 from m1clip.config import PRESETS, ModelConfig, TextConfig, VisionConfig
 from m1clip.model.clip import CLIP
 from m1clip.model.cost import model_cost
@@ -53,12 +53,16 @@ def test_memory_of_vit_b16_char_is_four_times_the_weights_and_the_activations():
     assert memory["activations"] == pytest.approx(expected, rel=0.1)
 
 
+def call_info(*argv: str) -> None:
+    info.main(parse_flags(info.Args, "m1clip info", argv))
+
+
 def test_info_prints_the_cost_of_a_preset(capsys):
-    assert info.main(info.parse("m1clip info", ["vit-b16-char", "--batch-size", "3", "--json"])) == 0
+    call_info("vit-b16-char", "--batch-size", "3", "--json")
     preset, cost = json.loads(capsys.readouterr().out), model_cost(PRESETS["vit-b16-char"].model)
     assert (preset["total"], preset["batch_size"]) == (105_426_433, 3)
     assert (preset["step_gflop"], preset["memory_gb"]) == (cost.step_gflop, cost.memory_gb(3))
-    assert info.main(info.parse("m1clip info", ["vit-b16-char"])) == 0
+    call_info("vit-b16-char")
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["total", "105,426,433"] in lines
     assert ["embedding", "512", "dimensions"] in lines
@@ -66,10 +70,10 @@ def test_info_prints_the_cost_of_a_preset(capsys):
 
 def test_info_lists_the_presets_and_refuses_unknown_ones(capsys, monkeypatch):
     monkeypatch.setattr(info, "PRESETS", {name: PRESETS[name] for name in ("nano", "tiny")})  # the fast ones
-    assert info.main(info.parse("m1clip info", [])) == 0
+    call_info()
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
     assert [name for name in names if name in PRESETS] == ["nano", "tiny"]
     with pytest.raises(ValueError, match="did you mean nano"):
-        info.main(info.parse("m1clip info", ["nanno"]))
+        call_info("nanno")
     with pytest.raises(ValueError, match="--batch-size must be at least 1, not 0"):
-        info.parse("m1clip info", ["--batch-size", "0"])
+        call_info("--batch-size", "0")

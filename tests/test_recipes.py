@@ -17,6 +17,7 @@ from test_pretrained import text_folder, vision_file
 import m1clip
 from helpers import QuietConsole, train_run
 from m1clip import cli, devices
+from m1clip.commands import parse_flags
 from m1clip.commands import train as command
 from m1clip.config import RECIPES, TrainConfig, check_config, from_json, get_preset, recipe_defaults, to_json
 from m1clip.data import pixel_cache
@@ -346,7 +347,7 @@ def flags(pretrained: Path, more: str) -> list[str]:
 
 
 def run_train(pretrained: Path, more: str) -> None:
-    assert command.main(command.parse("m1clip train", flags(pretrained, more))) == 0
+    assert command.main(parse_flags(command.Args, "m1clip train", flags(pretrained, more))) == 0
 
 
 def config_of(name: str) -> TrainConfig:
@@ -397,7 +398,7 @@ def test_the_head_of_a_pretrained_model_can_be_replaced(finetuning, tmp_path):
 
 
 def test_training_from_scratch_keeps_the_preset():
-    assert command.parse("m1clip train", []).training == get_preset("nano")
+    assert command.Args().training == get_preset("nano")
     assert recipe_defaults(get_preset("nano"), "scratch") == {"recipe": "scratch"}
 
 

@@ -3,20 +3,16 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from m1clip.commands.flags import parse_flags
 from m1clip.config import get_preset, require
 from m1clip.console import command, loading, show_rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepArgs:
-    presets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ()
+    presets: tuple[str, ...] = ()
     """Models to time, of those in `m1clip info`; all of the sweep if none is given."""
-    devices: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ()
+    devices: tuple[str, ...] = ()
     """Devices to time; all if none is given."""
     restart: bool = False
     """Start again instead of resuming a sweep that was interrupted less than a day ago."""
@@ -24,6 +20,11 @@ class SweepArgs:
     """Folder of the page and its figures."""
     json: bool = False
     """Print one line of JSON instead of tables."""
+
+    def check(self) -> None:
+        for name in self.presets:
+            get_preset(name)
+        require(not self.out.exists() or self.out.is_dir(), f"--out {self.out} is not a folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,33 +41,24 @@ class Args(SweepArgs):
 
     quick: bool = False
     """Fewer sizes, less time per plan."""
-    batch_sizes: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N")] = ()
+    batch_sizes: tuple[int, ...] = ()
     """Batch sizes for every preset; those of the sweep if none is given."""
-    threads: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N")] = ()
+    threads: tuple[int, ...] = ()
     """CPU threads beside PyTorch's default; if none is given: 1, performance cores, all cores."""
     compile: bool = False
     """Also time torch.compile for every model (half a minute each), not only for two small ones."""
     operations: bool = True
     """Also time single operations; the utilization (MFU) needs them."""
 
-
-def parse(program: str, argv: list[str]) -> Args:
-    args = parse_flags(Args, program, argv)
-    check_sweep(args)
-    for count in args.threads:
-        require(1 <= count <= 1024, f"--threads must be 1 to 1,024, not {count}")
-    for size in args.batch_sizes:
-        require(2 <= size <= 10**6, f"--batch-sizes must be 2 to 1,000,000, not {size}")
-    return args
+    def check(self) -> None:
+        super().check()
+        for count in self.threads:
+            require(1 <= count <= 1024, f"--threads must be 1 to 1,024, not {count}")
+        for size in self.batch_sizes:
+            require(2 <= size <= 10**6, f"--batch-sizes must be 2 to 1,000,000, not {size}")
 
 
-def check_sweep(args: SweepArgs) -> None:
-    for name in args.presets:
-        get_preset(name)
-    require(not args.out.exists() or args.out.is_dir(), f"--out {args.out} is not a folder")
-
-
-def main(args: Args) -> int:
+def main(args: Args) -> None:
     with loading():
         from m1clip import devices
         from m1clip.bench import report, sweep
@@ -92,7 +84,7 @@ def main(args: Args) -> int:
         page = report.write_sweep(result, args.out)
     if args.json:
         print(json.dumps({**result.record(), "page": str(page)}))
-        return 0
+        return
     show_rows("operations", *report.make_table(report.OPERATION_COLUMNS, result.operations))
     show_rows("\ntraining steps", *report.make_table(report.STEP_COLUMNS, result.step_records()))
     texts = [crossover.text for crossover in result.crossovers]
@@ -100,4 +92,3 @@ def main(args: Args) -> int:
         if lines:
             print(f"\n{title}", *lines, sep="\n  ")
     print(f"\npage:  {page}\nnext:  {command('advise', '--preset', 'nano')}    the fastest plan for a run")
-    return 0

@@ -2,12 +2,8 @@
 
 import json
 from dataclasses import dataclass, replace
-from typing import Annotated
 
-import tyro
-
-from m1clip.commands.bench import SweepArgs, check_sweep
-from m1clip.commands.flags import parse_flags
+from m1clip.commands.bench import SweepArgs
 from m1clip.config import PRESETS, get_preset, require
 from m1clip.console import loading, show_rows
 from m1clip.files import json_safe
@@ -24,20 +20,17 @@ class Args(SweepArgs):
     m1clip bench scaling --presets tiny small base
     """
 
-    pairs: Annotated[int, tyro.conf.arg(metavar="N")] = 100_000
+    pairs: int = 100_000
     """Pairs of an epoch."""
 
-
-def parse(program: str, argv: list[str]) -> Args:
-    args = parse_flags(Args, program, argv)
-    check_sweep(args)
-    require(args.pairs >= 1, f"--pairs must be at least 1, not {args.pairs}")
-    for name in args.devices:
-        require("=" not in name, f"--devices takes single devices here, not {name!r}")
-    return args
+    def check(self) -> None:
+        super().check()
+        require(self.pairs >= 1, f"--pairs must be at least 1, not {self.pairs}")
+        for name in self.devices:
+            require("=" not in name, f"--devices takes single devices here, not {name!r}")
 
 
-def main(args: Args) -> int:
+def main(args: Args) -> None:
     with loading():
         from m1clip import devices
         from m1clip.bench import report, scaling, sweep
@@ -56,7 +49,6 @@ def main(args: Args) -> int:
     if args.json:
         values = {"pairs": args.pairs, "models": records, "skipped": result.skipped, "page": str(page)}
         print(json.dumps(json_safe(values)))
-        return 0
+        return
     show_rows("scaling", *report.make_table(scaling.SCALING_COLUMNS, records))
     print("", *result.skipped, f"epoch: {args.pairs:,} pairs", f"page:  {page}", sep="\n")
-    return 0

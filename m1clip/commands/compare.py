@@ -12,9 +12,8 @@ import tyro
 
 from m1clip import run as runs
 from m1clip import sensors
-from m1clip.commands.flags import parse_flags
-from m1clip.commands.train import given_settings
-from m1clip.config import TrainConfig, from_json, get_preset, override, require, to_json
+from m1clip.commands.train import TrainingArgs
+from m1clip.config import requested_config, require, to_json
 from m1clip.console import loading, show_rows
 from m1clip.format import number
 
@@ -25,7 +24,7 @@ COMPARE_COLUMNS |= {"R@1": "mean_r1", "loss difference": "max_loss_difference"}
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(TrainingArgs):
     """Train the same model on each device or placement, and compare speed, memory, energy and loss.
 
     m1clip compare                                  nano, 60 steps, on every device of this machine
@@ -35,40 +34,26 @@ class Args:
     Takes the flags of `m1clip train`. The runs and a page are written to runs/compare-N.
     """
 
-    training: Annotated[TrainConfig, tyro.conf.arg(name="")]
     on: Annotated[tuple[str, ...], tyro.conf.arg(metavar="DEVICE")] = ()
     """Devices and placements (vision=A,text=B); all if none is given."""
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Take all defaults from this config.json."""
-    runs: Path = Path("runs")
-    """Folder of the runs."""
-    json: bool = False
-    """Print one line of JSON."""
-    argv: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+    def check(self) -> None:
+        require(self.training.device == "auto", "compare takes its devices from --on, not from --device")
+        require(len(set(self.on)) == len(self.on), "--on names a device twice")
 
 
-def parse(program: str, argv: list[str]) -> Args:
-    args = parse_flags(Args, program, argv, default=Args(get_preset("nano"), argv=tuple(argv)))
-    require(args.training.device == "auto", "compare takes its devices from --on, not from --device")
-    require(len(set(args.on)) == len(args.on), "--on names a device twice")
-    return args
-
-
-def main(args: Args) -> int:
+def main(args: Args) -> None:
     with loading():
         from m1clip import devices
         from m1clip.bench.report import load_warning, make_table
         from m1clip.training.device_plan import split_plans
 
-    available = devices.available()
+    config, available = requested_config(args.settings(), args.config), devices.available()
     names = args.on or (*available, *(plan.device for plan in split_plans(available)))
     for name in names:
         devices.tower_devices(name)
     folder = args.runs / runs.next_name(args.runs, "compare")
     folder.mkdir(parents=True)
-    settings = given_settings(args.training, args.argv)
-    base = from_json(TrainConfig, args.config) if args.config else get_preset(settings.get("preset", "nano"))
-    config = override(base, settings)
     config = replace(config, steps=config.steps or 60, budget="", save_every="100h")
     # Settings left at auto would be chosen for each device separately, and more than the device would differ.
     config = replace(config, precision="fp32") if config.precision == "auto" else config
@@ -87,12 +72,11 @@ def main(args: Args) -> int:
         record |= {"speedup": first / record["step_ms"], "max_loss_difference": max(differences, default=None)}
     if args.json:
         print(json.dumps({"runs": records, "warnings": warnings, "page": page}))
-        return 0
+        return
     title = f"{config.preset}, {config.steps} steps, batch size {config.batch_size:,}"
     show_rows(f"\n{title}", *make_table(COMPARE_COLUMNS, records))
     failures = [f"{record['text']}: {record['error']}" for record in records if "error" in record]
     print("", *failures, *warnings, f"page:  {page}", sep="\n")
-    return 0
 
 
 def train_on(folder: Path, requested: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Args:
     """Replace the output folder."""
 
 
-def main(args: Args) -> int:
+def main(args: Args) -> None:
     run = args.runs / args.model
     spec = str(run) if not Path(args.model).exists() and is_run(run) else args.model
     path = Path(spec)
@@ -60,4 +60,3 @@ def main(args: Args) -> int:
     else:
         export_clip(model, args.to, out)
     print(f"{out}\n\n{LOAD_CODE[args.to].format(out)}")
-    return 0

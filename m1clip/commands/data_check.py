@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from m1clip.commands import flags
 from m1clip.commands.data_preview import require_image_path
-from m1clip.config import DataConfig, check_config, get_preset
+from m1clip.config import DataConfig, check_config, get_preset, require
 from m1clip.format import percent, printable
 
 if TYPE_CHECKING:  # they import pyarrow
@@ -44,15 +43,11 @@ class Args(DataConfig):
     json: bool = False
     """Print the report as one line of JSON, with up to 10,000 bad rows."""
 
-
-def parse(program: str, argv: list[str]) -> Args:
-    args = flags.parse_flags(Args, program, argv)
-    if not args.data:
-        raise ValueError("data check needs a SPEC, such as a folder or a table; see m1clip data check --help")
-    check_config(args)
-    get_preset(args.preset)
-    require_image_path(args.sheet)
-    return args
+    def check(self) -> None:
+        require(bool(self.data), "data check needs a SPEC, such as a folder or a table; see m1clip data check --help")
+        check_config(self)
+        get_preset(self.preset)
+        require_image_path(self.sheet)
 
 
 def main(args: Args) -> int:

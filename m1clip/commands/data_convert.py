@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 import tyro
 from annotated_types import Ge, Le
 
-from m1clip.commands import flags
 from m1clip.config import DataConfig, check_config
-from m1clip.console import command
+from m1clip.console import Console, command
 from m1clip.format import file_size
 
 
@@ -34,17 +33,13 @@ class Args(DataConfig):
     json: bool = False
     """Print a summary as one line of JSON."""
 
-
-def parse(program: str, argv: list[str]) -> Args:
-    args = flags.parse_flags(Args, program, argv)
-    if not args.data or args.out is None:
-        raise ValueError("data convert needs a SPEC and a folder OUT; see m1clip data convert --help")
-    check_config(args)
-    return args
+    def check(self) -> None:
+        if not self.data or self.out is None:
+            raise ValueError("data convert needs a SPEC and a folder OUT; see m1clip data convert --help")
+        check_config(self)
 
 
-def main(args: Args) -> int:
-    from m1clip.console import Console
+def main(args: Args) -> None:
     from m1clip.data.convert import convert_dataset
     from m1clip.data.sources import open_sources
 
@@ -54,11 +49,10 @@ def main(args: Args) -> int:
     done = convert_dataset(sources, args.out, args.to, args.per_file, args.max_bad_rows, console.progress)
     if args.json:
         print(json.dumps(done))
-        return 0
+        return
     bad = done["bad_rows"]
     for row in bad["examples"][:10]:
         console.warn(f"skipped {row['location']}: {row['reason']}")
     files = f"{done['files']:,} files, {file_size(done['bytes'])}"
     print(f"{args.out}: {done['pairs']:,} pairs in {files}; {bad['count']:,} bad rows")
     print(f"next:  {command('train', '--data', args.out / ('*.tar' if args.to == 'shards' else '*.parquet'))}")
-    return 0

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from m1clip.commands import flags
 from m1clip.config import DataConfig, check_config
 
 
@@ -28,14 +27,11 @@ class Args(DataConfig):
     out: Path = Path("preview.png")
     """Output file, .png, .jpg or .webp."""
 
-
-def parse(program: str, argv: list[str]) -> Args:
-    args = flags.parse_flags(Args, program, argv)
-    check_config(args)
-    if args.columns < 1 or args.rows < 1 or args.columns * args.rows > 1000:
-        raise ValueError(f"a contact sheet has 1 to 1000 images, not {args.columns} × {args.rows}")
-    require_image_path(args.out)
-    return args
+    def check(self) -> None:
+        check_config(self)
+        if self.columns < 1 or self.rows < 1 or self.columns * self.rows > 1000:
+            raise ValueError(f"a contact sheet has 1 to 1000 images, not {self.columns} × {self.rows}")
+        require_image_path(self.out)
 
 
 def require_image_path(path: Path) -> None:
@@ -46,7 +42,7 @@ def require_image_path(path: Path) -> None:
         raise FileNotFoundError(f"there is no folder {path.parent} for {path.name}")
 
 
-def main(args: Args) -> int:
+def main(args: Args) -> None:
     from m1clip.console import Console
     from m1clip.data.check import contact_sheet, sample_tiles
     from m1clip.data.sources import open_sources
@@ -58,4 +54,3 @@ def main(args: Args) -> int:
         tiles += sample_tiles(pairs, -(-count // len(sources)))
     contact_sheet(tiles[:count], args.columns).save(args.out)
     print(f"{args.out}: {len(tiles[:count])} {args.split} pairs of {args.data}")
-    return 0

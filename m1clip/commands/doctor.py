@@ -7,13 +7,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import psutil
-import tyro
 
 from m1clip import sensors
-from m1clip.commands.flags import parse_flags
 from m1clip.config import get_preset
 from m1clip.console import loading, show_rows
 from m1clip.files import cache_folder
@@ -49,16 +46,13 @@ class Args:
     Every GPU is compared with the CPU: outputs, loss and gradients of the model.
     """
 
-    preset: Annotated[str, tyro.conf.arg(metavar="NAME")] = "nano"
+    preset: str = "nano"
     """Model on which devices are compared."""
     json: bool = False
     """Print one line of JSON."""
 
-
-def parse(program: str, argv: list[str]) -> Args:
-    args = parse_flags(Args, program, argv)
-    get_preset(args.preset)
-    return args
+    def check(self) -> None:
+        get_preset(self.preset)
 
 
 def main(args: Args) -> int:
@@ -119,7 +113,6 @@ def check_machine() -> Iterator[Check]:
 
 def check_devices(preset: str) -> Iterator[Check]:
     from m1clip import devices
-    from m1clip.devices import Plan
     from m1clip.model.clip import CLIP
     from m1clip.training.device_plan import compare_with_cpu
     from m1clip.training.measurements import open_store
@@ -135,7 +128,7 @@ def check_devices(preset: str) -> Iterator[Check]:
         yield "gpu", "ok", "PyTorch finds no GPU; training uses the CPU"
     for name in available[1:]:
         batch = random_batch(config, 8, config.model.text.context_length)
-        result = compare_with_cpu(CLIP(config.model), batch, Plan(name), config)
+        result = compare_with_cpu(CLIP(config.model), batch, devices.Plan(name), config)
         limit_gb = devices.limit_gb(devices.torch_device(name)) or 0
         yield name, "fail" if result.mismatch else "ok", f"{result}; {limit_gb:.1f} GB for PyTorch"
     rows = open_store().steps()

@@ -2,17 +2,17 @@
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from m1clip.console import loading, show, show_retrieval, table
+from m1clip.commands import RunsFolder
+from m1clip.console import loading, show_retrieval, show_rows
 from m1clip.format import percent
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(RunsFolder):
     """Retrieval (R@1/5/10 in both directions, with chance) and, on synthetic data, accuracy by changed word.
 
     m1clip eval                                     the newest run
@@ -36,13 +36,11 @@ class Args:
     """Table column with the caption."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
-    runs: Path = Path("runs")
-    """Folder of all runs."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the scores as one line of JSON."""
 
 
-def main(args: Args) -> int:
+def main(args: Args) -> None:
     with loading():
         from m1clip import api
 
@@ -52,18 +50,11 @@ def main(args: Args) -> int:
     scores, edits = result.scores.record(), [asdict(edit) for edit in result.edits]
     if args.json:
         print(json.dumps({"model": str(result.model), **scores, "edits": edits}))
-        return 0
+        return
     print(f"{result.model}\n")
     show_retrieval(scores)
-    if edits:
-        print()
-        show_edits(edits)
-    return 0
-
-
-def show_edits(scores: list[dict[str, Any]]) -> None:
-    listing = table("changed word", "accuracy", "captions")
-    for score in scores:
-        listing.add_row(score["changed"], percent(score["accuracy"]), f"{score['edits']}")
-    listing.add_row("chance", percent(scores[0]["chance"]), "", style="dim")
-    show("one word changed: is the original caption closer to the image?", listing)
+    if result.edits:
+        rows = [(edit.changed, percent(edit.accuracy), str(edit.edits)) for edit in result.edits]
+        rows.append(("chance", percent(result.edits[0].chance), ""))
+        title = "\none word changed: is the original caption closer to the image?"
+        show_rows(title, ("changed word", "accuracy", "captions"), rows)

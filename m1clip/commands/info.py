@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from m1clip.commands.flags import parse_flags
-from m1clip.config import PRESETS, get_preset
+from m1clip.config import PRESETS, get_preset, require
 from m1clip.console import loading, show_rows
 from m1clip.format import number, percent
 
@@ -19,32 +18,30 @@ TEXT = "{vocab_size:,} tokens, context length {context_length}, width {width}, {
 class Args:
     """Parameters by part, FLOPs per pair and memory of a batch, computed without allocating the model."""
 
-    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[PRESET]")] = None
     """One preset in detail; by default a table of all."""
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """The same as a flag, as in other commands."""
     batch_size: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Batch size of the memory estimate; by default the preset's."""
     json: bool = False
     """Print as one line of JSON."""
 
-
-def parse(prog: str, argv: list[str]) -> Args:
-    preset_first = argv and not argv[0].startswith("-")  # `m1clip info nano` is what people type first
-    args = parse_flags(Args, prog, ["--preset", *argv] if preset_first else argv)
-    if args.batch_size is not None and args.batch_size < 1:
-        raise ValueError(f"--batch-size must be at least 1, not {args.batch_size}")
-    return args
+    def check(self) -> None:
+        size = self.batch_size
+        require(size is None or size >= 1, f"--batch-size must be at least 1, not {size}")
 
 
-def main(args: Args) -> int:
+def main(args: Args) -> None:
+    one = args.name or args.preset
     with loading():
-        presets = [describe_preset(name, args.batch_size) for name in ([args.preset] if args.preset else PRESETS)]
+        presets = [describe_preset(name, args.batch_size) for name in ([one] if one else PRESETS)]
     if args.json:
-        print(json.dumps(presets[0] if args.preset else presets))
-    elif args.preset:
+        print(json.dumps(presets[0] if one else presets))
+    elif one:
         show_preset(presets[0])
     else:
         show_presets(presets)
-    return 0
 
 
 def describe_preset(name: str, batch_size: int | None) -> dict[str, Any]:
@@ -63,9 +60,8 @@ def show_preset(preset: dict[str, Any]) -> None:
     total, forward, step = preset["total"], number(preset["forward_gflop"], 4), number(preset["step_gflop"], 4)
     counts = [(part, f"{count:,}", percent(count / total)) for part, count in preset["parameters"].items()]
     show_rows("parameters", ("part", "parameters", "share"), [*counts, ("total", f"{total:,}", "")])
-    print(
-        f"\ncompute per pair: {forward} GFLOP forward, {step} forward and backward (captions of full context length)\n"
-    )
+    compute = f"{forward} GFLOP forward, {step} forward and backward (captions of full context length)"
+    print(f"\ncompute per pair: {compute}\n")
     memory_gb = {**preset["memory_gb"], "total": sum(preset["memory_gb"].values())}
     title = f"memory of a training step, batch size {preset['batch_size']}, float32, AdamW"
     show_rows(title, ("part", "GB"), [(part, f"{size:.3f}") for part, size in memory_gb.items()])

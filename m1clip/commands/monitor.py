@@ -6,7 +6,8 @@ import signal
 import sys
 from dataclasses import dataclass
 
-from m1clip.commands.flags import RunName, RunsFolder, parse_flags
+from m1clip.commands import RunName, RunsFolder
+from m1clip.config import require
 from m1clip.console import command
 from m1clip.files import json_safe
 from m1clip.monitor import LOOPBACK_HOSTS
@@ -43,34 +44,33 @@ class Args(RunsFolder):
     open: bool = False
     """With --web: open the browser."""
 
-
-def parse(program: str, argv: list[str]) -> Args:
-    args = parse_flags(Args, program, argv)
-    if args.json and not args.once:
-        raise ValueError("--json needs --once")
-    if args.once and args.web:
-        raise ValueError("--once and --web exclude each other: --once prints text, --web serves a page")
-    if args.token is not None and not re.fullmatch(r"[!-~]+", args.token):
-        raise ValueError("--token must be ASCII without spaces; `auto` generates one")
-    if not args.web and any(getattr(args, name) != getattr(Args, name) for name in ("host", "port", "token", "open")):
-        raise ValueError("--host, --port, --token and --open need --web")
-    if args.host not in LOOPBACK_HOSTS and not args.token:
-        danger = f"--host {args.host} shows your runs and images to other machines"
-        raise ValueError(f"{danger}: it needs a --token (--token auto generates one)")
-    if not 0 < args.port < 65536:
-        raise ValueError(f"--port must be 1–65535, not {args.port}")
-    return args
+    def check(self) -> None:
+        require(self.once or not self.json, "--json needs --once")
+        if self.once and self.web:
+            raise ValueError("--once and --web exclude each other: --once prints text, --web serves a page")
+        if self.token is not None and not re.fullmatch(r"[!-~]+", self.token):
+            raise ValueError("--token must be ASCII without spaces; `auto` generates one")
+        if not self.web and any(
+            getattr(self, name) != getattr(Args, name) for name in ("host", "port", "token", "open")
+        ):
+            raise ValueError("--host, --port, --token and --open need --web")
+        if self.host not in LOOPBACK_HOSTS and not self.token:
+            danger = f"--host {self.host} shows your runs and images to other machines"
+            raise ValueError(f"{danger}: it needs a --token (--token auto generates one)")
+        require(0 < self.port < 65536, f"--port must be 1–65535, not {self.port}")
 
 
-def main(args: Args) -> int:
+def main(args: Args) -> None:
     if args.web:
         from m1clip.monitor import web
 
         start = open_run(args.runs, args.run) if args.run else None
-        return web.serve(args.runs, start, args.host, args.port, args.token, args.open)
+        web.serve(args.runs, start, args.host, args.port, args.token, args.open)
+        return
     run = open_run(args.runs, args.run)
     if args.once:
-        return print_snapshot(run, args.json)
+        print_snapshot(run, args.json)
+        return
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual draws on stderr
         raise ValueError("the monitor needs a terminal; --once prints a snapshot, --web serves a page")
     from m1clip.monitor.terminal import Monitor
@@ -80,10 +80,9 @@ def main(args: Args) -> int:
     app.run()
     if app.error is not None:
         raise app.error
-    return 0
 
 
-def print_snapshot(run: Run, as_json: bool) -> int:
+def print_snapshot(run: Run, as_json: bool) -> None:
     from rich.console import Console
 
     from m1clip.monitor.log import RECORD_KINDS, RunView
@@ -96,7 +95,7 @@ def print_snapshot(run: Run, as_json: bool) -> int:
         records = {kind: view.log.last(kind) or None for kind in RECORD_KINDS}
         state = {**view.summary, "last_step": step, **records, "events": view.log.events[-20:]}
         print(json.dumps(json_safe(state)))
-        return 0
+        return
     console = Console(highlight=False)
     console.width = console.width if console.is_terminal else 100
     with console.capture() as capture:
@@ -105,4 +104,3 @@ def print_snapshot(run: Run, as_json: bool) -> int:
     print(capture.get() if is_unicode else capture.get().translate(ASCII), end="")
     if view.summary["state"] in ("dead", "failed"):
         print(f"\nresume: {command('train', '--resume', '--name', run.path)}")
-    return 0

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from m1clip.commands.flags import RunsFolder
+from m1clip.commands import RunsFolder
 from m1clip.console import loading
 from m1clip.run import open_run
 
@@ -31,7 +31,7 @@ class Args(RunsFolder):
     """Print the paths as one line of JSON."""
 
 
-def main(args: Args) -> int:
+def main(args: Args) -> None:
     runs = [open_run(args.runs, name) for name in args.run or (None,)]
     if len({run.path.resolve() for run in runs}) != len(runs):
         raise ValueError(f"a run is named twice: {', '.join(args.run)}")
@@ -50,4 +50,3 @@ def main(args: Args) -> int:
             page = write_comparison(views, args.out or Path("reports") / "-".join(run.name for run in runs)[:100])
     paths = {"html": str(page), "markdown": str(page.with_suffix(".md"))}
     print(json.dumps(paths) if args.json else "\n".join(paths.values()))
-    return 0

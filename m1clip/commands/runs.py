@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from rich.markup import escape
 
-from m1clip.commands.flags import RunsFolder
-from m1clip.console import command, show, table
+from m1clip.commands import RunsFolder
+from m1clip.console import command, show_rows
 from m1clip.format import UNKNOWN, ago, duration, percent
 from m1clip.run import run_summaries
 
@@ -25,26 +25,24 @@ class Args(RunsFolder):
     """Print one JSON object per line."""
 
 
-def main(args: Args) -> int:
-    rows = run_summaries(args.runs)
+def main(args: Args) -> None:
+    runs, rows = run_summaries(args.runs), []
     if args.json:
-        print("".join(json.dumps(row) + "\n" for row in rows), end="")
-        return 0
-    if not rows:
+        print("".join(json.dumps(run) + "\n" for run in runs), end="")
+        return
+    if not runs:
         print(f"no runs in {args.runs}/; {command('train')} starts one")
-        return 0
-    listing = table("run", "state", "step", "done", "left", "best", "metric", "device", "updated")
-    for row in rows:
-        name, state = escape(row["run"]), STATE_MARKUP.get(row["state"], "{}").format(escape(row["state"]))
-        progress = (f"{row['step']:,}", percent(row["step"] / row["total"] if row["total"] else None))
-        best = (percent(row["best_score"]), row["best_metric"] or UNKNOWN)
-        device = escape(row["device"] or UNKNOWN)
-        listing.add_row(name, state, *progress, duration(row["eta_s"]), *best, device, ago(row["time"]))
-    show(f"{args.runs}/", listing)
-    for row in rows:
-        if row["problem"]:
-            print(f"{row['run']}: {row['problem']}")
-        if row["state"] in ("dead", "failed"):
-            resume = command("train", "--resume", "--name", args.runs / row["run"])
-            print(f"{row['run']}: {row['reason']}; resume: {resume}")
-    return 0
+    for run in runs:
+        name, state = escape(run["run"]), STATE_MARKUP.get(run["state"], "{}").format(escape(run["state"]))
+        progress = (f"{run['step']:,}", percent(run["step"] / run["total"] if run["total"] else None))
+        best = (percent(run["best_score"]), run["best_metric"] or UNKNOWN)
+        device = escape(run["device"] or UNKNOWN)
+        rows.append((name, state, *progress, duration(run["eta_s"]), *best, device, ago(run["time"])))
+    columns = ("run", "state", "step", "done", "left", "best", "metric", "device", "updated")
+    show_rows(f"{args.runs}/", columns, rows)
+    for run in runs:
+        if run["problem"]:
+            print(f"{run['run']}: {run['problem']}")
+        if run["state"] in ("dead", "failed"):
+            resume = command("train", "--resume", "--name", args.runs / run["run"])
+            print(f"{run['run']}: {run['reason']}; resume: {resume}")

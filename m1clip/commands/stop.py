@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from m1clip.commands.flags import RunName, RunsFolder
+from m1clip.commands import RunName, RunsFolder
 from m1clip.console import command, loading
 from m1clip.run import Run, all_runs, open_run
 

@@ -6,15 +6,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from m1clip import console
-from m1clip.commands.flags import given_flags, parse_flags
-from m1clip.config import TrainConfig, check_exclusive, get_preset, requested_config, select_settings
+from m1clip.commands import RunsFolder
+from m1clip.config import PRESETS, TrainConfig, check_exclusive, requested_config, require, select_settings
 from m1clip.format import duration
 from m1clip.run import Run, create_run, is_empty, is_run, new_run_path, open_run
 
@@ -25,7 +25,29 @@ LOG = "output.log"
 
 
 @dataclass(frozen=True)
-class Args:
+class TrainingArgs(RunsFolder):
+    training: Annotated[TrainConfig, tyro.conf.arg(name="")] = PRESETS["nano"]
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Take all settings from this config.json: repeats that run."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print the result as one line of JSON."""
+    argv: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+    def settings(self) -> dict[str, Any]:
+        """The settings on the command line by dotted path; all others have their defaults elsewhere."""
+        names = {field.name for field in fields(TrainConfig)}
+        paths = {path for path in given_flags(self.argv) if path.partition(".")[0] in names}
+        return select_settings(self.training, paths)
+
+
+def given_flags(argv: Sequence[str]) -> set[str]:
+    """Names of the flags on a command line as field paths: --no-hflip is hflip, --model.head is model.head."""
+    names = {word.partition("=")[0][2:].replace("-", "_") for word in argv if word.startswith("--")}
+    return names | {name.removeprefix("no_") for name in names}
+
+
+@dataclass(frozen=True)
+class Args(TrainingArgs):
     """Train a CLIP model. Each run is a folder; the last lines show the result and the next commands.
 
     m1clip train                                    the nano preset on synthetic data
@@ -39,50 +61,22 @@ class Args:
     m1clip train --data photos.csv --vision timm:NAME --text hf:NAME       pretrained encoders
     """
 
-    training: Annotated[TrainConfig, tyro.conf.arg(name="")]
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Take all settings from this config.json: repeats that run."""
     name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Name of the run folder; by default the preset with the next free number."""
-    runs: Path = Path("runs")
-    """Folder of all runs."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
     """Continue the run --name (or the newest) from its last checkpoint."""
     overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
     """If the run --name exists, delete it and start again."""
     background: tyro.conf.FlagCreatePairsOff[bool] = False
     """Train in a background process, and return at once."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print the result as one line of JSON."""
-    argv: tyro.conf.Suppress[tuple[str, ...]] = ()
 
-
-def parse(program: str, argv: list[str]) -> Args:
-    args = parse_flags(Args, program, argv, default=Args(get_preset("nano"), argv=tuple(argv)))
-    check_exclusive(given_flags(argv))
-    if args.overwrite and args.name is None:
-        raise ValueError("--overwrite starts a run again; --name says which")
-    return args
-
-
-def given_settings(training: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:
-    """The settings on the command line by dotted path; all others have their defaults elsewhere."""
-    return select_settings(training, setting_paths() & given_flags(argv))
-
-
-def setting_paths() -> set[str]:
-    """Every setting of a TrainConfig with our own towers."""
-
-    def paths(prefix: str, value: Any) -> set[str]:
-        if not isinstance(value, dict):
-            return {prefix}
-        return set().union(*(paths(f"{prefix}.{key}".lstrip("."), inner) for key, inner in value.items()))
-
-    return paths("", asdict(TrainConfig()))
+    def check(self) -> None:
+        check_exclusive(given_flags(self.argv))
+        require(not self.overwrite or self.name is not None, "--overwrite starts a run again; --name says which")
 
 
 def main(args: Args) -> int:
-    settings = given_settings(args.training, args.argv)
+    settings = args.settings()
     resumed = open_run(args.runs, args.name) if args.resume else None
     # Before torch is imported, so that an error comes at once.
     requested = requested_config(settings, args.config, resumed.path if resumed else None)
@@ -143,7 +137,7 @@ def spawn_training(argv: list[str], run: Run) -> int:
         if not resumed and has_started(run, child.pid):
             log = log.rename(run.path / LOG)
     if child.poll() not in (None, 0):
-        sys.stderr.write(log.read_text(errors="replace")[log_start:])
+        sys.stderr.write(log.read_bytes()[log_start:].decode(errors="replace"))
         if log.parent != run.path:
             log.unlink()
         if run.path.is_dir() and is_empty(run.path):

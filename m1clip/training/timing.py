@@ -58,7 +58,6 @@ def time_plans(config: TrainConfig, plans: Sequence[Plan], batch: Batch, seconds
     states.clear()
     for device in {device for plan in plans for device in plan.devices}:
         devices.release(device)
-    sensors.trim_malloc()
     devices.apply_plan(Plan())
     return timings
 
@@ -92,7 +91,6 @@ def peak_memory(state: TrainState, plan: Plan, batch: Batch) -> tuple[float, flo
     """GB of the state and of a step's peak on all its devices, and the seconds of that slowed-down step."""
     state.zero_grad()
     memory.release_memory(state)
-    sensors.trim_malloc()
     used = set(state.model.devices)
     gpus = [device for device in used if devices.memory_gb(device) is not None]
     for device in gpus:
