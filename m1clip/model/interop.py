@@ -100,15 +100,14 @@ def is_foreign(folder: Path) -> bool:
 
 def read_checkpoint(path: Path) -> tuple[Weights, Hints]:
     """The weights of a file or folder, and the settings of the configuration beside them."""
-    folder = path if path.is_dir() else path.parent
-    config = folder / "open_clip_config.json"
-    if path.is_dir() and not config.is_file():
-        hints = transformers_hints(folder)
-        return load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"]), hints
+    config = (path if path.is_dir() else path.parent) / "open_clip_config.json"
     hints = open_clip_hints(read_json(config)) if config.is_file() else {}
-    if path.is_dir():
+    if path.is_dir() and config.is_file():
         names = [f"{stem}{suffix}" for stem in OPEN_CLIP_STEMS for suffix in WEIGHT_SUFFIXES]
-        return load_folder_tensors(folder, names), hints
+        return load_folder_tensors(path, names), hints
+    if path.is_dir():
+        hints = transformers_hints(path)
+        return load_folder_tensors(path, ["model.safetensors", "pytorch_model.bin"]), hints
     if path.suffix not in WEIGHT_SUFFIXES:
         raise ValueError(f"{path} is not a checkpoint; expected a {', '.join(WEIGHT_SUFFIXES)} file")
     weights = safe_load.load_tensors(path)
