@@ -119,8 +119,6 @@ def read_checkpoint(path: Path) -> tuple[Weights, Hints]:
 def open_clip_hints(config: dict[str, Any]) -> Hints:
     model, preprocess = config.get("model_cfg", config), config.get("preprocess_cfg", {})
     vision, text = model.get("vision_cfg", {}), model.get("text_cfg", {})
-    if "timm_model_name" in vision or "hf_model_name" in text:
-        raise ValueError("OpenCLIP models with a timm or transformers tower cannot be imported")
     keys, values = TABLES["open_clip_keys"], TABLES["open_clip_values"]
     for section, settings in (("vision_cfg", vision), ("text_cfg", text), ("preprocess_cfg", preprocess)):
         for key, value in settings.items():
@@ -187,11 +185,11 @@ def build_clip(source: Path, weights: Weights, hints: Hints, tokenizer: Tokenize
 
 
 def find_layout(source: Path, weights: Weights) -> Layout:
+    if "visual.layer1.0.conv1.weight" in weights:
+        raise ValueError(f"{source} is a CLIP with a ResNet; only vision transformers can be imported")
     for layout in (OPEN_CLIP, TRANSFORMERS):
         if layout.marker in weights:
             return layout
-    if "visual.layer1.0.conv1.weight" in weights:
-        raise ValueError(f"{source} is a CLIP with a ResNet; only vision transformers can be imported")
     raise WeightMismatch(source, [OPEN_CLIP.marker, TRANSFORMERS.marker], weights)
 
 
