@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-MAX_STATISTICS_PAIRS, MAX_PAIRS = 512, 1000
+MAX_STATISTICS_PAIRS, MAX_PAIRS = 512, 1000  # of embedding_statistics and accuracy_by_difficulty
 TIERS = {"easy": (0.0, 0.5), "medium": (0.5, 0.9), "hard": (0.9, 1.0)}
 """Quantiles of a pair's negatives, from the least to the most similar."""
 NEGATIVES = 10
@@ -55,7 +55,7 @@ def effective_rank(x_NE: Tensor) -> float:
 def accuracy_by_difficulty(
     image_NE: Tensor, text_NE: Tensor, captions: Sequence[str]
 ) -> dict[str, dict[str, float | int]]:
-    """For each tier, how often the correct caption or image wins, in both directions.
+    """How often the correct caption or image wins, in both directions, by the tf-idf similarity of the negatives.
 
     pairwise   against one negative (chance 1/2)
     first      against `among` - 1 negatives at once, as in a batch of that size (chance 1 / among)
