@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from m1clip.bench.report import STEP_COLUMNS, make_table
-from m1clip.bench.scaling import SCALING_COLUMNS
+from m1clip.bench.report import SCALING_COLUMNS, STEP_COLUMNS, make_table
 from m1clip.commands.compare import COMPARE_COLUMNS
 from m1clip.document import markdown_table
 

@@ -17,8 +17,7 @@ from m1clip.data.rows import BadRows, PairDataset
 from m1clip.data.sources import Source, open_sources, validation_subset
 from m1clip.data.splits import Split, open_eval_split
 from m1clip.devices import Plan
-from m1clip.evals.edits import EditScore, edit_scores, is_editable
-from m1clip.evals.evaluate import evaluate_model
+from m1clip.evals.evaluate import EditScore, edit_scores, evaluate_model
 from m1clip.evals.retrieval import Retrieval
 from m1clip.model.clip import CLIP, load
 from m1clip.run import Run, create_run, is_run, new_run_path, open_run
@@ -113,9 +112,10 @@ def evaluate(
     bad_rows.require_at_most(config.max_bad_rows)
     choice = check_parity(PlanChoice(Plan(str(chosen)), reason), clip, first_pairs(clip, pairs), console)
     evaluation = evaluate_model(clip.to_devices(*choice.plan.devices), pairs)
-    edits: list[EditScore] = []
-    if len(datasets) == 1 and is_editable(datasets[0]):
-        edits = edit_scores(clip, datasets[0], evaluation.image_NE, evaluation.first_text_NE)
+    scenes, edits = datasets[0], list[EditScore]()
+    if len(datasets) == 1 and hasattr(scenes, "edits"):  # only synthetic scenes can change a word of a caption
+        changed = [(row, kind, text) for row in range(len(scenes)) for kind, text in scenes.edits(row)]
+        edits = edit_scores(clip, changed, evaluation.image_NE, evaluation.first_text_NE)
     return EvalResult(folder, evaluation.scores, edits)
 
 

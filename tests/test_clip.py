@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import m1clip
-from m1clip.config import PRESETS, ModelConfig
+from m1clip.config import PRESETS, ModelConfig, TrainConfig
 from m1clip.model.clip import CLIP, MODEL_FILES
 from m1clip.model.tokenizer import Tokenizer
 
@@ -111,7 +111,7 @@ def test_a_saved_bag_of_words_encodes_the_same(bag, tmp_path):
 
 
 def test_word_dropout_is_a_function_of_the_row_key(bag):
-    bag.set_regularization(word_dropout=0.5)
+    bag.set_regularization(TrainConfig(word_dropout=0.5))
     tokens_BL, key_B = bag.tokenize(["a dog and a cat run"] * 64), torch.arange(64)
     full, dropped = bag.embed_tokens(tokens_BL), bag.embed_tokens(tokens_BL, key_B)
     assert torch.equal(dropped, bag.embed_tokens(tokens_BL, key_B))
@@ -120,7 +120,7 @@ def test_word_dropout_is_a_function_of_the_row_key(bag):
 
 
 def test_word_dropout_keeps_at_least_one_word(bag):
-    bag.set_regularization(word_dropout=0.9)
+    bag.set_regularization(TrainConfig(word_dropout=0.9))
     embeddings = bag.embed_tokens(bag.tokenize(["ab"] * 64), torch.arange(64))
     torch.testing.assert_close(embeddings.norm(dim=1), torch.ones(64))
     embeddings[:, 0].sum().backward()
@@ -133,10 +133,10 @@ def test_regularization_needs_row_keys(tiny):
     pixels, key_B = torch.randn(4, 3, 32, 32), torch.arange(4)
     plain = model.embed_images(pixels)
     for setting in ("patch_dropout", "head_dropout"):
-        model.set_regularization(**{setting: 0.5})
+        model.set_regularization(TrainConfig(**{setting: 0.5}))
         assert torch.equal(model.embed_images(pixels), plain)
         assert not torch.allclose(model.embed_images(pixels, key_B), plain, atol=1e-3)
-    model.set_regularization()
+    model.set_regularization(TrainConfig())
     assert torch.equal(model.embed_images(pixels, key_B), plain)
 
 

@@ -12,14 +12,14 @@ from PIL import Image
 
 from helpers import train_run
 from m1clip.data.splits import Split, SplitPart
-from m1clip.evals.examples import example_queries
-from m1clip.evals.hard_negatives import (
+from m1clip.evals.embeddings import (
     TIERS,
     accuracy_by_difficulty,
     similarity_quantiles,
     tfidf_similarity,
     win_probability,
 )
+from m1clip.evals.examples import example_queries
 from m1clip.evals.retrieval import Relevance
 from m1clip.run import Run
 

@@ -263,7 +263,8 @@ def test_damaged_files_and_other_models_are_refused(theirs, tmp_path):
     save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "other.safetensors")
     with pytest.raises(WeightMismatch, match=r"unexpected +fc.weight"):
         import_clip(str(tmp_path / "other.safetensors"))
-    save_file({"visual.layer1.0.conv1.weight": torch.zeros(2, 2)}, tmp_path / "rn50.safetensors")
+    resnet = {name: torch.zeros(2, 2) for name in ("visual.conv1.weight", "visual.layer1.0.conv1.weight")}
+    save_file(resnet, tmp_path / "rn50.safetensors")
     with pytest.raises(ValueError, match="ResNet"):
         import_clip(str(tmp_path / "rn50.safetensors"))
     with pytest.raises(FileNotFoundError, match="hub name"):
@@ -303,6 +304,7 @@ def test_a_damaged_archive_never_hangs_or_crashes(theirs, tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
+        {"vision_cfg": {"timm_model_name": "vit_base_patch16_224"}},
         {"text_cfg": {"no_causal_mask": True}},
         {"text_cfg": {"pool_type": "last"}},
         {"vision_cfg": {"pool_type": "avg"}},

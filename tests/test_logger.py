@@ -12,7 +12,7 @@ import torch
 
 from helpers import QuietConsole, make_state, random_pairs, train_run
 from m1clip import sensors
-from m1clip.evals.health import effective_rank, health, uniformity
+from m1clip.evals.embeddings import effective_rank, embedding_statistics, uniformity
 from m1clip.model.towers import VisionTransformer
 from m1clip.run import Run
 from m1clip.training import trackers
@@ -167,7 +167,7 @@ def test_total_energy_is_unknown_if_one_session_was_not_measured(tiny_run, tmp_p
 def test_embedding_statistics_of_known_distributions():
     torch.manual_seed(0)
     spread = torch.nn.functional.normalize(torch.randn(400, 32), dim=1)
-    assert health(spread, spread)["alignment"] == 0
+    assert embedding_statistics(spread, spread)["alignment"] == 0
     assert uniformity(spread) < -3.5
     assert effective_rank(spread) > 28
     collapsed = spread[:1].expand(400, 32)
@@ -175,7 +175,7 @@ def test_embedding_statistics_of_known_distributions():
     assert effective_rank(collapsed) == 0
     line = torch.nn.functional.normalize(torch.randn(400, 1) * spread[:1], dim=1)
     assert effective_rank(line) == pytest.approx(1, abs=0.01)
-    opposite = health(collapsed, -collapsed)
+    opposite = embedding_statistics(collapsed, -collapsed)
     assert opposite["modality_gap"] == pytest.approx(2)
     assert opposite["alignment"] == pytest.approx(4)
 

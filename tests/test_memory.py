@@ -12,7 +12,7 @@ import torch
 
 from helpers import make_state, random_pairs
 from m1clip import sensors
-from m1clip.config import to_json
+from m1clip.config import TrainConfig, to_json
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.model.cost import model_cost
@@ -38,7 +38,7 @@ def test_activation_bytes_are_those_of_the_cost_model(state, tiny):
 
 def test_grad_checkpointing_saves_most_activations(state):
     without = memory.activation_bytes(state, random_pairs(64))
-    state.model.set_regularization(grad_checkpointing=True)
+    state.model.set_regularization(TrainConfig(grad_checkpointing=True))
     assert memory.activation_bytes(state, random_pairs(64)) < 0.4 * without
 
 

@@ -1,4 +1,4 @@
-"""Report a sweep: tables, crossover points, figures, a page and JSON. Measures nothing."""
+"""Report a sweep: tables, crossover points, scaling with the model size, figures, pages. Measures nothing."""
 
 import itertools
 import math
@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 
 from m1clip import sensors
-from m1clip.bench.sweep import OperationRow, Session, peak_gflops
+from m1clip.bench.sweep import OperationRow, SweepSession, peak_gflops
 from m1clip.devices import Plan, tower_devices
 from m1clip.document import write_document
-from m1clip.format import milliseconds, number
+from m1clip.format import UNKNOWN, duration, milliseconds, number
 from m1clip.plots import COLORS, annotate, axes, legend, log_axis, save_figure
-from m1clip.training.advice import RowPair, is_significant
-from m1clip.training.measurements import HIGH_LOAD, StepRow
+from m1clip.training.advice import RowPair, fit_step_time, is_significant
+from m1clip.training.measurements import HIGH_LOAD, StepCost, StepRow
+from m1clip.training.memory import PEAK
 
-Table = tuple[list[str], list[list[str]]]
+ModelRecords = list[dict[str, Any]]  # of the models in a scaling report
 MIN_POINTS = 3  # batch sizes or models at which plans must have been compared to look for a crossover
 OPERATION_COLUMNS = {"operation": "operation", "size": "size", "device": "device", "precision": "precision"}
 OPERATION_COLUMNS |= {f"{name} ms": f"{name}_ms" for name in ("launch", "transfer", "compute")}
@@ -27,9 +28,12 @@ OPERATION_COLUMNS |= {"GFLOP/s": "gflops", "GB/s": "gb_per_s"}
 STEP_COLUMNS = {"model": "preset", "batch size": "batch_size", "plan": "plan", "ms": "step_ms"}
 STEP_COLUMNS |= {"IQR": "iqr_ms", "pairs/s": "pairs_per_s", "GFLOP/s": "gflops", "MFU": "utilization"}
 STEP_COLUMNS |= {"GB": "peak_gb", "W": "watts", "pairs/J": "pairs_per_joule"}
+SCALING_COLUMNS = {"model": "preset", "M parameters": "millions", "GFLOP/pair": "gflop"}
+SCALING_COLUMNS |= {"ms/pair": "first_ms", "extrapolated": "extrapolated", "MFU": "utilization"}
+SCALING_COLUMNS |= {"GB": "memory_gb", "epoch": "epoch", "GPU/CPU": "speedup"}
 
 
-def make_table(columns: Mapping[str, str], records: Sequence[Mapping[str, Any]]) -> Table:
+def make_table(columns: Mapping[str, str], records: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Titles and cells of a table whose columns show these keys of the records."""
 
     def cell(value: Any) -> str:
@@ -108,7 +112,7 @@ class Sweep:
     peaks: dict[tuple[str, str], float]  # of all sessions: background load must not raise the utilization
 
     @classmethod
-    def load(cls, session: Session) -> "Sweep":
+    def load(cls, session: SweepSession) -> "Sweep":
         store, key = session.store, {"session": session.name}
         steps = sorted(store.steps(**key), key=lambda row: (row.parameters, row.batch_size))
         skipped = [f"{row['item']}: {row['reason']}" for row in store.rows("skipped", **key)]
@@ -193,7 +197,9 @@ def plot_roofline(sweep: Sweep, path: Path) -> Path:
         annotate(panel, "\n".join(roofs), (0.02, 0.02), (0, 0), xycoords="axes fraction")
         points = [(row["operation"], row["size"], (row["flop_per_byte"], row["gflops"])) for row in rows]
         for row in (row for row in sweep.steps if row.plan == Plan(device)):
-            points.append(("step", f"{row.preset} {row.batch_size}", (step_intensity(row), row.gflops)))
+            # A step writes and reads its activations once, and moves 40 bytes per parameter.
+            gb = 2 * row.activation_gb * row.batch_size + 40e-9 * row.parameters
+            points.append(("step", f"{row.preset} {row.batch_size}", (row.step_gflop / gb, row.gflops)))
         for kind, marker, color in zip(("matmul", "attention", "step"), "sDo", COLORS, strict=False):
             for index, (_, size, at) in enumerate(point for point in points if point[0] == kind):
                 panel.plot(*at, marker, color=color, ms=5, label="" if index else kind)
@@ -203,11 +209,6 @@ def plot_roofline(sweep: Sweep, path: Path) -> Path:
         panel.set(title=device, xlabel="FLOP per byte", ylabel="GFLOP/s")
         panel.legend(frameon=False, fontsize=8, loc="lower right")
     return save_figure(figure, path)
-
-
-def step_intensity(row: StepRow) -> float:
-    """FLOP per byte of a step: activations are written and read once; 40 bytes per parameter are moved."""
-    return row.step_gflop / (2 * row.activation_gb * row.batch_size + 40e-9 * row.parameters)
 
 
 def write_sweep(sweep: Sweep, folder: Path) -> Path:
@@ -220,3 +221,55 @@ def write_sweep(sweep: Sweep, folder: Path) -> Path:
     values |= {"steps": make_table(STEP_COLUMNS, sweep.step_records())}
     values |= {"operations": make_table(OPERATION_COLUMNS, sweep.operations)}
     return write_document(folder, "bench", "Training steps on this machine", "bench/templates/bench.md.j2", **values)
+
+
+def scaling_records(sweep: Sweep, costs: list[StepCost], devices: Sequence[str], pairs: int) -> ModelRecords:
+    """Time and memory per model, smallest first; extrapolated from the other models on the first device."""
+    records = []
+    for cost in sorted(costs, key=lambda cost: cost.parameters):
+        rows = {row.device: row for row in sweep.steps if row.preset == cost.preset}
+        pair_ms = {device: row.step_ms / cost.batch_size for device, row in rows.items()}
+        first, last = (pair_ms.get(device) for device in (devices[0], devices[-1]))
+        others = [row for row in sweep.steps if row.preset != cost.preset and row.device == devices[0]]
+        ms, factor = fit_step_time(others, cost) if len(others) >= 3 else (math.nan, 1.0)
+        range_ms = [value / cost.batch_size for value in (ms, ms / factor, ms * factor)]
+        extrapolated, low, high = map(number, range_ms)
+        epoch_s = pairs * (first or range_ms[0]) / 1e3
+        need_gb = cost.state_gb + PEAK * cost.activation_gb * cost.batch_size
+        record = {"preset": cost.preset, "millions": cost.parameters / 1e6, "gflop": cost.gflop}
+        record |= {"pair_ms": pair_ms, "first_ms": first, "range_ms": range_ms}
+        record |= {"extrapolated": UNKNOWN if math.isnan(ms) else f"{extrapolated} ({low}–{high})"}
+        record |= {"memory_gb": next((row.peak_gb for row in rows.values()), need_gb)}
+        record |= {"utilization": sweep.utilization(rows[devices[0]]) if first else None}
+        record |= {"speedup": first / last if first and last and len(devices) > 1 else None}
+        records.append({**record, "epoch": UNKNOWN if math.isnan(epoch_s) else duration(epoch_s)})
+    return records
+
+
+def plot_scaling(records: ModelRecords, devices: Sequence[str], ram_gb: float, path: Path) -> Path:
+    """Time and memory over parameters; a model that was not run has a hollow marker."""
+    figure, (times, memory) = axes(2, 5.5, 4.2)
+    for index, record in enumerate(records):
+        x, (ms, low, high) = record["millions"], record["range_ms"]
+        for device, color in zip(devices, COLORS, strict=False):
+            label = "" if index else f"measured, {device}"
+            times.plot(x, record["pair_ms"].get(device, float("nan")), "o", color=color, label=label)
+        times.errorbar(x, ms, [[ms - low], [high - ms]], fmt="_", color=COLORS[6], capsize=3, zorder=0)
+        face = COLORS[0] if record["pair_ms"] else "white"
+        memory.plot(x, record["memory_gb"], "o", mfc=face, color=COLORS[0])
+        annotate(memory, record["preset"], (x, record["memory_gb"]), (8, -9))
+    memory.axhline(ram_gb, color=COLORS[1], ls="--", lw=1, label=f"RAM of this machine: {ram_gb:.0f} GB")
+    for panel, label in ((times, "ms per pair (gray: extrapolated)"), (memory, "GB")):
+        for axis in "xy":
+            log_axis(panel, axis)
+        panel.set(xlabel="million parameters", ylabel=label)
+        panel.legend(frameon=False, fontsize=8)
+    return save_figure(figure, path)
+
+
+def write_scaling(sweep: Sweep, records: ModelRecords, devices: Sequence[str], folder: Path) -> Path:
+    """Write scaling.md, scaling.html and a figure; return the path of the HTML file."""
+    plot_scaling(records, devices, sweep.machine["ram_gb"], folder / "scaling.png")
+    title, template = "Training time and memory by model size", "bench/templates/scaling.md.j2"
+    models = make_table(SCALING_COLUMNS, records)
+    return write_document(folder, "scaling", title, template, sweep=sweep, models=models, devices=devices)

@@ -130,7 +130,7 @@ def make_comparison(preset: str, batch_size: int, plans: Sequence[Plan], compile
 
 
 @dataclass(frozen=True)
-class Session:
+class SweepSession:
     """One sweep. What it has stored before it was interrupted is not measured again."""
 
     store: MeasurementStore
@@ -182,7 +182,7 @@ class Session:
 
 
 @contextmanager
-def open_session(command: str, settings: dict[str, Any], restart: bool, out: Path) -> Iterator[Session]:
+def open_session(command: str, settings: dict[str, Any], restart: bool, out: Path) -> Iterator[SweepSession]:
     """A new session, or the last one if it was interrupted and had the same settings."""
     store = open_store()
     for folder in (out, store.folder):  # fails before anything is measured
@@ -195,5 +195,5 @@ def open_session(command: str, settings: dict[str, Any], restart: bool, out: Pat
         if last and not restart and last["settings"] == settings and time.time() - last["time"] < RESUME_S:
             name = name if store.rows("finished", session=last["session"]) else last["session"]
         store.add("session", session=name, command=command, settings=settings)
-        yield Session(store, name)
+        yield SweepSession(store, name)
         store.add("finished", session=name)

@@ -33,7 +33,7 @@ class Args(SweepArgs):
 def main(args: Args) -> None:
     with loading():
         from m1clip import devices
-        from m1clip.bench import report, scaling, sweep
+        from m1clip.bench import report, sweep
 
     names = [devices.tower_devices(name)[0] for name in args.devices or devices.available()]
     presets = args.presets or tuple(PRESETS)
@@ -44,11 +44,11 @@ def main(args: Args) -> None:
         session.run_operations((1024, 2048), dict.fromkeys(names, ()), 0.5)
         costs = session.run_comparisons([(config, plans) for config in configs], 3.0)
         result = report.Sweep.load(session)
-        records = scaling.scaling_records(result, costs, names, args.pairs)
-        page = scaling.write_scaling(result, records, names, args.out)
+        records = report.scaling_records(result, costs, names, args.pairs)
+        page = report.write_scaling(result, records, names, args.out)
     if args.json:
         values = {"pairs": args.pairs, "models": records, "skipped": result.skipped, "page": str(page)}
         print(json.dumps(json_safe(values)))
         return
-    show_rows("scaling", *report.make_table(scaling.SCALING_COLUMNS, records))
+    show_rows("scaling", *report.make_table(report.SCALING_COLUMNS, records))
     print("", *result.skipped, f"epoch: {args.pairs:,} pairs", f"page:  {page}", sep="\n")

@@ -1,4 +1,4 @@
-"""The evaluator: training, `m1clip eval` and reports all use it.
+"""The evaluator: retrieval, embedding statistics, one-word edits. Training and `m1clip eval` use it.
 
 Shapes: N images, M captions, B of a chunk, D features, E embedding.
 """
@@ -15,14 +15,14 @@ from torch import Tensor
 from m1clip import devices
 from m1clip.data.batches import FeatureTables
 from m1clip.data.splits import Split
+from m1clip.evals.embeddings import accuracy_by_difficulty, embedding_statistics
 from m1clip.evals.examples import example_queries
-from m1clip.evals.hard_negatives import accuracy_by_difficulty
-from m1clip.evals.health import health
 from m1clip.evals.retrieval import Relevance, Retrieval, retrieval
 from m1clip.model.clip import CLIP
 
 CHUNK = 256
 FEATURE_CHUNK = 4096
+Edit = tuple[int, str, str]  # row, kind of the changed word, changed caption
 
 
 @torch.inference_mode()
@@ -77,7 +77,7 @@ class Evaluation:
         first_captions = [self.pairs.captions(row)[0] for row in range(len(self.pairs))]
         return {
             **self.scores.record(),
-            **health(self.image_NE, self.first_text_NE),
+            **embedding_statistics(self.image_NE, self.first_text_NE),
             "hard_negatives": accuracy_by_difficulty(self.image_NE, self.first_text_NE, first_captions),
         }
 
@@ -86,14 +86,10 @@ class Evaluation:
         return example_queries(self.text_ME, self.image_NE, self.relevance, self.pairs)
 
 
-def split_relevance(pairs: Split) -> Relevance:
-    return Relevance.from_captions([pairs.captions(row) for row in range(len(pairs))])
-
-
 def evaluate_model(model: CLIP, pairs: Split, features: FeatureTables | None = None, chunk: int = CHUNK) -> Evaluation:
     """Evaluate retrieval on a split, from stored features where towers are frozen."""
     features = features or FeatureTables()
-    relevance = split_relevance(pairs)
+    captions = [pairs.captions(row) for row in range(len(pairs))]
     if features.images is not None:
         image_NE = embed_feature_rows(model, "vision", features.images.views[0])
     else:
@@ -102,6 +98,27 @@ def evaluate_model(model: CLIP, pairs: Split, features: FeatureTables | None = N
         features_MD = features.captions.features_MD[features.captions.position_M]
         text_ME = embed_feature_rows(model, "text", features_MD)
     else:
-        captions = [text for row in range(len(pairs)) for text in pairs.captions(row)]
-        text_ME = embed_captions(model, captions, chunk)
+        text_ME = embed_captions(model, [text for of_image in captions for text in of_image], chunk)
+    relevance = Relevance.from_captions(captions)
     return Evaluation(retrieval(image_NE, text_ME, relevance), image_NE, text_ME, relevance, pairs)
+
+
+@dataclass(frozen=True)
+class EditScore:
+    changed: str
+    accuracy: float
+    edits: int
+    chance: float = 0.5
+
+
+def edit_scores(model: CLIP, edits: Sequence[Edit], image_NE: Tensor, text_NE: Tensor) -> list[EditScore]:
+    """How often an image prefers its caption to the same caption with one word changed, by the kind of word."""
+    rows, kinds, texts = zip(*edits, strict=True)
+    rows_M = torch.tensor(rows)
+    margin_M = (image_NE[rows_M] * (text_NE[rows_M] - embed_captions(model, texts))).sum(1)
+    won_M = (margin_M.sign() + 1) / 2  # a tie counts half, as a guess would
+    scores = []
+    for changed in dict.fromkeys(kinds):
+        won = won_M[[kind == changed for kind in kinds]]
+        scores.append(EditScore(changed, won.mean().item(), len(won)))
+    return scores

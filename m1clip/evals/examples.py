@@ -31,6 +31,7 @@ class TopResults:
 
     row_MK: Tensor
     score_MK: Tensor
+    is_correct_MK: Tensor  # also of other images with the same caption
     correct_score_M: Tensor
     correct_rank_M: Tensor
 
@@ -43,7 +44,7 @@ def top_results(text_ME: Tensor, image_NE: Tensor, relevance: Relevance) -> TopR
         best_m1 = score_mN.masked_fill(~correct_mN, float("-inf")).amax(1, keepdim=True)
         rank_m = 1 + ((score_mN >= best_m1) & ~correct_mN).sum(1)
         top = score_mN.topk(min(TOP_K, len(image_NE)))
-        chunks.append((top.indices, top.values, best_m1[:, 0], rank_m))
+        chunks.append((top.indices, top.values, correct_mN.gather(1, top.indices), best_m1[:, 0], rank_m))
     return TopResults(*(torch.cat(tensors) for tensors in zip(*chunks, strict=True)))
 
 
@@ -56,7 +57,7 @@ def example_queries(text_ME: Tensor, image_NE: Tensor, relevance: Relevance, pai
     results = top_results(text_ME, image_NE, relevance)
     captions = len(relevance.owner_M)
     groups = {
-        "errors": largest_errors(results, relevance, pairs),
+        "errors": largest_errors(results, relevance),
         "sample": [int(m) for m in np.linspace(0, captions - 1, min(QUERIES, captions))],
     }
     queries = [
@@ -68,47 +69,35 @@ def example_queries(text_ME: Tensor, image_NE: Tensor, relevance: Relevance, pai
     return {"queries": queries, "shown": image_records(sorted(rows), pairs)}
 
 
-def largest_errors(results: TopResults, relevance: Relevance, pairs: Split) -> list[int]:
-    """Captions whose first image is wrong by the largest margin; an image with the same caption is not wrong."""
+def largest_errors(results: TopResults, relevance: Relevance) -> list[int]:
+    """Captions whose first image is wrong by the largest margin."""
     margin_M = results.score_MK[:, 0] - results.correct_score_M
-    chosen: list[int] = []
-    truths, winners = set[int](), set[int]()
+    chosen, truths, winners = list[int](), set[int](), set[int]()
     for m in margin_M.argsort(descending=True, stable=True).tolist():
         if len(chosen) == QUERIES:
             break
         truth, winner = int(relevance.owner_M[m]), int(results.row_MK[m, 0])
-        if winner == truth or truth in truths or winner in winners:
-            continue
-        if has_caption(pairs, winner, caption_text(m, relevance, pairs)):
-            continue
-        chosen.append(m)
-        truths.add(truth)
-        winners.add(winner)
+        if not (results.is_correct_MK[m, 0] or truth in truths or winner in winners):
+            chosen.append(m)
+            truths.add(truth)
+            winners.add(winner)
     return chosen
 
 
-def caption_text(m: int, relevance: Relevance, pairs: Split) -> str:
-    owner = int(relevance.owner_M[m])
-    return pairs.captions(owner)[m - int(torch.searchsorted(relevance.owner_M, owner))]
-
-
-def has_caption(pairs: Split, row: int, text: str) -> bool:
-    """Compared as Relevance does: without case and outer spaces."""
-    return text.strip().lower() in (caption.strip().lower() for caption in pairs.captions(row))
-
-
 def query_record(m: int, results: TopResults, relevance: Relevance, pairs: Split) -> dict[str, Any]:
-    truth, text = int(relevance.owner_M[m]), caption_text(m, relevance, pairs)
-    top = [
-        {"row": row, "score": round(score, 4), "same_caption": row != truth and has_caption(pairs, row, text)}
-        for row, score in zip(results.row_MK[m].tolist(), results.score_MK[m].tolist(), strict=True)
-    ]
+    truth = int(relevance.owner_M[m])
+    first = int(torch.searchsorted(relevance.owner_M, truth))
+    first_images = (results.row_MK[m], results.score_MK[m], results.is_correct_MK[m])
+    hits = zip(*(x_K.tolist() for x_K in first_images), strict=True)
     return {
-        "text": text,
+        "text": pairs.captions(truth)[m - first],
         "truth": truth,
         "rank": int(results.correct_rank_M[m]),
         "true_score": round(float(results.correct_score_M[m]), 4),
-        "top": top,
+        "top": [
+            {"row": row, "score": round(score, 4), "same_caption": is_correct and row != truth}
+            for row, score, is_correct in hits
+        ],
     }
 
 

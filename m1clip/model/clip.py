@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from m1clip.config import HFConfig, ModelConfig, TimmConfig, check_model, from_json, to_json
+from m1clip.config import HFConfig, ModelConfig, TimmConfig, TrainConfig, check_model, from_json, to_json
 from m1clip.files import atomic_folder
 from m1clip.images import center_crop
 from m1clip.model.fast import make_fast
@@ -131,22 +131,16 @@ class CLIP(nn.Module):
         """Of the vision and of the text tower."""
         return self.logit_scale.device, next(self.text_projection.parameters()).device
 
-    def set_regularization(
-        self,
-        patch_dropout: float = 0.0,
-        word_dropout: float = 0.0,
-        head_dropout: float = 0.0,
-        grad_checkpointing: bool = False,
-    ) -> None:
-        """Dropout applies only where row keys are passed: in training steps."""
-        self.vision.patch_dropout = patch_dropout
+    def set_regularization(self, config: TrainConfig) -> None:
+        """Dropout rates and gradient checkpointing. Dropout needs row keys, which only training steps pass."""
+        self.vision.patch_dropout = config.patch_dropout
         if isinstance(self.text, BagOfWords):
-            self.text.word_dropout = word_dropout
+            self.text.word_dropout = config.word_dropout
         for tower in (self.vision, self.text):
-            tower.grad_checkpointing = grad_checkpointing
+            tower.grad_checkpointing = config.grad_checkpointing
         for head in (self.vision_projection, self.text_projection):
             if isinstance(head, ProjectionHead):
-                head.dropout = head_dropout
+                head.dropout = config.head_dropout
 
     def embed_images(self, pixels_BCHW: Tensor, key_B: Tensor | None = None) -> Tensor:
         """Unit vectors of normalized pixels."""

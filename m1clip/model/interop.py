@@ -100,15 +100,14 @@ def is_foreign(folder: Path) -> bool:
 
 def read_checkpoint(path: Path) -> tuple[Weights, Hints]:
     """The weights of a file or folder, and the settings of the configuration beside them."""
-    folder = path if path.is_dir() else path.parent
-    config = folder / "open_clip_config.json"
-    if path.is_dir() and not config.is_file():
-        hints = transformers_hints(folder)
-        return load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"]), hints
+    config = (path if path.is_dir() else path.parent) / "open_clip_config.json"
     hints = open_clip_hints(read_json(config)) if config.is_file() else {}
-    if path.is_dir():
+    if path.is_dir() and config.is_file():
         names = [f"{stem}{suffix}" for stem in OPEN_CLIP_STEMS for suffix in WEIGHT_SUFFIXES]
-        return load_folder_tensors(folder, names), hints
+        return load_folder_tensors(path, names), hints
+    if path.is_dir():
+        hints = transformers_hints(path)
+        return load_folder_tensors(path, ["model.safetensors", "pytorch_model.bin"]), hints
     if path.suffix not in WEIGHT_SUFFIXES:
         raise ValueError(f"{path} is not a checkpoint; expected a {', '.join(WEIGHT_SUFFIXES)} file")
     weights = safe_load.load_tensors(path)
@@ -120,8 +119,6 @@ def read_checkpoint(path: Path) -> tuple[Weights, Hints]:
 def open_clip_hints(config: dict[str, Any]) -> Hints:
     model, preprocess = config.get("model_cfg", config), config.get("preprocess_cfg", {})
     vision, text = model.get("vision_cfg", {}), model.get("text_cfg", {})
-    if "timm_model_name" in vision or "hf_model_name" in text:
-        raise ValueError("OpenCLIP models with a timm or transformers tower cannot be imported")
     keys, values = TABLES["open_clip_keys"], TABLES["open_clip_values"]
     for section, settings in (("vision_cfg", vision), ("text_cfg", text), ("preprocess_cfg", preprocess)):
         for key, value in settings.items():
@@ -188,11 +185,11 @@ def build_clip(source: Path, weights: Weights, hints: Hints, tokenizer: Tokenize
 
 
 def find_layout(source: Path, weights: Weights) -> Layout:
+    if "visual.layer1.0.conv1.weight" in weights:
+        raise ValueError(f"{source} is a CLIP with a ResNet; only vision transformers can be imported")
     for layout in (OPEN_CLIP, TRANSFORMERS):
         if layout.marker in weights:
             return layout
-    if "visual.layer1.0.conv1.weight" in weights:
-        raise ValueError(f"{source} is a CLIP with a ResNet; only vision transformers can be imported")
     raise WeightMismatch(source, [OPEN_CLIP.marker, TRANSFORMERS.marker], weights)
 
 

@@ -34,23 +34,15 @@ def is_linear(layer: nn.Module) -> bool:
     return pointwise or isinstance(layer, nn.Linear)
 
 
-def has_lora(model: nn.Module) -> bool:
-    return any(hasattr(layer, "lora_A") for layer in model.modules())
-
-
 @torch.no_grad()
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of a model without adapters that computes the same."""
-    state = model.state_dict()
-    if not has_lora(model):
-        return state
-    base = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
-    merged = {name.replace(".base_layer.", "."): tensor for name, tensor in base.items()}
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    state = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items()}
     for name, layer in model.named_modules():
         if hasattr(layer, "lora_A"):
-            delta: Any = layer.get_delta_weight(ADAPTER)
-            merged[f"{name}.weight"] = merged[f"{name}.weight"] + delta
-    return merged
+            state[f"{name}.weight"] = state[f"{name}.weight"] + layer.get_delta_weight(ADAPTER)
+    return state
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:

@@ -227,7 +227,7 @@ class Logger:
 
     def log_diagnostics(self, batch: Batch, image_BE: Tensor, text_BE: Tensor) -> None:
         """Gradient and weight norms, embedding statistics, memory and sensors; then known problems."""
-        from m1clip.evals.health import health
+        from m1clip.evals.embeddings import embedding_statistics
 
         if self.last_step.get("skipped"):
             return  # nothing is finite
@@ -236,7 +236,7 @@ class Logger:
         record = {
             "grad_norms": {name: norm * clipping for name, norm in gradients.items()},  # before clipping
             "weight_norms": weights,
-            **health(image_BE, text_BE),
+            **embedding_statistics(image_BE, text_BE),
             "memory_gb": memory_by_part(self.state, batch, self.pair_bytes, self.imported),
             "power_w": self._power(),
             "joules": self.progress.joules,

@@ -31,8 +31,7 @@ class TrainState:
         self.scaler = self._make_scaler()
         self.text_thread: ThreadPoolExecutor | None = None  # runs the text tower on its own device
         self.compiled: dict[torch.nn.Module, Any] = {}
-        dropouts = config.patch_dropout, config.word_dropout, config.head_dropout
-        model.set_regularization(*dropouts, config.grad_checkpointing)
+        model.set_regularization(config)
         self.use_plan(self.plan)
 
     def _copy_weights(self) -> dict[str, Tensor]:

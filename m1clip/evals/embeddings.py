@@ -1,6 +1,6 @@
-"""Accuracy by how similar the negatives are, judged by the words of their captions (tf-idf).
+"""What recall does not show: is the embedding space in use, and are similar captions distinguished?
 
-Shapes: N pairs, E embedding, V vocabulary.
+Shapes: N pairs, E embedding, K singular values, V vocabulary.
 """
 
 import re
@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-MAX_PAIRS = 1000
+MAX_STATISTICS_PAIRS, MAX_PAIRS = 512, 1000  # of embedding_statistics and accuracy_by_difficulty
 TIERS = {"easy": (0.0, 0.5), "medium": (0.5, 0.9), "hard": (0.9, 1.0)}
 """Quantiles of a pair's negatives, from the least to the most similar."""
 NEGATIVES = 10
@@ -20,10 +21,41 @@ MAX_WORDS = 77
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 
 
+def embedding_statistics(image_NE: Tensor, text_NE: Tensor) -> dict[str, float]:
+    """alignment        mean squared distance of a pair: 0 is perfect, 2 is that of random vectors
+    uniformity       log mean exp(-2 d²) of all pairs: 0 is collapsed, about -4 is uniform on the sphere
+    modality_gap     distance between the mean image and the mean text embedding, at most 2
+    effective_rank   number of dimensions in use: exp of the entropy of the singular values, at most E
+    """
+    image_NE, text_NE = (x_NE[:MAX_STATISTICS_PAIRS].detach().float().cpu() for x_NE in (image_NE, text_NE))
+    return {
+        "alignment": (image_NE - text_NE).square().sum(1).mean().item(),
+        "uniformity_image": uniformity(image_NE),
+        "uniformity_text": uniformity(text_NE),
+        "modality_gap": (image_NE.mean(0) - text_NE.mean(0)).norm().item(),
+        "effective_rank_image": effective_rank(image_NE),
+        "effective_rank_text": effective_rank(text_NE),
+    }
+
+
+def uniformity(x_NE: Tensor) -> float:
+    """Wang and Isola, 2020."""
+    return torch.pdist(x_NE).square().mul(-2).exp().mean().log().item()
+
+
+def effective_rank(x_NE: Tensor) -> float:
+    """Roy and Vetterli, 2007, of the centered vectors; 0 where all are equal."""
+    values_K = torch.linalg.svdvals(x_NE - x_NE.mean(0))
+    if values_K[0] < 1e-5 * len(x_NE) ** 0.5:  # rounding error
+        return 0.0
+    fraction_K = values_K / values_K.sum()
+    return float(torch.special.entr(fraction_K).sum().exp())
+
+
 def accuracy_by_difficulty(
     image_NE: Tensor, text_NE: Tensor, captions: Sequence[str]
 ) -> dict[str, dict[str, float | int]]:
-    """For each tier, how often the correct caption or image wins, in both directions.
+    """How often the correct caption or image wins, in both directions, by the tf-idf similarity of the negatives.
 
     pairwise   against one negative (chance 1/2)
     first      against `among` - 1 negatives at once, as in a batch of that size (chance 1 / among)
