@@ -28,7 +28,7 @@ from m1clip.model.clip import CLIP, load
 from m1clip.model.lora import merged_state_dict
 from m1clip.model.safe_load import load_checked, save_tensors
 from m1clip.run import Run
-from m1clip.training.state import TrainState
+from m1clip.training.step import TrainState
 
 KEEP = 2  # newest checkpoints kept, beside the best
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what reading a damaged one may raise

@@ -20,8 +20,7 @@ from m1clip.parity import Parity, Recording
 from m1clip.training import memory, timing
 from m1clip.training.advice import advise
 from m1clip.training.measurements import MeasurementStore, StepCost, StepRow, open_store
-from m1clip.training.state import TrainState
-from m1clip.training.step import embed_images, embed_texts, image_embeddings, text_embeddings, train_step
+from m1clip.training.step import TrainState, embed_images, embed_texts, train_step
 
 SKIP_PARITY = "M1CLIP_SKIP_PARITY"
 PLAN_TRIAL_S = 1.0  # per plan, if nothing was measured before
@@ -171,32 +170,24 @@ def compare_with_cpu(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig 
     few, many = batch.split(PARITY_PAIRS // divisor)[0], batch.split(PARITY_EMBEDDED // divisor**3)[0]
 
     def run(plan: Plan) -> Recording:
+        def embed(pairs: Batch) -> list[Tensor]:
+            on_device = pairs.to(*plan.devices)
+            return [each(model, on_device, plan.precision, with_dropout=False) for each in (embed_images, embed_texts)]
+
+        def contrastive_loss() -> Tensor:
+            image_BE, text_BKE = embed(few)
+            return losses.LOSSES[model.config.loss](model.logits(image_BE, text_BKE[:, 0].to(image_BE.device)))
+
         model.to_devices(*plan.devices)
-        recording = parity.record(model, lambda: contrastive_loss(model, few, plan))
+        recording = parity.record(model, contrastive_loss)
         if config:
             recording |= record_step(model, few, plan, config)
         with torch.no_grad():  # the shapes of training: some faults only show with many rows
-            image_BE, text_BE = embed_batch(model, many, plan)
-        recording[f"the embedding of {len(many)} images"] = image_BE.cpu()
-        recording[f"the embedding of {len(many)} captions"] = text_BE.cpu()
+            for kind, embeddings in zip(("images", "captions"), embed(many), strict=True):
+                recording[f"the embedding of {len(many)} {kind}"] = embeddings.cpu()
         return recording
 
     return parity.compare(run, replace(plan, compile=False))
-
-
-def embed_batch(model: CLIP, batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
-    vision, text = plan.devices
-    on_device = batch.to(vision, text)
-    with devices.autocast(vision, plan.precision):
-        image_BE = image_embeddings(model, on_device.image).float()
-    with devices.autocast(text, plan.precision):
-        return image_BE, text_embeddings(model, on_device.text).float()
-
-
-def contrastive_loss(model: CLIP, batch: Batch, plan: Plan) -> Tensor:
-    image_BE, text = embed_batch(model, batch, plan)
-    text_BE = text[:, 0] if text.ndim == 3 else text  # the first of several captions
-    return losses.LOSSES[model.config.loss](model.logits(image_BE, text_BE.to(image_BE.device)))
 
 
 def record_step(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig) -> Recording:
@@ -226,7 +217,7 @@ def compile_blocks(choice: PlanChoice, state: TrainState, batch: Batch, console:
             with console.progress("compiling the transformer blocks", None):
                 chunk = state.to_device(batch.split(state.chunk)[0])
                 for embed in (embed_images, embed_texts):
-                    embed(state, chunk).sum().backward()  # type: ignore[no-untyped-call]
+                    embed(state.model, chunk, choice.plan.precision).sum().backward()  # type: ignore[no-untyped-call]
             return choice
     except devices.DEVICE_ERRORS as error:
         reason = devices.short_error(error)

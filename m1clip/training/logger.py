@@ -25,8 +25,7 @@ from m1clip.training.checkpoint import Progress, last_checkpoint
 from m1clip.training.diagnose import History, diagnose
 from m1clip.training.memory import memory_by_part
 from m1clip.training.optim import Schedule
-from m1clip.training.state import TrainState
-from m1clip.training.step import STATS, embed_images, embed_texts
+from m1clip.training.step import STATS, TrainState, embed_chunks, embed_images, embed_texts
 
 if TYPE_CHECKING:
     from m1clip.evals.evaluate import Evaluation
@@ -205,13 +204,12 @@ class Logger:
             )
         self.console.warn(f"{message}. The step was skipped; {last_checkpoint(self.run)}")
 
-    @torch.no_grad()
     def _nonfinite_rows(self, step: int) -> list[int]:
         """Rows of a batch whose own embedding is not finite; none if all are, as it is the weights then."""
         batch = self.state.to_device(self.batches.batch(step))
         finite_B = torch.ones(len(batch), dtype=torch.bool, device=self.state.device)
         for embed in (embed_images, embed_texts):
-            embeddings = torch.cat([embed(self.state, chunk) for chunk in batch.split(self.state.chunk)])
+            embeddings = embed_chunks(self.state, embed, batch.split(self.state.chunk))
             finite_B &= embeddings.isfinite().flatten(1).all(1).to(finite_B.device)
         if not finite_B.any():
             return []

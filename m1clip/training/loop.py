@@ -31,7 +31,7 @@ from m1clip.training.openmp import WaitPolicy
 from m1clip.training.optim import Schedule, learning_rate
 from m1clip.training.recipes import FEATURE_VIEWS, build_model, calibrate_heads, set_trainable
 from m1clip.training.setup import Setup, sample_captions
-from m1clip.training.state import TrainState
+from m1clip.training.step import TrainState
 
 if TYPE_CHECKING:
     from m1clip.evals.evaluate import Evaluation

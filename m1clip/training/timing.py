@@ -19,8 +19,7 @@ from m1clip.model.clip import CLIP
 from m1clip.model.cost import model_cost
 from m1clip.training import memory
 from m1clip.training.measurements import MeasurementStore, StepCost, model_id, quartiles
-from m1clip.training.state import TrainState
-from m1clip.training.step import train_step
+from m1clip.training.step import TrainState, train_step
 
 MIN_ROUNDS, ROUNDS, MAX_ROUNDS = 3, 5, 15  # at least with little time or slow rounds; at least; at most
 SLOW_ROUND_S = 20.0
