@@ -15,8 +15,8 @@ from m1clip.devices import Plan
 from m1clip.model import rng
 from m1clip.model.clip import CLIP
 from m1clip.training import device_plan, timing
-from m1clip.training.measurements import open_store
 from m1clip.training.step import LOSS_SCALE, TrainState, train_step
+from m1clip.training.timing import open_store
 
 SPLIT = Plan("vision=cpu,text=cpu")
 

@@ -26,17 +26,9 @@ from m1clip.data.splits import open_splits
 from m1clip.model.clip import CLIP, load
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run
-from m1clip.training.features import encode_split
-from m1clip.training.recipes import (
-    FEATURE_VIEWS,
-    EncodingCost,
-    InitModel,
-    build_model,
-    decide_recipe,
-    load_init,
-    replace_heads,
-)
-from m1clip.training.setup import prepare
+from m1clip.training.autoconfig import EncodingCost, decide_recipe
+from m1clip.training.features import FEATURE_VIEWS, encode_split
+from m1clip.training.setup import InitModel, build_model, load_init, prepare, replace_heads
 
 HEADS = {"vision_projection", "text_projection", "logit_scale"}
 

@@ -17,7 +17,7 @@ from m1clip.document import write_document
 from m1clip.format import milliseconds, number
 from m1clip.plots import COLORS, annotate, axes, legend, log_axis, save_figure
 from m1clip.training.advice import RowPair, is_significant
-from m1clip.training.measurements import HIGH_LOAD, StepRow
+from m1clip.training.timing import HIGH_LOAD, StepRow
 
 Table = tuple[list[str], list[list[str]]]
 MIN_POINTS = 3  # batch sizes or models at which plans must have been compared to look for a crossover

@@ -9,8 +9,8 @@ from m1clip.document import write_document
 from m1clip.format import UNKNOWN, duration, number
 from m1clip.plots import COLORS, annotate, axes, log_axis, save_figure
 from m1clip.training.advice import fit_step_time
-from m1clip.training.measurements import StepCost
 from m1clip.training.memory import PEAK
+from m1clip.training.timing import StepCost
 
 SCALING_COLUMNS = {"model": "preset", "M parameters": "millions", "GFLOP/pair": "gflop"}
 SCALING_COLUMNS |= {"ms/pair": "first_ms", "extrapolated": "extrapolated", "MFU": "utilization"}

@@ -53,7 +53,7 @@ def main(args: Args) -> int:
         from m1clip.training import memory, timing
         from m1clip.training.advice import advise, predict_run
         from m1clip.training.device_plan import measure_missing
-        from m1clip.training.measurements import open_store
+        from m1clip.training.timing import open_store
 
     config, store = replace(get_preset(args.preset), batch_size=args.batch_size), open_store()
     tokens, rows = config.model.text.context_length, store.steps()

@@ -19,8 +19,8 @@ from m1clip.model.clip import CLIP
 from m1clip.parity import Parity, Recording
 from m1clip.training import memory, timing
 from m1clip.training.advice import advise
-from m1clip.training.measurements import MeasurementStore, StepCost, StepRow, open_store
 from m1clip.training.step import TrainState, embed_images, embed_texts, train_step
+from m1clip.training.timing import MeasurementStore, StepCost, StepRow, open_store
 
 SKIP_PARITY = "M1CLIP_SKIP_PARITY"
 PLAN_TRIAL_S = 1.0  # per plan, if nothing was measured before

@@ -5,6 +5,7 @@ The key of such a file is made of the tower's weights and of the data. An interr
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 
 from m1clip import devices
 from m1clip.config import TrainConfig
+from m1clip.console import Console
 from m1clip.data.batches import (
     Augmentation,
+    BatchStream,
     CaptionFeatureTable,
     FeatureTables,
     ImageFeatureTable,
@@ -31,11 +34,32 @@ from m1clip.files import cache_folder
 from m1clip.format import file_size
 from m1clip.model.clip import CLIP
 from m1clip.model.pretrained import TimmVision, fold_batch_norm, image_features
+from m1clip.training.device_plan import encoding_plan
+from m1clip.training.setup import Setup
 
 VERSION = 2  # raise it when the same tower gives other features
 CPU_CHUNK, GPU_CHUNK = 16, 64
 FP16_MAX = 65504.0
+FEATURE_VIEWS = 3  # augmented views encoded per image when the vision tower is frozen; the first is not augmented
+HEAD_TIME = 0.1  # of a budget, reserved for training heads on encoded features
 Encode = Callable[[RowIndices], tuple[Tensor, Notes]]
+
+
+def encode_frozen(
+    setup: Setup, model: CLIP, batches: BatchStream, console: Console
+) -> tuple[BatchStream, FeatureTables]:
+    """Features of both splits from the frozen towers: batches of training features, validation features."""
+    config, splits, deadline = setup.config, setup.splits, None
+    encoding_plan(config, model, batches.batch(0), console)
+    encode = partial(encode_split, model, config=config, towers=setup.frozen, progress=console.progress)
+    val_features = encode(splits.val, views=1)
+    if setup.deadline is not None and not setup.views:  # a resumed run keeps its views
+        deadline = setup.deadline - HEAD_TIME * (config.budget_s or 0.0)
+    features = encode(splits.train, views=setup.views or FEATURE_VIEWS, deadline=deadline)
+    views = len(features.images.views) if features.images else 0
+    if deadline is not None and 0 < views < FEATURE_VIEWS:
+        console.print(f"{views} of {FEATURE_VIEWS} views per image: the budget allows no more")
+    return replace(batches, features=features), val_features
 
 
 def encode_split(

@@ -29,14 +29,11 @@ from m1clip.training.device_plan import PlanChoice
 from m1clip.training.logger import Logger, StepMetrics
 from m1clip.training.openmp import WaitPolicy
 from m1clip.training.optim import Schedule, learning_rate
-from m1clip.training.recipes import FEATURE_VIEWS, build_model, calibrate_heads, set_trainable
-from m1clip.training.setup import Setup, sample_captions
+from m1clip.training.setup import Setup, build_model, calibrate_heads, sample_captions, set_trainable
 from m1clip.training.step import TrainState
 
 if TYPE_CHECKING:
     from m1clip.evals.evaluate import Evaluation
-
-HEAD_TIME = 0.1  # of a budget, reserved for training heads on encoded features
 
 
 @dataclass(frozen=True)
@@ -181,6 +178,8 @@ def start_session(setup: Setup, run: Run, console: Console) -> Session:
     set_trainable(model, config, setup.frozen)
     batches, val_features = make_batches(setup), FeatureTables()
     if setup.frozen:
+        from m1clip.training.features import encode_frozen
+
         batches, val_features = encode_frozen(setup, model, batches, console)
     batch = batches.batch(setup.total - 1)
     choice = device_plan.choose_plan(config, model, batch, setup.total, setup.resumed_plan, console)
@@ -215,25 +214,6 @@ def make_batches(setup: Setup) -> BatchStream:
     tokenized = None if "text" in setup.frozen else tokenize_captions(pairs, encode, pad)
     settings = (config.batch_size, config.seed, image_size, augmentation, captions, tokenized)
     return BatchStream(pairs, partial(tokenizer, length=length), *settings)
-
-
-def encode_frozen(
-    setup: Setup, model: CLIP, batches: BatchStream, console: Console
-) -> tuple[BatchStream, FeatureTables]:
-    """Features of both splits from the frozen towers: batches of training features, validation features."""
-    from m1clip.training.features import encode_split
-
-    config, splits, deadline = setup.config, setup.splits, None
-    device_plan.encoding_plan(config, model, batches.batch(0), console)
-    encode = partial(encode_split, model, config=config, towers=setup.frozen, progress=console.progress)
-    val_features = encode(splits.val, views=1)
-    if setup.deadline is not None and not setup.views:  # a resumed run keeps its views
-        deadline = setup.deadline - HEAD_TIME * (config.budget_s or 0.0)
-    features = encode(splits.train, views=setup.views or FEATURE_VIEWS, deadline=deadline)
-    views = len(features.images.views) if features.images else 0
-    if deadline is not None and 0 < views < FEATURE_VIEWS:
-        console.print(f"{views} of {FEATURE_VIEWS} views per image: the budget allows no more")
-    return replace(batches, features=features), val_features
 
 
 def make_schedule(setup: Setup, progress: Progress) -> Schedule:
