@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
@@ -35,9 +35,6 @@ class PlanChoice:
     reason: str
     parity: str | None = None  # the result of the comparison with the CPU
 
-    def record(self) -> dict[str, Any]:
-        return {"device": self.plan.device, "why": self.reason, "plan": asdict(self.plan), "parity": self.parity}
-
 
 def choose_plan(
     config: TrainConfig, model: CLIP, batch: Batch, steps: int, resumed_plan: Plan | None, console: Console
@@ -50,7 +47,7 @@ def choose_plan(
     return check_parity(choice, model, batch, console, config)
 
 
-def encoding_plan(config: TrainConfig, model: CLIP, batch: Batch, console: Console) -> PlanChoice:
+def move_to_encoding_device(config: TrainConfig, model: CLIP, batch: Batch, console: Console) -> None:
     """Move the model to the device on which its frozen towers encode features."""
     memory.retain_freed_memory()
     choice = PlanChoice(Plan(config.device), f"requested with --device {config.device}")
@@ -59,14 +56,12 @@ def encoding_plan(config: TrainConfig, model: CLIP, batch: Batch, console: Conso
         choice = PlanChoice(Plan(device.type), reason)
     choice = check_parity(choice, model, batch.split(2 * PARITY_PAIRS)[0], console, config)
     model.to_devices(*choice.plan.devices)
-    return choice
 
 
 def requested_plan(config: TrainConfig) -> dict[str, Any]:
     """The fields of Plan that are set by flags; a device that this machine lacks is an error."""
-    requested: dict[str, Any] = {"device": config.device, "precision": config.precision}
-    requested |= {"compile": config.compile, "threads": config.threads}
-    requested = {name: value for name, value in requested.items() if value not in ("auto", 0)}
+    settings = {name: getattr(config, name) for name in ("device", "precision", "compile", "threads")}
+    requested = {name: value for name, value in settings.items() if value not in ("auto", 0)}
     if "device" in requested:
         devices.tower_devices(config.device)
     return {**requested, "compile": config.compile == "on"} if "compile" in requested else requested

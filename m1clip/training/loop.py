@@ -3,13 +3,12 @@
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,7 +17,8 @@ from m1clip.config import TrainConfig, to_json
 from m1clip.console import Console
 from m1clip.data.batches import Augmentation, Batch, BatchStream, FeatureTables, tokenize_captions
 from m1clip.data.splits import Split
-from m1clip.evals.retrieval import Relevance, Retrieval, chance_scores
+from m1clip.evals.evaluate import Evaluation, evaluate_model, split_relevance
+from m1clip.evals.retrieval import Retrieval, chance_scores
 from m1clip.files import atomic_write
 from m1clip.model.clip import CLIP, load
 from m1clip.model.tokenizer import Tokenizer
@@ -26,14 +26,11 @@ from m1clip.run import Run
 from m1clip.training import checkpoint, device_plan, memory
 from m1clip.training.checkpoint import CheckpointManager, Progress
 from m1clip.training.device_plan import PlanChoice
-from m1clip.training.logger import Logger, StepMetrics
+from m1clip.training.logger import Logger, StepMetrics, tracking
 from m1clip.training.openmp import WaitPolicy
 from m1clip.training.optim import Schedule, learning_rate
 from m1clip.training.setup import Setup, build_model, calibrate_heads, sample_captions, set_trainable
 from m1clip.training.step import TrainState
-
-if TYPE_CHECKING:
-    from m1clip.evals.evaluate import Evaluation
 
 
 @dataclass(frozen=True)
@@ -79,11 +76,7 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
     """Train from the start, or from the last intact checkpoint."""
     s = start_session(setup, run, console)
     progress, checkpoints, config = s.progress, s.checkpoints, setup.config
-    tracker: AbstractContextManager[None] = nullcontext()
-    if config.track != "none":
-        from m1clip.training.trackers import tracking
-
-        tracker = tracking(run, config, progress.step, console.warn)
+    tracker = tracking(run, config, progress.step, console.warn)
     with StopSignal(console.print) as stop, tracker, console.training(progress.step, setup.total):
         completed, evaluation = training_loop(s, stop)
         s.wait_policy.close()
@@ -95,14 +88,15 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
         scores = evaluation.scores.record()
         run.log("event", progress.step, event="wise-ft", weight=config.wise_ft, **scores)
     elif completed and (evaluation is None or checkpoints.restored):
-        evaluation = evaluate_state(s)
+        with s.state.averaged_model() as model:
+            evaluation = evaluate_on_val(s, model)
     s.logger.write_status("finished" if completed else "stopped")
     final = evaluation.scores if completed and evaluation else None
     best = (progress.best_step, checkpoints.restored)
     return TrainResult(run.path, completed, progress.step, progress.seconds, final, *best)
 
 
-def training_loop(s: Session, stop: "StopSignal") -> "tuple[bool, Evaluation | None]":
+def training_loop(s: Session, stop: "StopSignal") -> tuple[bool, Evaluation | None]:
     """Train until the schedule ends or a signal arrives; whether it is complete, and the last evaluation."""
     state, config, progress = s.state, s.state.config, s.progress
     evaluation, ending = None, has_ended(s)
@@ -127,9 +121,10 @@ def training_loop(s: Session, stop: "StopSignal") -> "tuple[bool, Evaluation | N
             s.logger.log_diagnostics(batch, image_BE, text_BE)
         if epoch or ending:
             evaluation = None
-        if ending or eval_is_due(s, epoch):
-            with s.metrics.paused(), s.schedule.timed_pause("eval"):
-                evaluation = evaluate_state(s)
+        eval_is_due = epoch % config.eval_every == 0 if epoch else s.schedule.needs_trial_eval
+        if ending or (eval_is_due and s.schedule.has_time_to_eval()):
+            with s.metrics.paused(), s.schedule.timed_pause("eval"), state.averaged_model() as model:
+                evaluation = evaluate_on_val(s, model)
                 s.logger.log_eval(evaluation)
             s.checkpoints.update_best(evaluation.scores)
         if epoch:
@@ -153,20 +148,7 @@ def has_ended(s: Session) -> bool:
     return s.schedule.is_late
 
 
-def eval_is_due(s: Session, epoch: int | None) -> bool:
-    due = epoch % s.state.config.eval_every == 0 if epoch else s.schedule.needs_trial_eval
-    return due and s.schedule.has_time_to_eval()
-
-
-def evaluate_state(s: Session) -> "Evaluation":
-    """Evaluate the weights that would be saved."""
-    with s.state.averaged_model() as model:
-        return evaluate_on_val(s, model)
-
-
-def evaluate_on_val(s: Session, model: CLIP) -> "Evaluation":
-    from m1clip.evals.evaluate import evaluate_model
-
+def evaluate_on_val(s: Session, model: CLIP) -> Evaluation:
     return evaluate_model(model, s.setup.splits.val, s.val_features, 4 * s.state.chunk)  # no graph is kept
 
 
@@ -221,8 +203,7 @@ def make_schedule(setup: Setup, progress: Progress) -> Schedule:
     config = setup.config
     max_steps = None if config.recipe == "scratch" else setup.total
     final_evals = 2 if config.patience or config.wise_ft < 1 else 1  # the saved model's, if it is another
-    budget_s = config.budget_s or 0.0
-    return Schedule(setup.total, setup.deadline, budget_s, max_steps, progress.seconds, final_evals)
+    return Schedule(setup.total, setup.deadline, config.budget_s or 0.0, max_steps, progress.seconds, final_evals)
 
 
 def write_run_files(s: Session) -> None:
@@ -264,12 +245,12 @@ def set_chunk(s: Session, batch: Batch) -> str:
 
 
 def write_machine(run: Run, choice: PlanChoice) -> None:
-    threads = choice.plan.threads or devices.DEFAULT_THREADS
-    versions = {"torch": torch.__version__, "m1clip": __version__}
-    machine = {**sensors.machine(), **choice.record(), "cpu_threads": threads, **versions}
-    if choice.reason == device_plan.SAME_AS_BEFORE:  # keep the reason of the first session
-        machine["why"] = run.read_or_empty("machine.json").get("why", choice.reason)
-    run.write("machine.json", machine)
+    plan, reason = choice.plan, choice.reason
+    if reason == device_plan.SAME_AS_BEFORE:  # keep the reason of the first session
+        reason = run.read_or_empty("machine.json").get("why", reason)
+    record: dict[str, Any] = {"device": plan.device, "why": reason, "plan": asdict(plan), "parity": choice.parity}
+    record |= {"cpu_threads": plan.threads or devices.DEFAULT_THREADS, "m1clip": __version__}
+    run.write("machine.json", {**sensors.machine(), **record})
 
 
 def print_header(s: Session, choice: PlanChoice, chunk_reason: str) -> None:
@@ -293,7 +274,7 @@ def print_header(s: Session, choice: PlanChoice, chunk_reason: str) -> None:
         "tokenizer": token_facts(setup.tokenizer, train, config),
         "batch": f"{config.batch_size:,} pairs{chunks} ({chunk_reason})",
     }
-    i2t, t2i = chance_scores(Relevance.from_captions([val.captions(row) for row in range(len(val))]))
+    i2t, t2i = chance_scores(split_relevance(val))
     known = {name: fact for name, fact in facts.items() if fact}
     s.console.print_header(known, s.metrics.chance, (i2t.r1, t2i.r1))
 

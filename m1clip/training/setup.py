@@ -21,11 +21,13 @@ from m1clip.data.splits import Split, Splits, open_splits
 from m1clip.devices import Plan
 from m1clip.format import file_size
 from m1clip.model.clip import CLIP, load, load_tokenizer
+from m1clip.model.lora import add_lora
 from m1clip.model.pretrained import HFText, TimmVision, load_hf_text, load_timm
 from m1clip.model.tokenizer import Tokenizer, check_tokenizer, make_tokenizer
 from m1clip.run import Run
 from m1clip.training import checkpoint
 from m1clip.training.device_plan import requested_plan
+from m1clip.training.logger import check_tracker
 
 TOKENIZER_CAPTIONS = 50_000  # captions a tokenizer is trained on, at most about
 CALIBRATION_PAIRS, CALIBRATION_ROWS = 64, 20_000
@@ -78,13 +80,7 @@ class Setup:
 
 
 def prepare(
-    config: TrainConfig,
-    given: Given,
-    runs: Path,
-    resumed: Run | None,
-    console: Console,
-    started: float,
-    is_final: bool = False,
+    config: TrainConfig, given: Given, runs: Path, resumed: Run | None, console: Console, started: float, is_final: bool
 ) -> Setup:
     """Validate and open everything before the run folder is written.
 
@@ -94,10 +90,7 @@ def prepare(
     imported, reason, plan = sensors.memory_use(), "", None
     check_config(config)
     requested_plan(config)
-    if config.track != "none":
-        from m1clip.training.trackers import check_tracker
-
-        check_tracker(config.track)
+    check_tracker(config.track)
     if not resumed:  # a resumed run has its tokenizer
         check_tokenizer(config.tokenizer)
     config, init = load_init(config, resumed)
@@ -260,8 +253,6 @@ def set_trainable(model: CLIP, config: TrainConfig, frozen: tuple[str, ...]) -> 
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
     if config.recipe == "lora":
-        from m1clip.model.lora import add_lora
-
         torch.manual_seed(config.seed)
         add_lora(model, trained, config.lora_rank)
     if config.recipe == "full" and config.unfreeze:
