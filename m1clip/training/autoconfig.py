@@ -221,7 +221,8 @@ def fit_budget(
     with console.progress("timing models of several sizes", len(candidates)) as advance:
         for candidate in candidates:
             trial = configured(candidate.settings)
-            flops.append(relative_flops(trial))
+            vision: Any = trial.model.vision
+            flops.append(vision.tokens * vision.layers * vision.width**2)  # of an image, up to a constant
             fastest = OPTIMISM * speeds[-1] * flops[-2] / flops[-1] if speeds else float("inf")
             if budget.pairs(fastest) < candidate.min_pairs:
                 break  # this and all larger models are too slow
@@ -262,12 +263,6 @@ def decoding_time(sources: Sequence[Source], config: TrainConfig) -> float:
     decode_rows(largest, size, rows)
     per_image = (time.perf_counter() - started) / len(rows) / (config.workers or os.cpu_count() or 1)
     return per_image * sum(len(source.train) for source in missing)
-
-
-def relative_flops(config: TrainConfig) -> int:
-    """Forward cost of an image up to a constant, for candidates that are not timed."""
-    vision: Any = config.model.vision
-    return int(vision.tokens * vision.layers * vision.width**2)
 
 
 def training_speed(config: TrainConfig, tokens: int) -> float:

@@ -208,7 +208,7 @@ class Logger:
         batch = self.state.to_device(self.batches.batch(step))
         finite_B = torch.ones(len(batch), dtype=torch.bool, device=self.state.device)
         for embed in (embed_images, embed_texts):
-            embeddings = embed_chunks(self.state, embed, batch.split(self.state.chunk))
+            embeddings = embed_chunks(self.state, batch.split(self.state.chunk), embed)
             finite_B &= embeddings.isfinite().flatten(1).all(1).to(finite_B.device)
         if not finite_B.any():
             return []

@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from m1clip import devices, sensors
 from m1clip.data.batches import Batch
-from m1clip.training.step import TrainState, embed_images, embed_texts, train_step
+from m1clip.training.step import Mark, StepOutput, TrainState, embed_images, embed_texts, train_step
 
 USABLE = 0.7  # fraction of the free memory that a batch may take
 # Peak memory of a step relative to the activations saved for backward: gradients in flight, kernel workspace.
@@ -93,9 +93,7 @@ def try_chunk(state: TrainState, batch: Batch, chunk: int) -> float | None:
     return taken if fits else None
 
 
-def step_with_retry(
-    state: TrainState, batch: Batch, mark: Callable[[str], None], on_retry: Callable[[int], None]
-) -> tuple[Tensor, Tensor, Tensor]:
+def step_with_retry(state: TrainState, batch: Batch, mark: Mark, on_retry: Callable[[int], None]) -> StepOutput:
     """The training step; where memory runs out, the same step again in smaller chunks."""
     phases: set[str] = set()
 

@@ -28,6 +28,7 @@ from m1clip.run import Run
 from m1clip.training import checkpoint
 from m1clip.training.device_plan import requested_plan
 from m1clip.training.logger import check_tracker
+from m1clip.training.optim import layers_from_top
 
 TOKENIZER_CAPTIONS = 50_000  # captions a tokenizer is trained on, at most about
 CALIBRATION_PAIRS, CALIBRATION_ROWS = 64, 20_000
@@ -256,10 +257,9 @@ def set_trainable(model: CLIP, config: TrainConfig, frozen: tuple[str, ...]) -> 
         torch.manual_seed(config.seed)
         add_lora(model, trained, config.lora_rank)
     if config.recipe == "full" and config.unfreeze:
-        for name in trained:
-            tower = model.get_submodule(name)
-            for key, weight in tower.named_parameters():
-                weight.requires_grad_(int(tower.layers_from_top(key)) <= config.unfreeze)  # type: ignore[operator]
+        for name, weight in model.named_parameters():
+            if name.startswith(tuple(f"{tower}." for tower in trained)):
+                weight.requires_grad_(layers_from_top(name, model) <= config.unfreeze)
 
 
 @torch.no_grad()

@@ -24,6 +24,8 @@ STATS = ("loss", "i2t_accuracy", "t2i_accuracy", "grad_norm", "temperature")
 CAPTION_KEY = 0x2545F491  # offset between the RNG keys of an image's captions
 LOSS_SCALE, GROWTH_INTERVAL = 1024.0, 1000
 Embed = Callable[[CLIP, Batch, str], Tensor]
+Mark = Callable[[str], None]  # takes the name of a phase that has ended
+StepOutput = tuple[Tensor, Tensor, Tensor]  # STATS, image_BE, text_BE
 
 
 class TrainState:
@@ -186,9 +188,7 @@ class TrainState:
                 optimizer.state[weight][kind] = value.to(weight.device)
 
 
-def train_step(
-    state: TrainState, batch: Batch, mark: Callable[[str], None] = lambda phase: None
-) -> tuple[Tensor, Tensor, Tensor]:
+def train_step(state: TrainState, batch: Batch, mark: Mark = lambda phase: None) -> StepOutput:
     """One update from a batch on the state's devices: its STATS, and the embeddings of its pairs.
 
     The step is cut at the embeddings: the loss gives their gradients, and each tower backpropagates its own.
@@ -200,22 +200,17 @@ def train_step(
     state.zero_grad()  # first, so that old gradients do not add to the peak of the forward pass
     chunks = batch.split(state.chunk)
     towers = (embed_images, embed_texts)
-    outputs = state.run_towers(*(partial(embed_chunks, state, embed, chunks) for embed in towers))
+    outputs = state.run_towers(*(partial(embed_chunks, state, chunks, embed) for embed in towers))
     image_BE, text_BKE = (output.detach().to(state.device).requires_grad_() for output in outputs)
     logits = [model.logits(image_BE, text_BE) for text_BE in text_BKE.unbind(1)]
-    loss_of = partial(
-        losses.LOSSES[model.config.loss], duplicate_BB=batch.duplicate_BB, smoothing=config.label_smoothing
-    )
-    loss = torch.stack([loss_of(logits_BB) for logits_BB in logits]).mean()
+    loss_of, duplicate_BB = losses.LOSSES[model.config.loss], batch.duplicate_BB
+    loss = torch.stack([loss_of(logits_BB, duplicate_BB, config.label_smoothing) for logits_BB in logits]).mean()
     mark("forward")
 
     state.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-    state.run_towers(
-        *(
-            partial(backward_chunks, state, embed, chunks, output, leaf.grad)
-            for embed, output, leaf in zip(towers, outputs, (image_BE, text_BKE), strict=True)
-        )
-    )
+    gradients = (image_BE.grad, text_BKE.grad)
+    parts = zip(towers, outputs, gradients, strict=True)
+    state.run_towers(*(partial(backward_chunks, state, chunks, *part) for part in parts))
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).to(state.device)
@@ -223,20 +218,20 @@ def train_step(
 
     with torch.no_grad():
         state.update(nonfinite=~(loss + grad_norm).isfinite())
-        accuracies = losses.accuracies(logits[0], batch.duplicate_BB)
+        accuracies = losses.accuracies(logits[0], duplicate_BB)
         stats = torch.stack([loss.detach(), *accuracies, grad_norm, (-model.logit_scale).exp()])
     mark("optimizer")
     return stats, image_BE.detach(), text_BKE[:, 0].detach()
 
 
-def embed_chunks(state: TrainState, embed: Embed, chunks: list[Batch]) -> Tensor:
+def embed_chunks(state: TrainState, chunks: list[Batch], embed: Embed) -> Tensor:
     """Embeddings of all chunks by one tower; with a graph if there is only one chunk."""
     with torch.set_grad_enabled(len(chunks) == 1):  # set here: the setting is per thread
         outputs = [embed(state.model, chunk, state.plan.precision) for chunk in chunks]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def backward_chunks(state: TrainState, embed: Embed, chunks: list[Batch], output: Tensor, gradient: Tensor) -> None:
+def backward_chunks(state: TrainState, chunks: list[Batch], embed: Embed, output: Tensor, gradient: Tensor) -> None:
     """Backpropagate the gradient of a tower's embeddings to its weights."""
     gradient = gradient.to(output.device)
     if len(chunks) == 1:

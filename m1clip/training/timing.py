@@ -298,7 +298,5 @@ def add_comparison(store: MeasurementStore, cost: StepCost, timings: Sequence[Pl
         q1_ms, step_ms, q3_ms = quartiles(timing.samples_ms)
         phases = {phase: statistics.median(ms[phase] for ms in timing.phases_ms) for phase in timing.phases_ms[0]}
         row = {"step_ms": step_ms, "q1_ms": q1_ms, "q3_ms": q3_ms, "phases_ms": phases, **asdict(timing.plan)}
-        row |= {
-            name: getattr(timing, name) for name in ("samples_ms", "setup_s", "background_load", "peak_gb", "watts")
-        }
-        store.add("step", **shared, **row)
+        names = ("samples_ms", "setup_s", "background_load", "peak_gb", "watts")
+        store.add("step", **shared, **row, **{name: getattr(timing, name) for name in names})
