@@ -27,9 +27,17 @@ from m1clip.data.splits import open_splits
 from m1clip.model.clip import CLIP, load
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run
-from m1clip.training.autoconfig import EncodingCost, decide_recipe
-from m1clip.training.features import FEATURE_VIEWS, FeatureEncoder
-from m1clip.training.setup import InitModel, build_model, load_init, prepare, replace_heads
+from m1clip.training.features import FeatureEncoder
+from m1clip.training.setup import (
+    FEATURE_VIEWS,
+    EncodingCost,
+    InitModel,
+    build_model,
+    decide_recipe,
+    load_init,
+    prepare,
+    replace_heads,
+)
 
 HEADS = {"vision_projection", "text_projection", "logit_scale"}
 

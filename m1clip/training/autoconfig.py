@@ -1,47 +1,27 @@
-"""Choose what to train, by the number of images and timings on this machine: --recipe auto and --budget from scratch.
+"""--budget: choose what to train from scratch by the number of images and by steps timed on this machine.
 
-The candidates of a budget were found by experiment (docs/benchmarks.md). The model size that pays depends on the number
-of pairs seen in training, the regularization it needs on the number of epochs; both are predicted from timed steps.
+The candidates were found by experiment (docs/benchmarks.md). The model size that pays depends on the number of
+pairs seen in training, the regularization it needs on the number of epochs; both are predicted from timed steps.
 """
 
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median, median_high
+from statistics import median, median_high
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from m1clip import devices
-from m1clip.config import (
-    PRESETS,
-    RECIPES,
-    ModelConfig,
-    Recipe,
-    TextConfig,
-    TrainConfig,
-    VisionConfig,
-    check_config,
-    override,
-    with_defaults,
-)
+from m1clip.config import PRESETS, ModelConfig, TextConfig, TrainConfig, VisionConfig, check_config, with_defaults
 from m1clip.console import Console
 from m1clip.data.batches import stored_size
 from m1clip.data.pixel_cache import PixelCache, decode_rows
 from m1clip.data.sources import Source
-from m1clip.devices import Plan
 from m1clip.format import duration
-from m1clip.training.features import FEATURE_VIEWS
-from m1clip.training.setup import InitModel, build_model, evenly_spaced
+from m1clip.training.device_plan import default_plan
+from m1clip.training.setup import evenly_spaced
 from m1clip.training.timing import random_batch, time_plans
 
-OVERFIT_BELOW, FULL_FROM = 10_000, 200_000
-"""Images below which whole towers overfit, and from which training all weights pays."""
-STEP_COST = 3.0  # of a training step relative to a forward pass
-TRIAL_SIZE = 8
 TRANSFORMER_FROM = 50_000  # images from which a text transformer is worth its time, if they are seen often
 TRIAL_S, SAMPLE, EVALUATIONS = 0.3, 100, 6
 OVERHEAD = 0.1  # of the budget: listing data, evaluating, saving
@@ -50,71 +30,6 @@ LEFT_RIGHT = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 MAX_LEFT_RIGHT = 0.02  # of the captions; with more, images are not flipped
 OPTIMISM = 2.0  # a larger model may be this much faster than its FLOPs suggest
 Settings = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class EncodingCost:
-    """Seconds per image and per caption on this machine, from a short trial."""
-
-    image_s: float
-    caption_s: float
-
-
-def choose_recipe(config: TrainConfig, init: InitModel, sources: Sequence[Source]) -> tuple[Recipe, str]:
-    """The recipe for --recipe auto, and the reason."""
-    images = sum(len(source.train) for source in sources)
-    counts = [len(source.train.captions(row)) for source in sources for row in range(min(100, len(source.train)))]
-    return decide_recipe(config, init, images, round(fmean(counts) * images), measure_encoding(config, init))
-
-
-def decide_recipe(
-    config: TrainConfig, init: InitModel, images: int, captions: int, cost: EncodingCost
-) -> tuple[Recipe, str]:
-    """Choose by pretrained towers, number of images, and measured cost against the budget."""
-    if len(init.pretrained) < 2:
-        only = f"only the {init.pretrained[0]} tower is pretrained"
-        return "frozen", f"{only}: it is frozen, and the other one is trained to match it"
-    encoding_s = images * FEATURE_VIEWS * cost.image_s + captions * cost.caption_s
-    encoding = f"{images:,} images; encoding them once takes about {duration(encoding_s)}"
-    if init.clip is None:
-        apart = "the encoders were not trained together, so only the projection heads are trained"
-        return "frozen", f"{apart}: {encoding}"
-    recipe: Recipe = "full" if images >= FULL_FROM else "lora"
-    epochs = override(config, RECIPES[recipe]).epochs
-    seconds = epochs * images * STEP_COST * (cost.image_s + cost.caption_s)
-    about = f"about {duration(seconds)}"
-    if config.budget_s is not None and seconds > config.budget_s:
-        return "frozen", f"{encoding}; {recipe} would take {about} of the {duration(config.budget_s)}"
-    if recipe == "full":
-        return recipe, f"{images:,} images are enough to train all weights ({about})"
-    few = "few enough to overfit" if images < OVERFIT_BELOW else "too few to train all weights"
-    return recipe, f"{images:,} images are {few}: LoRA changes and forgets less ({about})"
-
-
-def measure_encoding(config: TrainConfig, init: InitModel) -> EncodingCost:
-    """Time forward passes of a few blank images and short captions, after a warm-up."""
-    model = build_model(config, init, init.tokenizer)
-    size = model.config.vision.image_size
-    images_BHWC = torch.zeros((TRIAL_SIZE, size, size, 3), dtype=torch.uint8)
-    tokens_BL = torch.ones(TRIAL_SIZE, min(16, model.config.text.context_length), dtype=torch.long)
-
-    def time_per_item(forward: Callable[[], Tensor]) -> float:
-        with torch.inference_mode():
-            forward().cpu()
-            started = time.perf_counter()
-            forward().cpu()
-        return (time.perf_counter() - started) / TRIAL_SIZE
-
-    vision, text = trial_plan(config).devices
-    model.to_devices(vision, text)
-    image_s = time_per_item(lambda: model.vision(model.normalize(images_BHWC.to(vision))))
-    return EncodingCost(image_s, time_per_item(lambda: model.text(tokens_BL.to(text))))
-
-
-def trial_plan(config: TrainConfig) -> Plan:
-    """The requested device, or a GPU if there is one: nothing has been measured yet."""
-    device = str(devices.default_device("auto")[0]) if config.device == "auto" else config.device
-    return Plan(device, threads=config.threads)
 
 
 @dataclass(frozen=True)
@@ -267,7 +182,7 @@ def decoding_time(sources: Sequence[Source], config: TrainConfig) -> float:
 
 def training_speed(config: TrainConfig, tokens: int) -> float:
     """Pairs per second of real training steps on random images and captions."""
-    plan = trial_plan(config)
+    plan = default_plan(config).plan
     batch = random_batch(config, config.batch_size, max(3, min(tokens, config.model.text.context_length)))
     timing = time_plans(config, [plan], batch, TRIAL_S)[0]
     if timing.error:

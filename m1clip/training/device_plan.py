@@ -50,12 +50,16 @@ def choose_plan(
 def move_to_encoding_device(config: TrainConfig, model: CLIP, batch: Batch, console: Console) -> None:
     """Move the model to the device on which its frozen towers encode features."""
     memory.retain_freed_memory()
-    choice = PlanChoice(Plan(config.device), f"requested with --device {config.device}")
-    if config.device == "auto":
-        device, reason = devices.default_device("auto")
-        choice = PlanChoice(Plan(device.type), reason)
-    choice = check_parity(choice, model, batch.split(2 * PARITY_PAIRS)[0], console, config)
+    choice = check_parity(default_plan(config), model, batch.split(2 * PARITY_PAIRS)[0], console, config)
     model.to_devices(*choice.plan.devices)
+
+
+def default_plan(config: TrainConfig) -> PlanChoice:
+    """The requested device, or a GPU if there is one: where nothing has been measured."""
+    if config.device != "auto":
+        return PlanChoice(Plan(config.device, threads=config.threads), f"requested with --device {config.device}")
+    device, reason = devices.default_device("auto")
+    return PlanChoice(Plan(device.type, threads=config.threads), reason)
 
 
 def requested_plan(config: TrainConfig) -> dict[str, Any]:

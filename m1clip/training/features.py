@@ -35,12 +35,11 @@ from m1clip.format import file_size
 from m1clip.model.clip import CLIP
 from m1clip.model.pretrained import TimmVision, fold_batch_norm, image_features
 from m1clip.training.device_plan import move_to_encoding_device
-from m1clip.training.setup import Setup
+from m1clip.training.setup import FEATURE_VIEWS, Setup
 
 VERSION = 2  # raise it when the same tower gives other features
 CPU_CHUNK, GPU_CHUNK = 16, 64
 FP16_MAX = 65504.0
-FEATURE_VIEWS = 3  # augmented views encoded per image when the vision tower is frozen; the first is not augmented
 HEAD_TIME = 0.1  # of a budget, reserved for training heads on encoded features
 Encode = Callable[[RowIndices], tuple[Tensor, Notes]]
 

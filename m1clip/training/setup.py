@@ -1,35 +1,42 @@
-"""Prepare a run: validate the config, open the data and the initial model once, and decide what is trained."""
+"""Prepare a run: validate the config, open data and initial model once, choose the recipe."""
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from m1clip import sensors
-from m1clip.config import TrainConfig, check_config, recipe_defaults, with_defaults
+from m1clip.config import RECIPES, Recipe, TrainConfig, check_config, recipe_defaults, with_defaults
 from m1clip.console import Console
 from m1clip.data.batches import BatchStream, stored_size
 from m1clip.data.sources import Source, open_sources
 from m1clip.data.splits import Split, Splits, open_splits
 from m1clip.devices import Plan
-from m1clip.format import file_size
+from m1clip.format import duration, file_size
 from m1clip.model.clip import CLIP, load, load_tokenizer
 from m1clip.model.lora import add_lora
 from m1clip.model.pretrained import HFText, TimmVision, load_hf_text, load_timm
 from m1clip.model.tokenizer import Tokenizer, check_tokenizer, make_tokenizer
 from m1clip.run import Run
 from m1clip.training import checkpoint
-from m1clip.training.device_plan import requested_plan
+from m1clip.training.device_plan import default_plan, requested_plan
 from m1clip.training.logger import check_tracker
 from m1clip.training.optim import layers_from_top
 
+OVERFIT_BELOW, FULL_FROM = 10_000, 200_000
+"""Images below which whole towers overfit, and from which training all weights pays."""
+STEP_COST = 3.0  # of a training step relative to a forward pass
+TRIAL_SIZE = 8
+FEATURE_VIEWS = 3  # augmented views encoded per image when the vision tower is frozen; the first is not augmented
 TOKENIZER_CAPTIONS = 50_000  # captions a tokenizer is trained on, at most about
 CALIBRATION_PAIRS, CALIBRATION_ROWS = 64, 20_000
 Given = Mapping[str, Any]
@@ -144,12 +151,67 @@ def choose_settings(
             config, reason = fit_budget(config, given, sources, console)
         return replace(config, recipe="scratch"), reason
     if recipe == "auto":
-        from m1clip.training.autoconfig import choose_recipe
-
         recipe, reason = choose_recipe(config, init, sources)
     if not is_final:
         config = with_defaults(config, recipe_defaults(config, recipe), given)
     return replace(config, recipe=recipe), reason
+
+
+class EncodingCost(NamedTuple):
+    """Seconds per image and per caption on this machine, from a short trial."""
+
+    image_s: float
+    caption_s: float
+
+
+def choose_recipe(config: TrainConfig, init: InitModel, sources: Sequence[Source]) -> tuple[Recipe, str]:
+    """The recipe for --recipe auto, and the reason."""
+    images = sum(len(source.train) for source in sources)
+    counts = [len(source.train.captions(row)) for source in sources for row in range(min(100, len(source.train)))]
+    return decide_recipe(config, init, images, round(fmean(counts) * images), measure_encoding(config, init))
+
+
+def decide_recipe(
+    config: TrainConfig, init: InitModel, images: int, captions: int, cost: EncodingCost
+) -> tuple[Recipe, str]:
+    """Choose by pretrained towers, number of images, and measured cost against the budget."""
+    if len(init.pretrained) < 2:
+        only = f"only the {init.pretrained[0]} tower is pretrained"
+        return "frozen", f"{only}: it is frozen, and the other one is trained to match it"
+    encoding_s = images * FEATURE_VIEWS * cost.image_s + captions * cost.caption_s
+    encoding = f"{images:,} images; encoding them once takes about {duration(encoding_s)}"
+    if init.clip is None:
+        apart = "the encoders were not trained together, so only the projection heads are trained"
+        return "frozen", f"{apart}: {encoding}"
+    recipe: Recipe = "full" if images >= FULL_FROM else "lora"
+    seconds = RECIPES[recipe]["epochs"] * images * STEP_COST * (cost.image_s + cost.caption_s)
+    about = f"about {duration(seconds)}"
+    if config.budget_s is not None and seconds > config.budget_s:
+        return "frozen", f"{encoding}; {recipe} would take {about} of the {duration(config.budget_s)}"
+    if recipe == "full":
+        return recipe, f"{images:,} images are enough to train all weights ({about})"
+    few = "few enough to overfit" if images < OVERFIT_BELOW else "too few to train all weights"
+    return recipe, f"{images:,} images are {few}: LoRA changes and forgets less ({about})"
+
+
+def measure_encoding(config: TrainConfig, init: InitModel) -> EncodingCost:
+    """Time forward passes of a few blank images and short captions, after a warm-up."""
+    model = build_model(config, init, init.tokenizer)
+    size = model.config.vision.image_size
+    images_BHWC = torch.zeros((TRIAL_SIZE, size, size, 3), dtype=torch.uint8)
+    tokens_BL = torch.ones(TRIAL_SIZE, min(16, model.config.text.context_length), dtype=torch.long)
+
+    def time_per_item(forward: Callable[[], Tensor]) -> float:
+        with torch.inference_mode():
+            forward().cpu()
+            started = time.perf_counter()
+            forward().cpu()
+        return (time.perf_counter() - started) / TRIAL_SIZE
+
+    vision, text = default_plan(config).plan.devices
+    model.to_devices(vision, text)
+    image_s = time_per_item(lambda: model.vision(model.normalize(images_BHWC.to(vision))))
+    return EncodingCost(image_s, time_per_item(lambda: model.text(tokens_BL.to(text))))
 
 
 def settle(config: TrainConfig, init: InitModel, pairs: int) -> TrainConfig:
