@@ -17,8 +17,8 @@ from m1clip.config import TrainConfig, to_json
 from m1clip.console import Console
 from m1clip.data.batches import Augmentation, Batch, BatchStream, FeatureTables, tokenize_captions
 from m1clip.data.splits import Split
-from m1clip.evals.evaluate import Evaluation, evaluate_model, split_relevance
-from m1clip.evals.retrieval import Retrieval, chance_scores
+from m1clip.evals.evaluate import Evaluation, evaluate_model
+from m1clip.evals.retrieval import Relevance, Retrieval, chance_scores
 from m1clip.files import atomic_write
 from m1clip.model.clip import CLIP, load
 from m1clip.model.tokenizer import Tokenizer
@@ -274,7 +274,7 @@ def print_header(s: Session, choice: PlanChoice, chunk_reason: str) -> None:
         "tokenizer": token_facts(setup.tokenizer, train, config),
         "batch": f"{config.batch_size:,} pairs{chunks} ({chunk_reason})",
     }
-    i2t, t2i = chance_scores(split_relevance(val))
+    i2t, t2i = chance_scores(Relevance.from_captions([val.captions(row) for row in range(len(val))]))
     known = {name: fact for name, fact in facts.items() if fact}
     s.console.print_header(known, s.metrics.chance, (i2t.r1, t2i.r1))
 
