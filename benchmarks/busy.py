@@ -28,8 +28,7 @@ def time_steps(policy: str, seconds: float) -> None:
     from m1clip.model.clip import CLIP
     from m1clip.training.memory import retain_freed_memory
     from m1clip.training.openmp import WaitPolicy, sleep_while_waiting
-    from m1clip.training.state import TrainState
-    from m1clip.training.step import train_step
+    from m1clip.training.step import TrainState, train_step
     from m1clip.training.timing import random_batch
 
     config = get_preset("nano")

@@ -33,8 +33,7 @@ from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import make_tokenizer
 from m1clip.training.loop import make_batches
 from m1clip.training.setup import prepare
-from m1clip.training.state import TrainState
-from m1clip.training.step import train_step
+from m1clip.training.step import TrainState, train_step
 
 Stream = Callable[[], Iterator[Batch]]
 AUGMENTED: dict[str, Any] = {"crop_scale": 0.5, "hflip": True}

@@ -50,8 +50,7 @@ def measure(preset: str, batch_size: int, chunk: int, checkpointing: int) -> dic
     from m1clip import sensors
     from m1clip.config import get_preset
     from m1clip.model.clip import CLIP
-    from m1clip.training.state import TrainState
-    from m1clip.training.step import train_step
+    from m1clip.training.step import TrainState, train_step
     from m1clip.training.timing import random_batch
 
     config = replace(get_preset(preset), batch_size=batch_size, grad_checkpointing=bool(checkpointing))

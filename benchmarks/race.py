@@ -41,8 +41,7 @@ from m1clip.config import TrainConfig, from_json
 from m1clip.data.sources import open_sources
 from m1clip.data.splits import open_splits
 from m1clip.model.clip import load
-from m1clip.training.state import TrainState
-from m1clip.training.step import train_step
+from m1clip.training.step import TrainState, train_step
 from m1clip.training.timing import random_batch
 
 PEERS = str(Path(__file__).parent / "peers.py")

@@ -41,8 +41,7 @@ from m1clip.model.interop import export_clip
 from m1clip.model.tokenizer import make_tokenizer
 from m1clip.training.memory import retain_freed_memory
 from m1clip.training.setup import sample_captions
-from m1clip.training.state import TrainState
-from m1clip.training.step import train_step
+from m1clip.training.step import TrainState, train_step
 
 BATCH_SIZES = {"vit-b16-char": 12, "small": 64, "nano": 256}
 LIBRARIES = ("m1clip", "open_clip", "transformers")

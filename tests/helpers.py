@@ -18,7 +18,7 @@ from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run, create_run, is_run
 from m1clip.training.loop import TrainResult, fit
 from m1clip.training.setup import prepare
-from m1clip.training.state import TrainState
+from m1clip.training.step import TrainState
 
 
 class QuietConsole(Console):

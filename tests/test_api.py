@@ -107,7 +107,7 @@ def test_given_settings_survive_a_budget(monkeypatch):
 
 def test_a_preset_is_kept_within_a_budget(tmp_path):
     given = {"preset": "tiny", "data": "synthetic:512", "budget": "60s", "val_size": 8}
-    setup = prepare(requested_config(given), given, tmp_path, None, QuietConsole(), time.monotonic())
+    setup = prepare(requested_config(given), given, tmp_path, None, QuietConsole(), time.monotonic(), is_final=False)
     assert setup.config.model == get_preset("tiny").model
     assert setup.deadline is not None
 

@@ -26,8 +26,8 @@ from m1clip.model.clip import CLIP
 from m1clip.model.cost import model_cost
 from m1clip.run import Run
 from m1clip.training import device_plan, timing
-from m1clip.training.measurements import MeasurementStore, open_store
-from m1clip.training.state import TrainState
+from m1clip.training.step import TrainState
+from m1clip.training.timing import MeasurementStore, open_store
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,8 @@ from m1clip.devices import Plan
 from m1clip.model import rng
 from m1clip.model.clip import CLIP
 from m1clip.training import device_plan, timing
-from m1clip.training.measurements import open_store
-from m1clip.training.state import LOSS_SCALE, TrainState
-from m1clip.training.step import train_step
+from m1clip.training.step import LOSS_SCALE, TrainState, train_step
+from m1clip.training.timing import open_store
 
 SPLIT = Plan("vision=cpu,text=cpu")
 
@@ -98,7 +97,7 @@ def test_a_run_can_be_resumed_in_another_precision(tiny, first, then):
 
 
 def test_an_fp16_overflow_is_logged_and_does_not_end_the_run(tiny_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("m1clip.training.state.LOSS_SCALE", 1e9)
+    monkeypatch.setattr("m1clip.training.step.LOSS_SCALE", 1e9)
     assert train_run(replace(tiny_run, precision="fp16"), tmp_path / "r").finished
     events = [record["event"] for record in runs.Run(tmp_path / "r").records("event")]
     assert "loss scale halved" in events

@@ -13,8 +13,7 @@ from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import create_run
 from m1clip.training import device_plan, timing
 from m1clip.training.checkpoint import Progress, load_checkpoint, save_checkpoint
-from m1clip.training.state import TrainState
-from m1clip.training.step import train_step
+from m1clip.training.step import TrainState, train_step
 
 GPUS = ["cuda", "mps"]
 

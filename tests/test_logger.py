@@ -15,7 +15,7 @@ from m1clip import sensors
 from m1clip.evals.embeddings import effective_rank, embedding_statistics, uniformity
 from m1clip.model.towers import VisionTransformer
 from m1clip.run import Run
-from m1clip.training import trackers
+from m1clip.training import logger
 from m1clip.training.diagnose import WINDOW, History, diagnose
 from m1clip.training.logger import PHASES, StepMetrics, norms_by_block
 
@@ -405,7 +405,7 @@ def test_a_failing_tracker_is_dropped_and_training_continues(tiny_run, tmp_path,
 
         return send, lambda: None
 
-    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", open_broken)
+    monkeypatch.setitem(logger.TRACKERS, "tensorboard", open_broken)
     console = QuietConsole()
     assert train_run(replace(tiny_run, track="tensorboard"), tmp_path / "r", console=console).finished
     assert steps == [1]
@@ -413,6 +413,6 @@ def test_a_failing_tracker_is_dropped_and_training_continues(tiny_run, tmp_path,
 
 
 def test_a_missing_tracker_is_refused_with_the_extra_to_install(monkeypatch):
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    monkeypatch.setattr(logger, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'm1clip\[wandb\]'"):
-        trackers.check_tracker("wandb")
+        logger.check_tracker("wandb")

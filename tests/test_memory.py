@@ -17,7 +17,7 @@ from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.model.cost import model_cost
 from m1clip.training import memory, step
-from m1clip.training.state import TrainState
+from m1clip.training.step import TrainState
 
 
 @pytest.fixture
@@ -98,10 +98,10 @@ def test_a_trial_measures_real_memory_and_leaves_no_gradients(wide_run):
 def fail_above(chunk: int, embed):
     """An encoder that runs out of memory with more than `chunk` pairs."""
 
-    def limited(state, batch):
+    def limited(model, batch, precision):
         if len(batch) > chunk:
             raise torch.OutOfMemoryError("out of memory")
-        return embed(state, batch)
+        return embed(model, batch, precision)
 
     return limited
 

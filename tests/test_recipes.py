@@ -22,22 +22,23 @@ from m1clip.commands import train as command
 from m1clip.config import RECIPES, TrainConfig, check_config, from_json, get_preset, recipe_defaults, to_json
 from m1clip.data import pixel_cache
 from m1clip.data.batches import BatchStream
+from m1clip.data.rows import no_progress
 from m1clip.data.sources import open_sources
 from m1clip.data.splits import open_splits
 from m1clip.model.clip import CLIP, load
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run
-from m1clip.training.features import encode_split
-from m1clip.training.recipes import (
+from m1clip.training.features import FeatureEncoder
+from m1clip.training.setup import (
     FEATURE_VIEWS,
     EncodingCost,
     InitModel,
     build_model,
     decide_recipe,
     load_init,
+    prepare,
     replace_heads,
 )
-from m1clip.training.setup import prepare
 
 HEADS = {"vision_projection", "text_projection", "logit_scale"}
 
@@ -216,7 +217,7 @@ def frozen_split(config: TrainConfig):
 
 def test_stored_features_are_those_of_the_towers(finetuning):
     config, model, splits = frozen_split(finetuning)
-    tables = encode_split(model, splits.val, config, ("vision", "text"), 1, QuietConsole().progress)
+    tables = FeatureEncoder(model, config, no_progress).encode(splits.val, ("vision", "text"), views=1)
     _, pixels = splits.val.take(np.arange(5))
     with torch.no_grad():
         images = model.vision(model.normalize(torch.from_numpy(pixels)))
@@ -228,7 +229,7 @@ def test_stored_features_are_those_of_the_towers(finetuning):
 
 def test_feature_batches_pick_a_view_of_each_image_and_depend_on_their_number_only(finetuning):
     config, model, splits = frozen_split(finetuning)
-    tables = encode_split(model, splits.train, config, ("vision", "text"), 2, QuietConsole().progress)
+    tables = FeatureEncoder(model, config, no_progress).encode(splits.train, ("vision", "text"), views=2)
     assert len(tables.images.views) == 2
     assert not np.allclose(*tables.images.views)
     batches = BatchStream(splits.train, model.tokenize, 16, 0, 32, features=tables)
@@ -242,7 +243,7 @@ def test_feature_batches_pick_a_view_of_each_image_and_depend_on_their_number_on
 
 def test_without_augmentation_one_view_is_encoded(finetuning):
     config, model, splits = frozen_split(replace(finetuning, crop_scale=1.0))
-    tables = encode_split(model, splits.train, config, ("vision",), 3, QuietConsole().progress)
+    tables = FeatureEncoder(model, config, no_progress).encode(splits.train, ("vision",), views=3)
     assert len(tables.images.views) == 1
     assert tables.captions is None
 
@@ -416,7 +417,7 @@ def test_settings_that_cannot_be_combined_are_refused_before_anything_is_written
     settings, message, finetuning, tmp_path
 ):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        prepare(replace(finetuning, **settings), {}, tmp_path / "runs", None, QuietConsole(), 0.0)
+        prepare(replace(finetuning, **settings), {}, tmp_path / "runs", None, QuietConsole(), 0.0, is_final=False)
     assert not (tmp_path / "runs").exists()
 
 

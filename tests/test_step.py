@@ -12,8 +12,7 @@ from m1clip.devices import Plan
 from m1clip.losses import LOSSES
 from m1clip.model.clip import CLIP
 from m1clip.training.optim import Muon, make_optimizers
-from m1clip.training.state import GROWTH_INTERVAL, LOSS_SCALE, TrainState
-from m1clip.training.step import STATS, embed_texts, train_step
+from m1clip.training.step import GROWTH_INTERVAL, LOSS_SCALE, STATS, TrainState, embed_texts, train_step
 
 DUPLICATES = torch.zeros(12, 12, dtype=torch.bool)
 DUPLICATES[0, 1] = DUPLICATES[1, 0] = True
@@ -100,9 +99,9 @@ def test_several_captions_per_image_in_chunks(tiny, chunk):
 def test_captions_of_one_image_have_their_own_dropout(tiny):
     state, batch = make_state(noisy_config(tiny)), random_pairs(12)
     twice = replace(batch, text=Tokens(batch.text.tokens_BKL.repeat(1, 2, 1)))
-    text_BKE = embed_texts(state, twice)
+    text_BKE = embed_texts(state.model, twice, "fp32")
     assert (text_BKE[:, 0] - text_BKE[:, 1]).abs().amax(1).min() > 1e-3
-    assert torch.equal(text_BKE, embed_texts(state, twice))
+    assert torch.equal(text_BKE, embed_texts(state.model, twice, "fp32"))
 
 
 def test_grad_checkpointing_changes_no_bit(tiny):
@@ -194,7 +193,7 @@ def test_an_fp16_overflow_halves_the_loss_scale_and_skips_the_update(tiny, optim
 
 
 def test_the_loss_scale_doubles_after_enough_finite_steps(tiny, monkeypatch):
-    monkeypatch.setattr("m1clip.training.state.GROWTH_INTERVAL", 3)
+    monkeypatch.setattr("m1clip.training.step.GROWTH_INTERVAL", 3)
     state = fp16_state(tiny)
     for step in range(3):
         assert state.scaler.get_scale() == LOSS_SCALE
@@ -205,7 +204,7 @@ def test_the_loss_scale_doubles_after_enough_finite_steps(tiny, monkeypatch):
 
 def test_an_fp16_state_continues_exactly_from_its_tensors(tiny, monkeypatch):
     """With the loss scale and the steps counted towards its next doubling."""
-    monkeypatch.setattr("m1clip.training.state.GROWTH_INTERVAL", 3)
+    monkeypatch.setattr("m1clip.training.step.GROWTH_INTERVAL", 3)
     whole, resumed = fp16_state(tiny, ema=0.9), fp16_state(tiny, ema=0.9)
     for step in range(2):
         train_step(whole, random_pairs(12, seed=step))

@@ -92,7 +92,7 @@ def test_the_sigmoid_loss_trains_its_bias(tiny_run, tmp_path):
 def test_a_batch_larger_than_the_data_is_refused_before_anything_is_written(tiny_run, tmp_path):
     config = replace(tiny_run, batch_size=65)
     with pytest.raises(ValueError, match="batch_size 65 is larger than the 64 training pairs"):
-        prepare(config, {}, tmp_path / "runs", None, QuietConsole(), time.monotonic())
+        prepare(config, {}, tmp_path / "runs", None, QuietConsole(), time.monotonic(), is_final=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -100,7 +100,7 @@ def test_a_disk_without_room_for_checkpoints_is_refused_before_anything_is_writt
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**9))
     with pytest.raises(OSError, match=r"1\.00 GB free; checkpoints need 5\.48 GB"):
-        prepare(get_preset("vit-b16-char"), {}, tmp_path / "deep" / "runs", None, QuietConsole(), time.monotonic())
+        prepare(get_preset("vit-b16-char"), {}, tmp_path / "deep" / "runs", None, QuietConsole(), 0.0, is_final=False)
     assert not list(tmp_path.iterdir())
 
 

@@ -46,7 +46,7 @@ def main(args: Args) -> None:
         from m1clip.training import memory, timing
         from m1clip.training.advice import advise, predict_run
         from m1clip.training.device_plan import measure_missing
-        from m1clip.training.measurements import open_store
+        from m1clip.training.timing import open_store
 
     config, store = args.config(), open_store()
     batch_size, tokens, rows = config.batch_size, config.model.text.context_length, store.steps()

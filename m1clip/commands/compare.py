@@ -81,7 +81,7 @@ def main(args: Args) -> None:
 
 def train_on(folder: Path, requested: str) -> dict[str, Any]:
     """Train in a subprocess, which has its own memory and threads; what its metrics say, or its error."""
-    from m1clip.training.measurements import quartiles
+    from m1clip.training.timing import quartiles
 
     name = requested.replace("=", "-").replace(",", "-").replace(":", "")
     run, load = runs.Run(folder / name), sensors.BackgroundLoad()

@@ -10,8 +10,8 @@ import numpy as np
 
 from m1clip.devices import Plan
 from m1clip.format import duration, milliseconds
-from m1clip.training.measurements import StepCost, StepRow
 from m1clip.training.memory import PEAK, USABLE, power_of_two
+from m1clip.training.timing import StepCost, StepRow
 
 DAILY_VARIATION = 1.15  # ratio of the same step's times on different days; 2 shared cores, November 2026
 MIN_SAMPLES, MIN_SPEEDUP = 5, 1.05

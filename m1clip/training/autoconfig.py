@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from statistics import median, median_high
 from typing import Any
 
-from m1clip import devices
 from m1clip.config import PRESETS, ModelConfig, TextConfig, TrainConfig, VisionConfig, check_config, with_defaults
 from m1clip.console import Console
 from m1clip.data.batches import stored_size
 from m1clip.data.pixel_cache import PixelCache, decode_rows
 from m1clip.data.sources import Source
-from m1clip.devices import Plan
 from m1clip.format import duration
+from m1clip.training.device_plan import default_plan
 from m1clip.training.setup import evenly_spaced
 from m1clip.training.timing import random_batch, time_plans
 
@@ -137,7 +136,8 @@ def fit_budget(
     with console.progress("timing models of several sizes", len(candidates)) as advance:
         for candidate in candidates:
             trial = configured(candidate.settings)
-            flops.append(relative_flops(trial))
+            vision: Any = trial.model.vision
+            flops.append(vision.tokens * vision.layers * vision.width**2)  # of an image, up to a constant
             fastest = OPTIMISM * speeds[-1] * flops[-2] / flops[-1] if speeds else float("inf")
             if budget.pairs(fastest) < candidate.min_pairs:
                 break  # this and all larger models are too slow
@@ -180,16 +180,9 @@ def decoding_time(sources: Sequence[Source], config: TrainConfig) -> float:
     return per_image * sum(len(source.train) for source in missing)
 
 
-def relative_flops(config: TrainConfig) -> int:
-    """Forward cost of an image up to a constant, for candidates that are not timed."""
-    vision: Any = config.model.vision
-    return int(vision.tokens * vision.layers * vision.width**2)
-
-
 def training_speed(config: TrainConfig, tokens: int) -> float:
     """Pairs per second of real training steps on random images and captions."""
-    device = str(devices.default_device("auto")[0]) if config.device == "auto" else config.device
-    plan = Plan(device, threads=config.threads)
+    plan = default_plan(config).plan
     batch = random_batch(config, config.batch_size, max(3, min(tokens, config.model.text.context_length)))
     timing = time_plans(config, [plan], batch, TRIAL_S)[0]
     if timing.error:

@@ -25,10 +25,10 @@ from m1clip.config import from_dict
 from m1clip.evals.retrieval import Retrieval
 from m1clip.files import atomic_folder
 from m1clip.model.clip import CLIP, load
-from m1clip.model.lora import merged_state_dict
+from m1clip.model.lora import merged_state_dict, save_adapter
 from m1clip.model.safe_load import load_checked, save_tensors
 from m1clip.run import Run
-from m1clip.training.state import TrainState
+from m1clip.training.step import TrainState
 
 KEEP = 2  # newest checkpoints kept, beside the best
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what reading a damaged one may raise
@@ -270,8 +270,6 @@ class CheckpointManager:
     def _save_model(self, model: CLIP, final: CLIP) -> None:
         final.save(self.run.model)
         if self.state.has_lora:
-            from m1clip.model.lora import save_adapter
-
             save_adapter(model, self.run.model / "adapter")
 
     def _retry(self, write: Callable[[], object], wait_s: float) -> OSError | None:

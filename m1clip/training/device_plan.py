@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
@@ -19,9 +19,8 @@ from m1clip.model.clip import CLIP
 from m1clip.parity import Parity, Recording
 from m1clip.training import memory, timing
 from m1clip.training.advice import advise
-from m1clip.training.measurements import MeasurementStore, StepCost, StepRow, open_store
-from m1clip.training.state import TrainState
-from m1clip.training.step import embed_images, embed_texts, image_embeddings, text_embeddings, train_step
+from m1clip.training.step import TrainState, embed_images, embed_texts, train_step
+from m1clip.training.timing import MeasurementStore, StepCost, StepRow, open_store
 
 SKIP_PARITY = "M1CLIP_SKIP_PARITY"
 PLAN_TRIAL_S = 1.0  # per plan, if nothing was measured before
@@ -36,9 +35,6 @@ class PlanChoice:
     reason: str
     parity: str | None = None  # the result of the comparison with the CPU
 
-    def record(self) -> dict[str, Any]:
-        return {"device": self.plan.device, "why": self.reason, "plan": asdict(self.plan), "parity": self.parity}
-
 
 def choose_plan(
     config: TrainConfig, model: CLIP, batch: Batch, steps: int, resumed_plan: Plan | None, console: Console
@@ -51,23 +47,25 @@ def choose_plan(
     return check_parity(choice, model, batch, console, config)
 
 
-def encoding_plan(config: TrainConfig, model: CLIP, batch: Batch, console: Console) -> PlanChoice:
+def move_to_encoding_device(config: TrainConfig, model: CLIP, batch: Batch, console: Console) -> None:
     """Move the model to the device on which its frozen towers encode features."""
     memory.retain_freed_memory()
-    choice = PlanChoice(Plan(config.device), f"requested with --device {config.device}")
-    if config.device == "auto":
-        device, reason = devices.default_device("auto")
-        choice = PlanChoice(Plan(device.type), reason)
-    choice = check_parity(choice, model, batch.split(2 * PARITY_PAIRS)[0], console, config)
+    choice = check_parity(default_plan(config), model, batch.split(2 * PARITY_PAIRS)[0], console, config)
     model.to_devices(*choice.plan.devices)
-    return choice
+
+
+def default_plan(config: TrainConfig) -> PlanChoice:
+    """The requested device, or a GPU if there is one: where nothing has been measured."""
+    if config.device != "auto":
+        return PlanChoice(Plan(config.device, threads=config.threads), f"requested with --device {config.device}")
+    device, reason = devices.default_device("auto")
+    return PlanChoice(Plan(device.type, threads=config.threads), reason)
 
 
 def requested_plan(config: TrainConfig) -> dict[str, Any]:
     """The fields of Plan that are set by flags; a device that this machine lacks is an error."""
-    requested: dict[str, Any] = {"device": config.device, "precision": config.precision}
-    requested |= {"compile": config.compile, "threads": config.threads}
-    requested = {name: value for name, value in requested.items() if value not in ("auto", 0)}
+    settings = {name: getattr(config, name) for name in ("device", "precision", "compile", "threads")}
+    requested = {name: value for name, value in settings.items() if value not in ("auto", 0)}
     if "device" in requested:
         devices.tower_devices(config.device)
     return {**requested, "compile": config.compile == "on"} if "compile" in requested else requested
@@ -171,32 +169,24 @@ def compare_with_cpu(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig 
     few, many = batch.split(PARITY_PAIRS // divisor)[0], batch.split(PARITY_EMBEDDED // divisor**3)[0]
 
     def run(plan: Plan) -> Recording:
+        def embed(pairs: Batch) -> list[Tensor]:
+            on_device = pairs.to(*plan.devices)
+            return [each(model, on_device, plan.precision, with_dropout=False) for each in (embed_images, embed_texts)]
+
+        def contrastive_loss() -> Tensor:
+            image_BE, text_BKE = embed(few)
+            return losses.LOSSES[model.config.loss](model.logits(image_BE, text_BKE[:, 0].to(image_BE.device)))
+
         model.to_devices(*plan.devices)
-        recording = parity.record(model, lambda: contrastive_loss(model, few, plan))
+        recording = parity.record(model, contrastive_loss)
         if config:
             recording |= record_step(model, few, plan, config)
         with torch.no_grad():  # the shapes of training: some faults only show with many rows
-            image_BE, text_BE = embed_batch(model, many, plan)
-        recording[f"the embedding of {len(many)} images"] = image_BE.cpu()
-        recording[f"the embedding of {len(many)} captions"] = text_BE.cpu()
+            for kind, embeddings in zip(("images", "captions"), embed(many), strict=True):
+                recording[f"the embedding of {len(many)} {kind}"] = embeddings.cpu()
         return recording
 
     return parity.compare(run, replace(plan, compile=False))
-
-
-def embed_batch(model: CLIP, batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
-    vision, text = plan.devices
-    on_device = batch.to(vision, text)
-    with devices.autocast(vision, plan.precision):
-        image_BE = image_embeddings(model, on_device.image).float()
-    with devices.autocast(text, plan.precision):
-        return image_BE, text_embeddings(model, on_device.text).float()
-
-
-def contrastive_loss(model: CLIP, batch: Batch, plan: Plan) -> Tensor:
-    image_BE, text = embed_batch(model, batch, plan)
-    text_BE = text[:, 0] if text.ndim == 3 else text  # the first of several captions
-    return losses.LOSSES[model.config.loss](model.logits(image_BE, text_BE.to(image_BE.device)))
 
 
 def record_step(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig) -> Recording:
@@ -226,7 +216,7 @@ def compile_blocks(choice: PlanChoice, state: TrainState, batch: Batch, console:
             with console.progress("compiling the transformer blocks", None):
                 chunk = state.to_device(batch.split(state.chunk)[0])
                 for embed in (embed_images, embed_texts):
-                    embed(state, chunk).sum().backward()  # type: ignore[no-untyped-call]
+                    embed(state.model, chunk, choice.plan.precision).sum().backward()  # type: ignore[no-untyped-call]
             return choice
     except devices.DEVICE_ERRORS as error:
         reason = devices.short_error(error)

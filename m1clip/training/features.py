@@ -5,6 +5,7 @@ The key of such a file is made of the tower's weights and of the data. An interr
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 
 from m1clip import devices
 from m1clip.config import TrainConfig
+from m1clip.console import Console
 from m1clip.data.batches import (
     Augmentation,
+    BatchStream,
     CaptionFeatureTable,
     FeatureTables,
     ImageFeatureTable,
@@ -31,109 +34,121 @@ from m1clip.files import cache_folder
 from m1clip.format import file_size
 from m1clip.model.clip import CLIP
 from m1clip.model.pretrained import TimmVision, fold_batch_norm, image_features
+from m1clip.training.device_plan import move_to_encoding_device
+from m1clip.training.setup import FEATURE_VIEWS, Setup
 
 VERSION = 2  # raise it when the same tower gives other features
 CPU_CHUNK, GPU_CHUNK = 16, 64
 FP16_MAX = 65504.0
+HEAD_TIME = 0.1  # of a budget, reserved for training heads on encoded features
 Encode = Callable[[RowIndices], tuple[Tensor, Notes]]
 
 
-def encode_split(
-    model: CLIP,
-    pairs: Split,
-    config: TrainConfig,
-    towers: Sequence[str],
-    views: int,
-    progress: ProgressFactory,
-    deadline: float | None = None,
-) -> FeatureTables:
-    """Features of a split for each frozen tower; after the first, views only while there is time."""
-    captions = _encode_captions(model, pairs, config, progress) if "text" in towers else None
-    images = _encode_images(model, pairs, config, views, progress, deadline) if "vision" in towers else None
-    return FeatureTables(images, captions)
+def encode_frozen(
+    setup: Setup, model: CLIP, batches: BatchStream, console: Console
+) -> tuple[BatchStream, FeatureTables]:
+    """Features of both splits from the frozen towers: batches of training features, validation features."""
+    config, splits, deadline = setup.config, setup.splits, None
+    move_to_encoding_device(config, model, batches.batch(0), console)
+    encoder = FeatureEncoder(model, config, console.progress)
+    val_features = encoder.encode(splits.val, setup.frozen, views=1)
+    if setup.deadline is not None and not setup.views:  # a resumed run keeps its views
+        deadline = setup.deadline - HEAD_TIME * (config.budget_s or 0.0)
+    features = encoder.encode(splits.train, setup.frozen, setup.views or FEATURE_VIEWS, deadline)
+    views = len(features.images.views) if features.images else 0
+    if deadline is not None and 0 < views < FEATURE_VIEWS:
+        console.print(f"{views} of {FEATURE_VIEWS} views per image: the budget allows no more")
+    return replace(batches, features=features), val_features
 
 
-def _encode_images(
-    model: CLIP, pairs: Split, config: TrainConfig, views: int, progress: ProgressFactory, deadline: float | None
-) -> ImageFeatureTable:
-    size, width, device = model.config.vision.image_size, model.config.vision.width, model.devices[0]
-    augmented = Augmentation(config.crop_scale, config.hflip, config.color_jitter)
-    views = views if augmented != Augmentation() else 1  # all views would be equal
-    tower, base = inference_tower(model.vision), (tower_digest(model, "vision"), split_digest(pairs))
+@dataclass(frozen=True)
+class FeatureEncoder:
+    model: CLIP
+    config: TrainConfig
+    progress: ProgressFactory
 
-    def encode_view(view: int) -> RowStore:
-        augmentation = augmented if view else Augmentation()
+    def encode(self, pairs: Split, towers: Sequence[str], views: int, deadline: float | None = None) -> FeatureTables:
+        """Features of a split for each frozen tower; after the first, views only while there is time."""
+        captions = self._encode_captions(pairs) if "text" in towers else None
+        images = self._encode_images(pairs, views, deadline) if "vision" in towers else None
+        return FeatureTables(images, captions)
+
+    def _encode_images(self, pairs: Split, views: int, deadline: float | None) -> ImageFeatureTable:
+        model, config = self.model, self.config
+        size, width, device = model.config.vision.image_size, model.config.vision.width, model.devices[0]
+        augmented = Augmentation(config.crop_scale, config.hflip, config.color_jitter)
+        views = views if augmented != Augmentation() else 1  # all views would be equal
+        tower, base = inference_tower(model.vision), (tower_digest(model, "vision"), split_digest(pairs))
+
+        def encode_view(view: int) -> RowStore:
+            augmentation = augmented if view else Augmentation()
+
+            def encode(rows: RowIndices) -> tuple[Tensor, Notes]:
+                decoded_rows, pixels = pairs.take(rows)
+                replaced = {str(row): int(other) for row, other in zip(rows, decoded_rows, strict=True) if row != other}
+                images_BHWC = augment_images(pixels, augmentation, size, config.seed, view, rows)
+                return encode_chunks(lambda chunk: tower(model.normalize(chunk)), images_BHWC, device), replaced
+
+            variant = (config.seed, view, augmentation) if view else ()
+            key = digest("images", *base, variant, stored_size(size, config.crop_scale))
+            label = "encoding images" + (f", view {view + 1} of {views}" if views > 1 else "")
+            return self._build_store(key, len(pairs), width, encode, label)
+
+        stores, longest_s = list[RowStore](), 0.0
+        for view in range(views):
+            started = time.monotonic()
+            if view and deadline is not None and started + longest_s > deadline:
+                break
+            stores.append(encode_view(view))
+            longest_s = max(longest_s, time.monotonic() - started)  # a cached view takes no time
+        arrays = [store.memmap(np.float16, width) for store in stores]
+        source_row_N = np.arange(len(pairs))
+        for entry in stores[0].entries().values():
+            for row, other in entry["notes"].items():
+                source_row_N[int(row)] = other
+        image_id_N = group_ids([blake2b(row.tobytes(), digest_size=16).digest() for row in arrays[0]])
+        return ImageFeatureTable(arrays, image_id_N, source_row_N)
+
+    def _encode_captions(self, pairs: Split) -> CaptionFeatureTable:
+        model = self.model
+        assert model.tokenizer is not None
+        width, by_image = model.config.text.width, [pairs.captions(row) for row in range(len(pairs))]
+        captions = [caption for of_image in by_image for caption in of_image]
+        order_M = np.argsort([len(caption) for caption in captions], kind="stable")  # similar lengths: little padding
+        key = digest("captions", tower_digest(model, "text"), model.tokenizer.core.to_str(), *captions)
 
         def encode(rows: RowIndices) -> tuple[Tensor, Notes]:
-            decoded_rows, pixels = pairs.take(rows)
-            replaced = {str(row): int(other) for row, other in zip(rows, decoded_rows, strict=True) if row != other}
-            images_BHWC = augment_images(pixels, augmentation, size, config.seed, view, rows)
-            return encode_chunks(lambda chunk: tower(model.normalize(chunk)), images_BHWC, device), replaced
+            tokens_BL = model.tokenize([captions[order_M[row]] for row in rows])
+            return encode_chunks(model.text, tokens_BL, model.devices[1]), {}
 
-        variant = (config.seed, view, augmentation) if view else ()
-        key = digest("images", *base, variant, stored_size(size, config.crop_scale))
-        label = "encoding images" + (f", view {view + 1} of {views}" if views > 1 else "")
-        return _build_store(key, len(pairs), width, encode, label, config, progress)
+        store = self._build_store(key, len(captions), width, encode, "encoding captions")
+        position_M = np.argsort(order_M)  # the inverse permutation
+        start_N = np.cumsum([0, *map(len, by_image)])
+        return CaptionFeatureTable(store.memmap(np.float16, width), position_M, start_N, group_ids(captions))
 
-    stores, longest_s = list[RowStore](), 0.0
-    for view in range(views):
-        started = time.monotonic()
-        if view and deadline is not None and started + longest_s > deadline:
-            break
-        stores.append(encode_view(view))
-        longest_s = max(longest_s, time.monotonic() - started)  # a cached view takes no time
-    arrays = [store.memmap(np.float16, width) for store in stores]
-    source_row_N = np.arange(len(pairs))
-    for entry in stores[0].entries().values():
-        for row, other in entry["notes"].items():
-            source_row_N[int(row)] = other
-    image_id_N = group_ids([blake2b(row.tobytes(), digest_size=16).digest() for row in arrays[0]])
-    return ImageFeatureTable(arrays, image_id_N, source_row_N)
+    def _build_store(self, key: str, rows: int, width: int, encode: Encode, label: str) -> RowStore:
+        """The complete store of features with this key."""
+        store = RowStore(cache_folder() / f"features-{key}", rows, 2 * width)
 
+        def produce(chunks: list[range]) -> Iterable[tuple[bytes, Notes]]:
+            for chunk in chunks:
+                features, notes = encode(np.array(chunk))
+                if not features.isfinite().all():
+                    raise FloatingPointError("the features are not finite; this tower's weights are broken")
+                yield features.float().cpu().clamp(-FP16_MAX, FP16_MAX).half().numpy().tobytes(), notes
 
-def _encode_captions(model: CLIP, pairs: Split, config: TrainConfig, progress: ProgressFactory) -> CaptionFeatureTable:
-    assert model.tokenizer is not None
-    width, by_image = model.config.text.width, [pairs.captions(row) for row in range(len(pairs))]
-    captions = [caption for of_image in by_image for caption in of_image]
-    order_M = np.argsort([len(caption) for caption in captions], kind="stable")  # similar lengths: little padding
-    key = digest("captions", tower_digest(model, "text"), model.tokenizer.core.to_str(), *captions)
-
-    def encode(rows: RowIndices) -> tuple[Tensor, Notes]:
-        tokens_BL = model.tokenize([captions[order_M[row]] for row in rows])
-        return encode_chunks(model.text, tokens_BL, model.devices[1]), {}
-
-    store = _build_store(key, len(captions), width, encode, "encoding captions", config, progress)
-    position_M = np.empty(len(captions), np.int64)
-    position_M[order_M] = np.arange(len(captions))
-    start_N = np.cumsum([0, *map(len, by_image)])
-    return CaptionFeatureTable(store.memmap(np.float16, width), position_M, start_N, group_ids(captions))
+        with self.progress(label, rows) as advance, torch.inference_mode():
+            if not store.build(produce, self.config.cache_gb * 1e9, advance, "features"):
+                need = file_size(rows * 2 * width)
+                limit = f"--cache-gb {self.config.cache_gb:g} is too small"
+                raise OSError(f"the features need {need} beside the decoded images; {limit}")
+        return store
 
 
 def encode_chunks(tower: Callable[[Tensor], Tensor], inputs: Tensor, device: torch.device) -> Tensor:
     """Encode in chunks of a fixed size: rounding depends on it, so it must not depend on a timing."""
     size = GPU_CHUNK if devices.is_async(device) else CPU_CHUNK
     return torch.cat([tower(devices.copy_to(chunk, device)) for chunk in torch.split(inputs, size)])
-
-
-def _build_store(
-    key: str, rows: int, width: int, encode: Encode, label: str, config: TrainConfig, progress: ProgressFactory
-) -> RowStore:
-    """The complete store of features with this key."""
-    store = RowStore(cache_folder() / f"features-{key}", rows, 2 * width)
-
-    def produce(chunks: list[range]) -> Iterable[tuple[bytes, Notes]]:
-        for chunk in chunks:
-            features, notes = encode(np.array(chunk))
-            if not features.isfinite().all():
-                raise FloatingPointError("the features are not finite; this tower's weights are broken")
-            yield features.float().cpu().clamp(-FP16_MAX, FP16_MAX).half().numpy().tobytes(), notes
-
-    with progress(label, rows) as advance, torch.inference_mode():
-        if not store.build(produce, config.cache_gb * 1e9, advance, "features"):
-            need = file_size(rows * 2 * width)
-            limit = f"--cache-gb {config.cache_gb:g} is too small"
-            raise OSError(f"the features need {need} beside the decoded images; {limit}")
-    return store
 
 
 def inference_tower(tower: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -3,11 +3,14 @@
 import itertools
 import json
 import math
+import os
+import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,24 +21,23 @@ from m1clip.config import TrainConfig
 from m1clip.console import Console
 from m1clip.data.batches import Batch, BatchStream, Images
 from m1clip.data.rows import BadRows
+from m1clip.evals.embeddings import embedding_statistics
+from m1clip.evals.evaluate import Evaluation
 from m1clip.evals.retrieval import Retrieval
 from m1clip.files import atomic_write
 from m1clip.run import Run
 from m1clip.training.checkpoint import Progress, last_checkpoint
-from m1clip.training.diagnose import History, diagnose
+from m1clip.training.diagnose import History, Record, diagnose
 from m1clip.training.memory import memory_by_part
 from m1clip.training.optim import Schedule
-from m1clip.training.state import TrainState
-from m1clip.training.step import STATS, embed_images, embed_texts
-
-if TYPE_CHECKING:
-    from m1clip.evals.evaluate import Evaluation
+from m1clip.training.step import STATS, TrainState, embed_chunks, embed_images, embed_texts
 
 PHASES = ("data", "copy", "forward", "backward", "optimizer")
 PHASES_MS = [f"{phase}_ms" for phase in PHASES]
 HEARTBEAT_S = 1.0
 MAX_SKIPPED = 20  # steps with a non-finite loss or gradient after which the run stops
-Record = dict[str, Any]
+Send = Callable[[dict[str, float], int], Any]
+Close = Callable[[], Any]
 
 
 class PendingStep(NamedTuple):
@@ -44,7 +46,6 @@ class PendingStep(NamedTuple):
     record: Record
     stats: Tensor
     timestamps: dict[str, Any]
-    between_s: float
     rows: list[int]
 
 
@@ -87,7 +88,8 @@ class StepMetrics:
         # 0 where the vision tower is frozen and no image is read
         size = batch.image.images_BHWC.shape[1] if isinstance(batch.image, Images) else 0
         record = {"step": step, "time": round(time.time(), 3), "lr": lr, "image_size": size, "chunk": chunk}
-        self.pending.append(PendingStep(record, stats, self.timestamps, self.between_s, batch.rows.tolist()))
+        record["between_ms"] = round(1e3 * self.between_s, 3)
+        self.pending.append(PendingStep(record, stats, self.timestamps, batch.rows.tolist()))
         self.ended_at = time.perf_counter()
 
     def read(self) -> list[Record]:
@@ -102,7 +104,7 @@ class StepMetrics:
     def _record(self, step: PendingStep, values: list[float]) -> Record:
         stats = {key: value if math.isfinite(value) else None for key, value in zip(STATS, values, strict=True)}
         skipped = stats["loss"] is None or stats["grad_norm"] is None
-        times, between_ms = list(step.timestamps.values()), 1e3 * step.between_s
+        times = list(step.timestamps.values())
         step_ms, phases_ms = devices.elapsed_ms(times[0], times[-1]), dict[str, float | None].fromkeys(PHASES_MS)
         if len(times) > 2:
             spans = (devices.elapsed_ms(a, b) for a, b in itertools.pairwise(times))
@@ -114,8 +116,7 @@ class StepMetrics:
             **self.chance,
             "step_ms": round(step_ms, 3),
             **phases_ms,
-            "between_ms": round(between_ms, 3),
-            "pairs_per_s": round(1e3 * self.batch_size / (step_ms + between_ms), 2),
+            "pairs_per_s": round(1e3 * self.batch_size / (step_ms + step.record["between_ms"]), 2),
             **({"skipped": True, "rows": step.rows} if skipped else {}),
         }
 
@@ -124,8 +125,10 @@ class StepMetrics:
         records, self.epoch_steps = self.epoch_steps, []
         seconds = total_seconds(records)
         keys = (*STATS, "accuracy", *PHASES_MS, "step_ms")
+        known = {key: [row[key] for row in records if row[key] is not None] for key in keys}
+        means = {key: sum(values) / len(values) if values else None for key, values in known.items()}
         speed = {"seconds": round(seconds, 2), "pairs_per_s": round(self.batch_size * len(records) / seconds, 2)}
-        return {**{key: mean_of_known(row[key] for row in records) for key in keys}, **self.chance, **speed}
+        return {**means, **self.chance, **speed}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -136,11 +139,6 @@ class StepMetrics:
 
 def total_seconds(records: list[Record]) -> float:
     return sum(float(record["step_ms"] + record["between_ms"]) for record in records) / 1e3
-
-
-def mean_of_known(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 @dataclass
@@ -205,13 +203,12 @@ class Logger:
             )
         self.console.warn(f"{message}. The step was skipped; {last_checkpoint(self.run)}")
 
-    @torch.no_grad()
     def _nonfinite_rows(self, step: int) -> list[int]:
         """Rows of a batch whose own embedding is not finite; none if all are, as it is the weights then."""
         batch = self.state.to_device(self.batches.batch(step))
         finite_B = torch.ones(len(batch), dtype=torch.bool, device=self.state.device)
         for embed in (embed_images, embed_texts):
-            embeddings = torch.cat([embed(self.state, chunk) for chunk in batch.split(self.state.chunk)])
+            embeddings = embed_chunks(self.state, batch.split(self.state.chunk), embed)
             finite_B &= embeddings.isfinite().flatten(1).all(1).to(finite_B.device)
         if not finite_B.any():
             return []
@@ -227,8 +224,6 @@ class Logger:
 
     def log_diagnostics(self, batch: Batch, image_BE: Tensor, text_BE: Tensor) -> None:
         """Gradient and weight norms, embedding statistics, memory and sensors; then known problems."""
-        from m1clip.evals.embeddings import embedding_statistics
-
         if self.last_step.get("skipped"):
             return  # nothing is finite
         clipping = max(1.0, (self.last_step["grad_norm"] or 0.0) / self.config.grad_clip)
@@ -254,7 +249,7 @@ class Logger:
                 self.run.log("event", self.progress.step, event="diagnosis", about=name, text=sentence)
                 self.console.warn(f"{name}: {sentence}")
 
-    def log_eval(self, evaluation: "Evaluation") -> None:
+    def log_eval(self, evaluation: Evaluation) -> None:
         step = self.progress.step
         record = {"epoch": self.batches.epoch_end(step), **evaluation.record()}
         self.run.log("eval", step, **record)
@@ -319,3 +314,82 @@ def norms_by_block(state: TrainState) -> tuple[dict[str, float], dict[str, float
         norms.append(torch.stack([get_total_norm(x).to(state.device) for x in (gradients, weights)]))
     gradient_norms, weight_norms = torch.stack(norms).T.tolist()
     return dict(zip(blocks, gradient_norms, strict=True)), dict(zip(blocks, weight_norms, strict=True))
+
+
+# Optional trackers: the same records in tensorboard, wandb or trackio. The run folder stays authoritative.
+
+
+def check_tracker(name: str) -> None:
+    if name != "none" and find_spec(name) is None:
+        raise ValueError(f"--track {name} needs an extra: pip install 'm1clip[{name}]'")
+
+
+@contextmanager
+def tracking(run: Run, config: TrainConfig, step: int, warn: Callable[[str], None]) -> Iterator[None]:
+    """Inside the block, every record but events also goes to the tracker, from `step` on."""
+
+    def guarded(function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            with redirect_stdout(sys.stderr):  # our stdout is for results, possibly one line of JSON
+                return function(*arguments)
+        except Exception as error:  # whatever a tracker raises must not end the training
+            run.on_record = None
+            warn(f"{config.track} failed and is no longer used: {error}")
+
+    tracker = None if config.track == "none" else guarded(TRACKERS[config.track], run, config, step)
+    if tracker is None:
+        yield
+        return
+    send, close = tracker
+
+    def send_record(record: dict[str, Any]) -> None:
+        if record["kind"] != "event":
+            values = {key: value for key, value in record.items() if key not in ("step", "time")}
+            guarded(send, dict(scalars(values, record["kind"])), record["step"])
+
+    run.on_record = send_record
+    try:
+        yield
+    finally:
+        run.on_record = None
+        guarded(close)
+
+
+def scalars(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    """Flat names grouped by kind: step/loss, diagnostics/grad_norms/vision.blocks.0."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from scalars(value, f"{prefix}/{key}")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}/{key}", value
+
+
+def _tensorboard(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=step + 1)  # later steps are repeated
+
+    def send(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return send, writer.close
+
+
+def _wandb(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]:
+    import wandb
+
+    # Without a key wandb would prompt for one, and nobody answers in a background run.
+    mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+    wandb_run = wandb.init(project="m1clip", name=run.name, dir=run.path, config=asdict(config), mode=mode)
+    return lambda values, step: wandb_run.log(values, step=step), wandb_run.finish
+
+
+def _trackio(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]:
+    import trackio
+
+    trackio.init(project="m1clip", name=run.name, config=asdict(config))
+    return lambda values, step: trackio.log(values, step=step), trackio.finish
+
+
+TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}

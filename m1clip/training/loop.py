@@ -3,13 +3,12 @@
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from m1clip.config import TrainConfig, to_json
 from m1clip.console import Console
 from m1clip.data.batches import Augmentation, Batch, BatchStream, FeatureTables, tokenize_captions
 from m1clip.data.splits import Split
+from m1clip.evals.evaluate import Evaluation, evaluate_model
 from m1clip.evals.retrieval import Relevance, Retrieval, chance_scores
 from m1clip.files import atomic_write
 from m1clip.model.clip import CLIP, load
@@ -26,17 +26,11 @@ from m1clip.run import Run
 from m1clip.training import checkpoint, device_plan, memory
 from m1clip.training.checkpoint import CheckpointManager, Progress
 from m1clip.training.device_plan import PlanChoice
-from m1clip.training.logger import Logger, StepMetrics
+from m1clip.training.logger import Logger, StepMetrics, tracking
 from m1clip.training.openmp import WaitPolicy
 from m1clip.training.optim import Schedule, learning_rate
-from m1clip.training.recipes import FEATURE_VIEWS, build_model, calibrate_heads, set_trainable
-from m1clip.training.setup import Setup, sample_captions
-from m1clip.training.state import TrainState
-
-if TYPE_CHECKING:
-    from m1clip.evals.evaluate import Evaluation
-
-HEAD_TIME = 0.1  # of a budget, reserved for training heads on encoded features
+from m1clip.training.setup import Setup, build_model, calibrate_heads, sample_captions, set_trainable
+from m1clip.training.step import TrainState
 
 
 @dataclass(frozen=True)
@@ -82,11 +76,7 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
     """Train from the start, or from the last intact checkpoint."""
     s = start_session(setup, run, console)
     progress, checkpoints, config = s.progress, s.checkpoints, setup.config
-    tracker: AbstractContextManager[None] = nullcontext()
-    if config.track != "none":
-        from m1clip.training.trackers import tracking
-
-        tracker = tracking(run, config, progress.step, console.warn)
+    tracker = tracking(run, config, progress.step, console.warn)
     with StopSignal(console.print) as stop, tracker, console.training(progress.step, setup.total):
         completed, evaluation = training_loop(s, stop)
         s.wait_policy.close()
@@ -98,14 +88,15 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
         scores = evaluation.scores.record()
         run.log("event", progress.step, event="wise-ft", weight=config.wise_ft, **scores)
     elif completed and (evaluation is None or checkpoints.restored):
-        evaluation = evaluate_state(s)
+        with s.state.averaged_model() as model:
+            evaluation = evaluate_on_val(s, model)
     s.logger.write_status("finished" if completed else "stopped")
     final = evaluation.scores if completed and evaluation else None
     best = (progress.best_step, checkpoints.restored)
     return TrainResult(run.path, completed, progress.step, progress.seconds, final, *best)
 
 
-def training_loop(s: Session, stop: "StopSignal") -> "tuple[bool, Evaluation | None]":
+def training_loop(s: Session, stop: "StopSignal") -> tuple[bool, Evaluation | None]:
     """Train until the schedule ends or a signal arrives; whether it is complete, and the last evaluation."""
     state, config, progress = s.state, s.state.config, s.progress
     evaluation, ending = None, has_ended(s)
@@ -130,9 +121,10 @@ def training_loop(s: Session, stop: "StopSignal") -> "tuple[bool, Evaluation | N
             s.logger.log_diagnostics(batch, image_BE, text_BE)
         if epoch or ending:
             evaluation = None
-        if ending or eval_is_due(s, epoch):
-            with s.metrics.paused(), s.schedule.timed_pause("eval"):
-                evaluation = evaluate_state(s)
+        eval_is_due = epoch % config.eval_every == 0 if epoch else s.schedule.needs_trial_eval
+        if ending or (eval_is_due and s.schedule.has_time_to_eval()):
+            with s.metrics.paused(), s.schedule.timed_pause("eval"), state.averaged_model() as model:
+                evaluation = evaluate_on_val(s, model)
                 s.logger.log_eval(evaluation)
             s.checkpoints.update_best(evaluation.scores)
         if epoch:
@@ -156,20 +148,7 @@ def has_ended(s: Session) -> bool:
     return s.schedule.is_late
 
 
-def eval_is_due(s: Session, epoch: int | None) -> bool:
-    due = epoch % s.state.config.eval_every == 0 if epoch else s.schedule.needs_trial_eval
-    return due and s.schedule.has_time_to_eval()
-
-
-def evaluate_state(s: Session) -> "Evaluation":
-    """Evaluate the weights that would be saved."""
-    with s.state.averaged_model() as model:
-        return evaluate_on_val(s, model)
-
-
-def evaluate_on_val(s: Session, model: CLIP) -> "Evaluation":
-    from m1clip.evals.evaluate import evaluate_model
-
+def evaluate_on_val(s: Session, model: CLIP) -> Evaluation:
     return evaluate_model(model, s.setup.splits.val, s.val_features, 4 * s.state.chunk)  # no graph is kept
 
 
@@ -181,6 +160,8 @@ def start_session(setup: Setup, run: Run, console: Console) -> Session:
     set_trainable(model, config, setup.frozen)
     batches, val_features = make_batches(setup), FeatureTables()
     if setup.frozen:
+        from m1clip.training.features import encode_frozen
+
         batches, val_features = encode_frozen(setup, model, batches, console)
     batch = batches.batch(setup.total - 1)
     choice = device_plan.choose_plan(config, model, batch, setup.total, setup.resumed_plan, console)
@@ -217,32 +198,12 @@ def make_batches(setup: Setup) -> BatchStream:
     return BatchStream(pairs, partial(tokenizer, length=length), *settings)
 
 
-def encode_frozen(
-    setup: Setup, model: CLIP, batches: BatchStream, console: Console
-) -> tuple[BatchStream, FeatureTables]:
-    """Features of both splits from the frozen towers: batches of training features, validation features."""
-    from m1clip.training.features import encode_split
-
-    config, splits, deadline = setup.config, setup.splits, None
-    device_plan.encoding_plan(config, model, batches.batch(0), console)
-    encode = partial(encode_split, model, config=config, towers=setup.frozen, progress=console.progress)
-    val_features = encode(splits.val, views=1)
-    if setup.deadline is not None and not setup.views:  # a resumed run keeps its views
-        deadline = setup.deadline - HEAD_TIME * (config.budget_s or 0.0)
-    features = encode(splits.train, views=setup.views or FEATURE_VIEWS, deadline=deadline)
-    views = len(features.images.views) if features.images else 0
-    if deadline is not None and 0 < views < FEATURE_VIEWS:
-        console.print(f"{views} of {FEATURE_VIEWS} views per image: the budget allows no more")
-    return replace(batches, features=features), val_features
-
-
 def make_schedule(setup: Setup, progress: Progress) -> Schedule:
     """From scratch all of a budget is used; fine-tuning also ends after its epochs."""
     config = setup.config
     max_steps = None if config.recipe == "scratch" else setup.total
     final_evals = 2 if config.patience or config.wise_ft < 1 else 1  # the saved model's, if it is another
-    budget_s = config.budget_s or 0.0
-    return Schedule(setup.total, setup.deadline, budget_s, max_steps, progress.seconds, final_evals)
+    return Schedule(setup.total, setup.deadline, config.budget_s or 0.0, max_steps, progress.seconds, final_evals)
 
 
 def write_run_files(s: Session) -> None:
@@ -284,12 +245,12 @@ def set_chunk(s: Session, batch: Batch) -> str:
 
 
 def write_machine(run: Run, choice: PlanChoice) -> None:
-    threads = choice.plan.threads or devices.DEFAULT_THREADS
-    versions = {"torch": torch.__version__, "m1clip": __version__}
-    machine = {**sensors.machine(), **choice.record(), "cpu_threads": threads, **versions}
-    if choice.reason == device_plan.SAME_AS_BEFORE:  # keep the reason of the first session
-        machine["why"] = run.read_or_empty("machine.json").get("why", choice.reason)
-    run.write("machine.json", machine)
+    plan, reason = choice.plan, choice.reason
+    if reason == device_plan.SAME_AS_BEFORE:  # keep the reason of the first session
+        reason = run.read_or_empty("machine.json").get("why", reason)
+    record: dict[str, Any] = {"device": plan.device, "why": reason, "plan": asdict(plan), "parity": choice.parity}
+    record |= {"cpu_threads": plan.threads or devices.DEFAULT_THREADS, "m1clip": __version__}
+    run.write("machine.json", {**sensors.machine(), **record})
 
 
 def print_header(s: Session, choice: PlanChoice, chunk_reason: str) -> None:

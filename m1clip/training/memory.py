@@ -8,8 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from m1clip import devices, sensors
 from m1clip.data.batches import Batch
-from m1clip.training.state import TrainState
-from m1clip.training.step import embed_images, embed_texts, train_step
+from m1clip.training.step import Mark, StepOutput, TrainState, embed_images, embed_texts, train_step
 
 USABLE = 0.7  # fraction of the free memory that a batch may take
 # Peak memory of a step relative to the activations saved for backward: gradients in flight, kernel workspace.
@@ -40,8 +39,8 @@ def activation_bytes(state: TrainState, batch: Batch) -> int:
 
     pairs = state.to_device(batch.split(2)[0])
     with saved_tensors_hooks(save, lambda tensor: tensor):
-        outputs = embed_images(state, pairs), embed_texts(state, pairs)
-    del outputs
+        for embed in (embed_images, embed_texts):
+            embed(state.model, pairs, state.plan.precision)
     return sum(sizes.values()) // len(pairs)
 
 
@@ -82,7 +81,7 @@ def try_chunk(state: TrainState, batch: Batch, chunk: int) -> float | None:
     with sensors.PeakMemory() as peak:
         try:
             for embed in (embed_images, embed_texts):
-                embed(state, pairs).sum().backward()  # type: ignore[no-untyped-call]
+                embed(state.model, pairs, state.plan.precision).sum().backward()  # type: ignore[no-untyped-call]
         except (RuntimeError, MemoryError) as error:
             fits = False
             if not devices.is_out_of_memory(error):
@@ -94,9 +93,7 @@ def try_chunk(state: TrainState, batch: Batch, chunk: int) -> float | None:
     return taken if fits else None
 
 
-def step_with_retry(
-    state: TrainState, batch: Batch, mark: Callable[[str], None], on_retry: Callable[[int], None]
-) -> tuple[Tensor, Tensor, Tensor]:
+def step_with_retry(state: TrainState, batch: Batch, mark: Mark, on_retry: Callable[[int], None]) -> StepOutput:
     """The training step; where memory runs out, the same step again in smaller chunks."""
     phases: set[str] = set()
 

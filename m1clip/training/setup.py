@@ -1,32 +1,66 @@
-"""Prepare a run: validate the config, open the data and the initial model once, and settle what was left open."""
+"""Prepare a run: validate the config, open data and initial model once, choose the recipe."""
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from m1clip import sensors
-from m1clip.config import TrainConfig, check_config, recipe_defaults, with_defaults
+from m1clip.config import RECIPES, Recipe, TrainConfig, check_config, recipe_defaults, with_defaults
 from m1clip.console import Console
-from m1clip.data.batches import stored_size
+from m1clip.data.batches import BatchStream, stored_size
 from m1clip.data.sources import Source, open_sources
 from m1clip.data.splits import Split, Splits, open_splits
 from m1clip.devices import Plan
-from m1clip.format import file_size
-from m1clip.model.clip import CLIP, load_tokenizer
+from m1clip.format import duration, file_size
+from m1clip.model.clip import CLIP, load, load_tokenizer
+from m1clip.model.lora import add_lora
+from m1clip.model.pretrained import HFText, TimmVision, load_hf_text, load_timm
 from m1clip.model.tokenizer import Tokenizer, check_tokenizer, make_tokenizer
 from m1clip.run import Run
 from m1clip.training import checkpoint
-from m1clip.training.device_plan import requested_plan
-from m1clip.training.recipes import InitModel, check_recipe, choose_recipe, frozen_towers, load_init
+from m1clip.training.device_plan import default_plan, requested_plan
+from m1clip.training.logger import check_tracker
+from m1clip.training.optim import layers_from_top
 
+OVERFIT_BELOW, FULL_FROM = 10_000, 200_000
+"""Images below which whole towers overfit, and from which training all weights pays."""
+STEP_COST = 3.0  # of a training step relative to a forward pass
+TRIAL_SIZE = 8
+FEATURE_VIEWS = 3  # augmented views encoded per image when the vision tower is frozen; the first is not augmented
 TOKENIZER_CAPTIONS = 50_000  # captions a tokenizer is trained on, at most about
+CALIBRATION_PAIRS, CALIBRATION_ROWS = 64, 20_000
 Given = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class InitModel:
+    clip: CLIP | None = None
+    vision: TimmVision | None = None
+    text: HFText | None = None
+    tokenizer: Tokenizer | None = None  # where the text tower brings one
+    random_vision: bool = False  # the vision tower has no pretrained weights
+    note: str = ""  # what had to be guessed about the checkpoint
+
+    @property
+    def pretrained(self) -> tuple[str, ...]:
+        """Names of the towers with pretrained weights."""
+        if self.clip is not None:
+            return ("vision", "text")
+        towers = {"vision": None if self.random_vision else self.vision, "text": self.text}
+        return tuple(name for name, tower in towers.items() if tower is not None)
+
+    def __bool__(self) -> bool:
+        return bool(self.clip or self.vision or self.text)
 
 
 @dataclass(frozen=True)
@@ -45,8 +79,8 @@ class Setup:
     deadline: float | None  # when a budget ends, by time.monotonic
     checkpoint: Path | None  # the checkpoint to resume from
     damaged: dict[Path, str]  # newer checkpoints that cannot be used, and why
-    resumed_plan: Plan | None = None
-    views: int = 0  # encoded views per image so far; 0 for a new run
+    resumed_plan: Plan | None
+    views: int  # encoded views per image so far; 0 for a new run
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -54,26 +88,17 @@ class Setup:
 
 
 def prepare(
-    config: TrainConfig,
-    given: Given,
-    runs: Path,
-    resumed: Run | None,
-    console: Console,
-    started: float,
-    is_final: bool = False,
+    config: TrainConfig, given: Given, runs: Path, resumed: Run | None, console: Console, started: float, is_final: bool
 ) -> Setup:
     """Validate and open everything before the run folder is written.
 
     `given` are the user's own settings, which defaults of recipes and budgets leave alone; `is_final` says that
     the config comes from a file and gets no other defaults. A budget counts from `started` (time.monotonic).
     """
-    imported, reason = sensors.memory_use(), ""
+    imported, reason, plan = sensors.memory_use(), "", None
     check_config(config)
     requested_plan(config)
-    if config.track != "none":
-        from m1clip.training.trackers import check_tracker
-
-        check_tracker(config.track)
+    check_tracker(config.track)
     if not resumed:  # a resumed run has its tokenizer
         check_tokenizer(config.tokenizer)
     config, init = load_init(config, resumed)
@@ -82,42 +107,36 @@ def prepare(
         config, reason = choose_settings(config, given, is_final, init, sources, console)
     check_recipe(config, init)
     check_disk_space(config, runs, resumed)
-    record = resumed.read("data.json") if resumed and (resumed.path / "data.json").exists() else {}
+    before = resumed.read("data.json") if resumed and (resumed.path / "data.json").exists() else {}
     size = config.model.vision.image_size
-    stored, on_the_fly = stored_size(size, config.crop_scale), record.get("on_the_fly", ())
-    splits = open_splits(sources, config, size, stored, console.progress, on_the_fly)
+    stored = stored_size(size, config.crop_scale)
+    splits = open_splits(sources, config, size, stored, console.progress, before.get("on_the_fly", ()))
     pairs, identity = splits.train.pairs_per_epoch, splits.train.identity
     config = settle(config, init, pairs)
     if config.batch_size > pairs:
         raise ValueError(f"batch_size {config.batch_size} is larger than the {pairs} training pairs")
-    if resumed and record.get("identity", identity) != identity:
+    if resumed and before.get("identity", identity) != identity:
         changed = f"the data of {resumed.path} has changed (rows, captions or their order)"
         raise ValueError(f"{changed}; restore it, or start a new run")
     total = config.steps or config.epochs * (pairs // config.batch_size)
     start, damaged = checkpoint.newest_intact(resumed) if resumed else (None, {})
-    tokenizer, deadline = open_tokenizer(config, start, init, splits.train), None
-    if config.budget_s is not None:
-        elapsed_s = checkpoint.read_progress(start).seconds if start else 0.0
-        deadline = started + max(0.0, config.budget_s - elapsed_s)
-    setup = Setup(config, reason, init, splits, tokenizer, total, imported, deadline, start, damaged)
-    return resumed_setup(setup, resumed, record.get("views", 0)) if resumed and start else setup
-
-
-def resumed_setup(setup: Setup, resumed: Run, views: int) -> Setup:
-    """With the plan and the views of the interrupted run."""
-    config, total, start, plan = setup.config, setup.total, setup.checkpoint, None
     if start and checkpoint.step_of(start) > total and not config.budget_s:
         requested = f"--steps {config.steps}" if config.steps else f"{config.epochs} epochs"
         raise ValueError(f"{start.parent} is at step {checkpoint.step_of(start)}; {requested} end at step {total}")
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        plan = Plan(**resumed.read("machine.json")["plan"])
-    return replace(setup, resumed_plan=plan, views=views)
-
-
-def open_tokenizer(config: TrainConfig, start: Path | None, init: InitModel, pairs: Split) -> Tokenizer:
     if start:
-        return load_tokenizer(config.model, start / "tokenizer.json")
-    return init.tokenizer or make_tokenizer(config.tokenizer, sample_captions(pairs), config.model.text.vocab_size)
+        tokenizer = load_tokenizer(config.model, start / "tokenizer.json")
+    else:
+        captions, vocab_size = sample_captions(splits.train), config.model.text.vocab_size
+        tokenizer = init.tokenizer or make_tokenizer(config.tokenizer, captions, vocab_size)
+    deadline = None
+    if config.budget_s is not None:
+        elapsed_s = checkpoint.read_progress(start).seconds if start else 0.0
+        deadline = started + max(0.0, config.budget_s - elapsed_s)
+    if resumed and start:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            plan = Plan(**resumed.read("machine.json")["plan"])
+    views = before.get("views", 0) if start else 0
+    return Setup(config, reason, init, splits, tokenizer, total, imported, deadline, start, damaged, plan, views)
 
 
 def choose_settings(
@@ -138,12 +157,93 @@ def choose_settings(
     return replace(config, recipe=recipe), reason
 
 
+class EncodingCost(NamedTuple):
+    """Seconds per image and per caption on this machine, from a short trial."""
+
+    image_s: float
+    caption_s: float
+
+
+def choose_recipe(config: TrainConfig, init: InitModel, sources: Sequence[Source]) -> tuple[Recipe, str]:
+    """The recipe for --recipe auto, and the reason."""
+    images = sum(len(source.train) for source in sources)
+    counts = [len(source.train.captions(row)) for source in sources for row in range(min(100, len(source.train)))]
+    return decide_recipe(config, init, images, round(fmean(counts) * images), measure_encoding(config, init))
+
+
+def decide_recipe(
+    config: TrainConfig, init: InitModel, images: int, captions: int, cost: EncodingCost
+) -> tuple[Recipe, str]:
+    """Choose by pretrained towers, number of images, and measured cost against the budget."""
+    if len(init.pretrained) < 2:
+        only = f"only the {init.pretrained[0]} tower is pretrained"
+        return "frozen", f"{only}: it is frozen, and the other one is trained to match it"
+    encoding_s = images * FEATURE_VIEWS * cost.image_s + captions * cost.caption_s
+    encoding = f"{images:,} images; encoding them once takes about {duration(encoding_s)}"
+    if init.clip is None:
+        apart = "the encoders were not trained together, so only the projection heads are trained"
+        return "frozen", f"{apart}: {encoding}"
+    recipe: Recipe = "full" if images >= FULL_FROM else "lora"
+    seconds = RECIPES[recipe]["epochs"] * images * STEP_COST * (cost.image_s + cost.caption_s)
+    about = f"about {duration(seconds)}"
+    if config.budget_s is not None and seconds > config.budget_s:
+        return "frozen", f"{encoding}; {recipe} would take {about} of the {duration(config.budget_s)}"
+    if recipe == "full":
+        return recipe, f"{images:,} images are enough to train all weights ({about})"
+    few = "few enough to overfit" if images < OVERFIT_BELOW else "too few to train all weights"
+    return recipe, f"{images:,} images are {few}: LoRA changes and forgets less ({about})"
+
+
+def measure_encoding(config: TrainConfig, init: InitModel) -> EncodingCost:
+    """Time forward passes of a few blank images and short captions, after a warm-up."""
+    model = build_model(config, init, init.tokenizer)
+    size = model.config.vision.image_size
+    images_BHWC = torch.zeros((TRIAL_SIZE, size, size, 3), dtype=torch.uint8)
+    tokens_BL = torch.ones(TRIAL_SIZE, min(16, model.config.text.context_length), dtype=torch.long)
+
+    def time_per_item(forward: Callable[[], Tensor]) -> float:
+        with torch.inference_mode():
+            forward().cpu()
+            started = time.perf_counter()
+            forward().cpu()
+        return (time.perf_counter() - started) / TRIAL_SIZE
+
+    vision, text = default_plan(config).plan.devices
+    model.to_devices(vision, text)
+    image_s = time_per_item(lambda: model.vision(model.normalize(images_BHWC.to(vision))))
+    return EncodingCost(image_s, time_per_item(lambda: model.text(tokens_BL.to(text))))
+
+
 def settle(config: TrainConfig, init: InitModel, pairs: int) -> TrainConfig:
     """Write down which towers are frozen, for a resumed run; fine-tuning on a small set is one batch."""
     towers = frozen_towers(config, init)
     freeze: Any = config.freeze if not towers else "both" if len(towers) == 2 else towers[0]
     batch_size = config.batch_size if config.recipe == "scratch" else min(config.batch_size, pairs)
     return replace(config, freeze=freeze, batch_size=max(2, batch_size))
+
+
+def frozen_towers(config: TrainConfig, init: InitModel) -> tuple[str, ...]:
+    """The frozen towers, whose features are encoded once."""
+    if config.recipe == "scratch" or (config.recipe != "frozen" and config.freeze == "auto"):
+        return ()
+    towers = {"both": ("vision", "text"), "vision": ("vision",), "text": ("text",), "auto": init.pretrained}
+    return towers[config.freeze]
+
+
+def check_recipe(config: TrainConfig, init: InitModel) -> None:
+    """Refuse combinations that make no sense."""
+    if config.wise_ft < 1 and (not init or config.vision or config.text):
+        raise ValueError("--wise-ft averages a CLIP given by --init with its fine-tuned weights; there is no --init")
+    if config.recipe == "scratch" and init:
+        raise ValueError("--recipe scratch starts from random weights; leave out --init, --vision and --text")
+    if config.recipe != "scratch" and not init:
+        examples = "--init CLIP, or --vision timm:NAME and --text hf:NAME"
+        raise ValueError(f"--recipe {config.recipe} needs pretrained weights: {examples}")
+    for flag in ("patch_dropout", "grad_checkpointing"):
+        if getattr(config, flag) and not config.model.is_native:
+            raise ValueError(f"--{flag.replace('_', '-')} is not available for timm and transformers towers")
+    if config.recipe == "frozen" and not frozen_towers(config, init):
+        raise ValueError("--recipe frozen needs a pretrained tower")
 
 
 def check_disk_space(config: TrainConfig, runs: Path, resumed: Run | None) -> None:
@@ -159,6 +259,85 @@ def check_disk_space(config: TrainConfig, runs: Path, resumed: Run | None) -> No
     free = shutil.disk_usage(folder).free
     if free < need:
         raise OSError(f"{folder} has {file_size(free)} free; checkpoints need {file_size(need)}")
+
+
+def load_init(config: TrainConfig, resumed: Run | None) -> tuple[TrainConfig, InitModel]:
+    """Load what the config names, and the config with that model's shape."""
+    torch.manual_seed(config.seed)  # new heads depend on the seed alone
+    if resumed and (resumed.path / "start").is_dir():  # a run keeps its initial model
+        clip = load(resumed.path / "start")
+        return config, InitModel(clip, tokenizer=clip.tokenizer)
+    if resumed or not config.is_pretrained:
+        return config, InitModel()
+    if config.init:
+        from m1clip.model.interop import import_clip
+
+        requested = config.model
+        clip, note = import_clip(config.init, config.tokenizer, requested.activation == "quick_gelu")
+        if requested.loss == "sigmoid" and clip.config.loss == "softmax":
+            raise ValueError("--init was trained with the softmax loss; --model.loss sigmoid cannot continue it")
+        if requested.head != "linear" and clip.config.head == "linear":
+            clip = replace_heads(clip, requested.head, requested.head_hidden)
+        return replace(config, model=clip.config), InitModel(clip, tokenizer=clip.tokenizer, note=note)
+    vision = load_timm(config.vision) if config.vision else None
+    text, tokenizer = load_hf_text(config.text) if config.text else (None, None)
+    towers = {"vision": vision, "text": text}
+    shape: dict[str, Any] = {name: tower.config for name, tower in towers.items() if tower is not None}
+    init = InitModel(None, vision, text, tokenizer, random_vision=config.vision.endswith("?weights=none"))
+    return replace(config, model=replace(config.model, **shape)), init
+
+
+def replace_heads(clip: CLIP, kind: Literal["standardized", "mlp"], hidden: int) -> CLIP:
+    """The same model with larger projection heads, which compute the same until they are trained."""
+    model = CLIP(replace(clip.config, head=kind, head_hidden=hidden), clip.tokenizer)
+    weights = clip.state_dict()
+    for name in ("vision_projection", "text_projection"):
+        matrix_ED = weights.pop(f"{name}.weight")
+        weights |= {f"{name}.linear.weight": matrix_ED, f"{name}.linear.bias": matrix_ED.new_zeros(len(matrix_ED))}
+    model.load_state_dict(weights, strict=False)
+    return model.eval()
+
+
+def build_model(config: TrainConfig, init: InitModel, tokenizer: Tokenizer | None) -> CLIP:
+    """The model before the first step; new parameters depend on the seed alone."""
+    if init.clip is not None:
+        return init.clip
+    torch.manual_seed(config.seed)
+    model = CLIP(config.model, tokenizer)
+    for tower, weights in ((model.vision, init.vision), (model.text, init.text)):
+        if weights is not None:
+            tower.load_state_dict(weights.state_dict())
+    return model
+
+
+def set_trainable(model: CLIP, config: TrainConfig, frozen: tuple[str, ...]) -> None:
+    """Freeze what the recipe does not train; its gradients are never computed."""
+    trained = [name for name in ("vision", "text") if name not in frozen]
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    if config.recipe == "lora":
+        torch.manual_seed(config.seed)
+        add_lora(model, trained, config.lora_rank)
+    if config.recipe == "full" and config.unfreeze:
+        for name, weight in model.named_parameters():
+            if name.startswith(tuple(f"{tower}." for tower in trained)):
+                weight.requires_grad_(layers_from_top(name, model) <= config.unfreeze)
+
+
+@torch.no_grad()
+def calibrate_heads(model: CLIP, init: InitModel, batches: BatchStream) -> None:
+    """Standardize the inputs of new heads by the mean and deviation of their features."""
+    if init.clip is not None or model.config.head == "linear":
+        return
+    batch, tables = batches.batch(0).split(CALIBRATION_PAIRS)[0].to(*model.devices), batches.features
+    inputs = {
+        "vision": tables.images.views[0] if tables.images else model.vision(model.normalize(batch.image[0])),
+        "text": tables.captions.features_MD if tables.captions else model.text(batch.text[0].flatten(0, 1)),
+    }
+    for tower, features in inputs.items():
+        sample = features[:: -(-len(features) // CALIBRATION_ROWS)]
+        sample = sample if isinstance(sample, Tensor) else torch.from_numpy(np.array(sample))
+        model.get_submodule(f"{tower}_projection").calibrate(sample)  # type: ignore[operator]
 
 
 def sample_captions(pairs: Split) -> Iterator[str]:
