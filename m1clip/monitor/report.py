@@ -24,9 +24,10 @@ from m1clip.monitor.terminal_views import gigabytes, local_time, watt_hours
 from m1clip.plots import COLORS, axes, legend, log_axis, save_figure
 
 MAX_POINTS = 1500
-PHASE_COLORS = dict(zip(STEP_PHASES, (COLORS[index] for index in (3, 6, 5, 0, 4)), strict=True))
+PHASE_COLORS = [COLORS[index] for index in (3, 6, 5, 0, 4)]
 TRAINING_CURVES = [(key, "step") for key in ("loss", "accuracy", "mean_r1", "lr", "grad_norm", "pairs_per_s")]
 COMPARISON_CURVES = [("loss", "step"), ("loss", "minutes"), ("mean_r1", "minutes"), ("temperature", "step")]
+Z = 1.959964  # standard errors on each side of a 95 % interval
 
 
 def write_report(run: RunView, folder: Path) -> Path:
@@ -36,7 +37,7 @@ def write_report(run: RunView, folder: Path) -> Path:
     if len(run.log) > 1:
         draw_curves([run], TRAINING_CURVES, folder / "training.png", 4.2, 2.7)
     if phases:
-        draw_step_time(run, folder / "step_time.png")
+        draw_step_time(run, phases["rows"], folder / "step_time.png")
     if temperatures:
         draw_curves([run], [("temperature", "step")], folder / "temperature.png", 7.0, 2.6)
     if gradients:
@@ -75,10 +76,9 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     """The 95 % interval of a fraction of `count` trials."""
     if count < 1:
         return 0.0, 1.0
-    z = 1.959964
-    center = (fraction + z * z / (2 * count)) / (1 + z * z / count)
-    variance = max(0.0, fraction * (1 - fraction) / count + z * z / (4 * count * count))
-    half = z / (1 + z * z / count) * math.sqrt(variance)
+    center = (fraction + Z * Z / (2 * count)) / (1 + Z * Z / count)
+    variance = max(0.0, fraction * (1 - fraction) / count + Z * Z / (4 * count * count))
+    half = Z / (1 + Z * Z / count) * math.sqrt(variance)
     return max(0.0, center - half), min(1.0, center + half)
 
 
@@ -120,20 +120,17 @@ def temperature_extremes(run: RunView) -> list[list[float]] | None:
 
 
 def gradient_flow(run: RunView) -> Record | None:
-    """By block: the first, the median and the last gradient norm, and the last relative to the weights."""
+    """By block: the first, the median and the last gradient norm, and the last norm of the weights."""
     records = run.log.known_records("diagnostics", "grad_norms")
     if not records:
         return None
-    first, last, weights = records[0], records[-1], records[-1].get("weight_norms") or {}
-    rows = {}
+    first, last, rows = records[0], records[-1], {}
     for name, norm in last["grad_norms"].items():
         norms = [record["grad_norms"].get(name) for record in records]
         median = median_range(np.array([known for known in norms if known is not None]))[0]
-        ratio = f"{norm / weights[name]:.1e}" if norm is not None and weights.get(name) else UNKNOWN
-        rows[name] = (norms[0], median, norm, ratio)
+        rows[name] = (norms[0], median, norm, last.get("weight_norms", {}).get(name))
     by_norm = sorted((norm, name) for name, norm in last["grad_norms"].items() if norm)
-    extremes = (by_norm[0], by_norm[-1]) if by_norm else None
-    return {"rows": rows, "first": first, "last": last, "count": len(records), "extremes": extremes}
+    return {"rows": rows, "first": first, "last": last, "count": len(records), "by_norm": by_norm}
 
 
 def step_gaps(run: RunView) -> list[str]:
@@ -164,15 +161,14 @@ def setting_differences(runs: Sequence[RunView]) -> list[list[str]]:
 
 def ranking(runs: Sequence[RunView]) -> Record | None:
     """The best two of comparable runs by mean R@1, and whether their difference is significant (95 %)."""
-    evals = [(run.log.last("eval"), run.name) for run in runs]
-    scores = sorted(((last["mean_r1"], name) for last, name in evals if last.get("mean_r1") is not None), reverse=True)
-    if len(scores) < 2:
+    scores = [(run.log.last("eval").get("mean_r1"), run.name) for run in runs]
+    ranked = sorted(((score, name) for score, name in scores if score is not None), reverse=True)
+    if len(ranked) < 2:
         return None
-    (first, best), (second, runner_up) = scores[:2]
-    images, pooled = max(1, int(evals[0][0]["images"])), (first + second) / 2
+    (first, _), (second, _) = ranked[:2]
+    images, pooled = max(1, int(runs[0].log.last("eval")["images"])), (first + second) / 2
     error = math.sqrt(max(1e-12, 2 * pooled * (1 - pooled) / images))
-    names_and_scores = {"best": best, "best_score": first, "runner_up": runner_up, "runner_up_score": second}
-    return {**names_and_scores, "images": images, "significant": first - second > 1.959964 * error}
+    return {"best": ranked[0], "second": ranked[1], "images": images, "significant": first - second > Z * error}
 
 
 def common_score(runs: Sequence[RunView]) -> float | None:
@@ -243,13 +239,12 @@ def draw_curve(panel: Axes, runs: Sequence[RunView], key: str, x_axis: str = "st
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"))
 
 
-def draw_step_time(run: RunView, path: Path) -> None:
+def draw_step_time(run: RunView, phase_rows: Record, path: Path) -> None:
     figure, (times, phases) = axes(2, 5.2, 2.9)
     draw_curve(times, [run], "step_ms")
     times.set_ylim(0, 1.3 * float(np.quantile(run.log.known_column("step_ms"), 0.99)))
     left = 0.0
-    for phase, color in PHASE_COLORS.items():
-        median = median_range(run.log.known_column(f"{phase}_ms"))[0]
+    for (phase, (median, *_)), color in zip(phase_rows.items(), PHASE_COLORS, strict=True):
         if median is not None:
             phases.barh([0], [median], left=left, color=color, label=f"{phase} {median:.3g} ms")
             left += median

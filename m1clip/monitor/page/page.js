@@ -12,7 +12,7 @@ const CHARTS = {
 const $ = (id) => document.getElementById(id);
 const view = {run: null, compared: [], tab: "curves", smooth: "0", xAxis: "step", range: null};
 const cache = {};  // the curves of each run as last fetched
-let runs = [], curves = {}, versions = {}, source = null, pending = 0, refreshing = false, refreshAgain = false;
+let runs = [], curves = {}, source = null, pending = 0, refreshing = false, refreshAgain = false;
 
 /** Fetch JSON; the loading bar is shown meanwhile. */
 async function fetchJSON(path) {
@@ -51,6 +51,9 @@ function restoreView() {
   }
 }
 
+/** Changes with every record of a run and when its process ends; undefined if there is no such run. */
+const version = (name) => JSON.stringify(runs.find((row) => row.run === name));
+
 /** The selected run and those compared with it that still exist. */
 function shownRuns() {
   const existing = new Set(runs.map((row) => row.run));
@@ -74,7 +77,7 @@ function compareRun(name, checked) {
 function viewChanged() {
   saveView(true);
   drawRuns();
-  listen();  // its first event refreshes the page
+  refresh();
 }
 
 // ---- the list of runs ----
@@ -138,7 +141,7 @@ async function updateCurves(tab) {
   const query = new URLSearchParams({x_axis: view.xAxis, smooth: view.smooth, max_points: shownRuns().length > 4 ? 300 : 700});
   CHARTS[tab].forEach((key) => query.append("key", key));
   if (view.range) { query.set("start", view.range[0]); query.set("end", view.range[1]); }
-  const signature = (name) => `${query} ${JSON.stringify(versions[name])}`;
+  const signature = (name) => `${query} ${version(name)}`;
   const stale = shownRuns().filter((name) => cache[name]?.signature !== signature(name));
   const known = stale.filter((name) => cache[name]);
   for (const names of [known, ...stale.filter((name) => !cache[name]).map((name) => [name])]) {
@@ -289,18 +292,15 @@ function showError(text) {
 
 function listen() {
   source?.close();
-  const query = new URLSearchParams();
-  shownRuns().forEach((name) => query.append("run", name));
-  source = new EventSource("api/live?" + query);
-  source.addEventListener("runs", (event) => {
-    const state = () => runs.find((row) => row.run === view.run)?.state, before = state();
+  source = new EventSource("api/live");
+  source.onmessage = (event) => {
+    const versions = () => [view.run, ...view.compared].map(version).join(), before = versions();
     runs = JSON.parse(event.data);
     if (!view.run && runs.length) { selectRun(runs[0].run); return; }
     drawRuns();
-    if (state() !== before) refresh();  // a killed process writes nothing any more
-  });
-  source.addEventListener("changed", (event) => { versions = JSON.parse(event.data); refresh(); });
-  source.onopen = () => showError("");
+    if (versions() !== before) refresh();
+  };
+  source.onopen = () => { showError(""); refresh(); };
   source.onerror = () => showError("The monitor does not answer. Is it still running? Retrying …");
 }
 
@@ -354,7 +354,6 @@ function addListeners() {
     view.range = null;
     drawRuns();
     showTab(view.tab, false);
-    listen();
   });
 }
 
