@@ -39,11 +39,11 @@ def write_report(run: RunView, folder: Path) -> Path:
     if phases:
         draw_step_time(run, phases["rows"], folder / "step_time.png")
     if temperatures:
-        draw_curves([run], [("temperature", "step")], folder / "temperature.png", 7.0, 2.6)
+        draw_curves([run], [("temperature", "step")], folder / "temperature.png", 10.4, 2.9)
     if gradients:
         draw_gradient_flow(run, folder / "gradients.png")
     values = {"run": run, "log": run.log, "phases": phases, "temperatures": temperatures, "gradients": gradients}
-    values |= {"examples": draw_examples(run, folder), **TEMPLATE_VALUES}
+    values |= {"examples": write_examples(run, folder / "examples"), **TEMPLATE_VALUES}
     template = "monitor/templates/report.md.j2"
     return write_document(folder, "report", f"{run.name}: training report", template, **values)
 
@@ -251,13 +251,14 @@ def draw_step_time(run: RunView, phase_rows: Record, path: Path) -> None:
     phases.set_title("median step by phase", fontsize=10)
     phases.set(yticks=[], ylim=(-0.8, 1.6), xlabel="ms")
     phases.grid(visible=False)
-    phases.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
+    if left > 0:
+        phases.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
     save_figure(figure, path)
 
 
 def draw_gradient_flow(run: RunView, path: Path) -> None:
     steps, blocks, norms = gradient_norms(run.log, 200)
-    figure, (panel,) = axes(1, 8.0, 1.2 + 0.22 * len(blocks))
+    figure, (panel,) = axes(1, 10.4, 1.2 + 0.22 * len(blocks))
     log_norms = np.log10(np.where(norms > 0, norms, np.nan))
     heatmap = panel.imshow(log_norms, aspect="auto", cmap="cividis", interpolation="nearest")
     panel.set_yticks(range(len(blocks)), blocks, fontsize=8)
@@ -270,49 +271,28 @@ def draw_gradient_flow(run: RunView, path: Path) -> None:
     save_figure(figure, path)
 
 
-def draw_examples(run: RunView, folder: Path) -> Record:
-    """Queries by group (errors, sample), each group with a figure of its name."""
-    retrievals = run.retrievals()
-    groups = {}
+def write_examples(run: RunView, folder: Path) -> Record:
+    """Queries by group (errors, sample); the images they retrieved are written to the folder."""
+    retrievals, groups = run.retrievals(), {}
     for group, limit in (("errors", 6), ("sample", 4)):
         queries = [query for query in retrievals.get("queries", ()) if query["group"] == group][:limit]
-        if queries:
-            draw_retrievals(queries, retrievals["shown"], folder / f"{group}.png")
-            groups[group] = queries
+        for index, query in enumerate(queries, 1):
+            if query["rank"] > len(query["top"]):  # the true image is last if it is not among the top results
+                query["top"].append({"row": query["truth"], "score": query["true_score"]})
+            for rank, hit in enumerate(query["top"], 1):
+                image, path = retrievals["shown"].get(str(hit["row"]), {}), folder / f"{group}-{index}-{rank}.jpg"
+                hit |= {"caption": image.get("caption"), "file": write_image(image.get("jpeg"), path)}
+        groups |= {group: queries} if queries else {}
     return {"groups": groups, "step": retrievals.get("step")}
 
 
-def draw_retrievals(queries: Sequence[Record], images: Record, path: Path) -> None:
-    """A row per caption: the top images; the true one has a frame, and is last if it is not among them."""
-    columns = 1 + max(len(query["top"]) for query in queries)
-    figure, panels = axes(columns * len(queries), 1.4, 1.75, columns)
-    for panel in panels:
-        panel.set_axis_off()
-    for row, query in enumerate(queries):
-        hits = list(query["top"])
-        if query["rank"] > len(hits):
-            hits.append({"row": query["truth"], "score": query["true_score"]})
-        caption = query["text"] if len(query["text"]) < 100 else query["text"][:97] + "…"
-        row_panels = panels[row * columns : (row + 1) * columns]
-        # The caption is wider than its panel, which must not move the others.
-        row_panels[0].text(0, 1.17, caption, transform=row_panels[0].transAxes, fontsize=8).set_in_layout(False)
-        for index, (panel, hit) in enumerate(zip(row_panels, hits, strict=False)):
-            is_true = hit["row"] == query["truth"]
-            note = "true" if is_true else "same caption" if hit.get("same_caption") else ""
-            rank = query["rank"] if is_true else index + 1
-            panel.set_title(f"\n{rank}. {hit['score']:.3f} {note}", fontsize=8, loc="left")
-            draw_image(panel, images.get(str(hit["row"]), {}).get("jpeg"), is_true)
-    save_figure(figure, path)
-
-
-def draw_image(panel: Axes, jpeg: str | None, is_true: bool) -> None:
+def write_image(jpeg: str | None, path: Path) -> str | None:
+    """Decode base64 into a file; return its path in the report, None if it is not an image."""
     try:
-        image = Image.open(io.BytesIO(base64.b64decode(jpeg or "", validate=True))).convert("RGB")
+        data = base64.b64decode(jpeg or "", validate=True)
+        Image.open(io.BytesIO(data)).verify()
     except (OSError, ValueError, TypeError):
-        panel.text(0.5, 0.5, "no image", ha="center", transform=panel.transAxes, fontsize=8)
-        return
-    panel.imshow(np.asarray(image))
-    panel.set_axis_on()
-    panel.tick_params(bottom=False, left=False, labelbottom=False, labelleft=False)
-    panel.grid(visible=False)
-    panel.spines[:].set(visible=True, color=COLORS[2] if is_true else "#cccccc", linewidth=3 if is_true else 1)
+        return None
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    return f"{path.parent.name}/{path.name}"
