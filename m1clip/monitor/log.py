@@ -225,10 +225,7 @@ class RunView:
     def __init__(self, run: Run, name: str | None = None):
         self.run, self.path, self.name = run, run.path, name or run.name
         self.log = Log(run.path / "metrics.jsonl")
-        self.summary: Record = {}
-        self.config: Record = {}
-        self.machine: Record = {}
-        self.data: Record = {}
+        self.summary, self.config, self.machine, self.data = Record(), Record(), Record(), Record()
 
     def refresh(self, max_bytes: float = math.inf) -> bool:
         """Read what is new; return whether the log or the status changed."""

@@ -51,19 +51,18 @@ def write_report(run: RunView, folder: Path) -> Path:
 def write_comparison(runs: Sequence[RunView], folder: Path) -> Path:
     """Write comparison.md, comparison.html and a figure; return the path of the HTML file."""
     folder.mkdir(parents=True, exist_ok=True)
-    has_curves, comparable = any(len(run.log) > 1 for run in runs), is_comparable(runs)
-    if has_curves:
+    values: Record = {"runs": runs, "differences": setting_differences(runs), **TEMPLATE_VALUES}
+    if any(len(run.log) > 1 for run in runs):
         draw_curves(runs, COMPARISON_CURVES, folder / "comparison.png", 5.6, 2.9)
-    values = {"runs": runs, "has_curves": has_curves, "differences": setting_differences(runs)}
-    values |= {"comparable": comparable, "goal": common_score(runs) if comparable else None}
-    values |= {"ranking": ranking(runs) if comparable else None, **TEMPLATE_VALUES}
+        values["has_curves"] = True
+    if is_comparable(runs):
+        values |= {"comparable": True, "goal": common_score(runs), "ranking": ranking(runs)}
     title = " and ".join(run.name for run in runs) + ": comparison"
     return write_document(folder, "comparison", title, "monitor/templates/comparison.md.j2", **values)
 
 
 def step_seconds(run: RunView) -> float | None:
-    step_ms = run.log.column("step_ms") + np.nan_to_num(run.log.column("between_ms"))
-    return float(np.nansum(step_ms)) / 1e3 or None
+    return 60 * float(minutes_at(run.log, np.array([math.inf]))[0]) or None
 
 
 def elapsed_seconds(run: RunView) -> float | None:
@@ -273,7 +272,7 @@ def draw_gradient_flow(run: RunView, path: Path) -> None:
 
 def write_examples(run: RunView, folder: Path) -> Record:
     """Queries by group (errors, sample); the images they retrieved are written to the folder."""
-    retrievals, groups = run.retrievals(), {}
+    retrievals, groups = run.retrievals(), Record()
     for group, limit in (("errors", 6), ("sample", 4)):
         queries = [query for query in retrievals.get("queries", ()) if query["group"] == group][:limit]
         for index, query in enumerate(queries, 1):

@@ -176,8 +176,8 @@ class Monitor(App[None]):
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         name = str(event.row_key.value)
-        self.shown = self.compared.get(name) or RunView(Run(self.folder / name))
-        self.compared.pop(name, None)
+        compared = self.compared.pop(name, None)
+        self.shown = compared or RunView(Run(self.folder / name))
         self.paused = False
         self.action_view("curves")
         self.poll()

@@ -119,7 +119,7 @@ def curve_plot(runs: Sequence[RunView], key: str, width: int, height: int, smoot
     chances = [curve.chance_level(run.log) for run in runs]
     levels = list(dict.fromkeys(level for level in chances if level is not None))
     title = f"{curve.title} {curve.text(curve.current(runs[0].log))}"
-    note = "  (log axis)" if curve.log_axis else f"  (chance {', '.join(map(curve.text, levels))})" if levels else ""
+    note = "  (log)" if curve.log_axis else f"  (chance {', '.join(map(curve.text, levels))})" if levels else ""
     title += note if len(title + note) <= width else ""
 
     def tick(value: float, digits: int) -> str:
@@ -140,9 +140,7 @@ def line_plot(
     top, middle, bottom = tick_labels(y_range, tick)
     label_width = max(map(len, (top, middle, bottom))) + 1
     plot_width = max(4, width - label_width - 1)
-    labels = {0: top}
-    labels |= {rows - 1: bottom} if rows > 2 else {}
-    labels |= {(rows - 1) // 2: middle} if rows >= 5 else {}
+    labels = {(rows - 1) // 2: middle, rows - 1: bottom, 0: top}  # the last one wins if they share a row
     level_dots = np.zeros((4 * rows, 2 * plot_width), bool)
     level_dots[np.rint(dot_rows(np.array(levels), y_range, 4 * rows)).astype(int), ::4] = True
     layers = [(level_dots, "dim")]

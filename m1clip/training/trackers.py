@@ -32,11 +32,7 @@ def tracking(run: Run, config: TrainConfig, step: int, warn: Callable[[str], Non
             run.on_record = None
             warn(f"{config.track} failed and is no longer used: {error}")
 
-    tracker = guarded(TRACKERS[config.track], run, config, step)
-    if tracker is None:
-        yield
-        return
-    send, close = tracker
+    send, close = guarded(TRACKERS[config.track], run, config, step) or (lambda *_: None, lambda: None)
 
     def send_record(record: dict[str, Any]) -> None:
         if record["kind"] != "event":
