@@ -23,6 +23,7 @@ from m1clip.run import Run
 Record = dict[str, Any]
 Array = NDArray[np.float64]
 STEP_PHASES = ("data", "copy", "forward", "backward", "optimizer")
+RECENT_STEPS = 50  # that the monitors average
 RECORD_KINDS = ("diagnostics", "eval", "epoch")
 BLOCK_SIZE = 1 << 16  # blocks that stay in the CPU cache are parsed twice as fast as blocks of 4 MB
 MAX_VALUE = 1e200  # a larger magnitude counts as missing: sums and squares of it would overflow

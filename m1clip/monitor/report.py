@@ -8,6 +8,7 @@ import io
 import math
 import shlex
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +148,11 @@ def is_comparable(runs: Sequence[RunView]) -> bool:
 
 
 def setting_differences(runs: Sequence[RunView]) -> list[list[str]]:
-    settings = [
-        flatten(run.config)
-        | {f"data.{key}": run.data.get(key) for key in ("identity", "train", "val")}
-        | flatten(run.machine, "machine.")
-        for run in runs
-    ]
-    names = dict.fromkeys(name for each in settings for name in each)
+    settings = []
+    for run in runs:
+        data = {key: run.data.get(key) for key in ("identity", "train", "val")}
+        settings.append(flatten(run.config) | flatten({"data": data, "machine": run.machine}))
+    names = dict.fromkeys(chain(*settings))
     rows = ([name, *(str(each.get(name, UNKNOWN)) for each in settings)] for name in names)
     return [row for row in rows if len(set(row[1:])) > 1]
 

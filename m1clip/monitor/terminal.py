@@ -28,8 +28,8 @@ VIEWS = ("curves", "speed", "gradients", "events", "runs")
 
 
 @dataclass(frozen=True)
-class Sized:
-    """Draws what it is asked to for the width and height of its widget."""
+class View:
+    """A Rich renderable that is drawn again for every width and height."""
 
     draw: Callable[[int, int], RenderableType]
 
@@ -70,16 +70,16 @@ class Monitor(App[None]):
         self.exit(return_code=1)
 
     def compose(self) -> ComposeResult:
-        yield Static(Sized(lambda width, _: header_view(self.shown, width)), id="header")
-        yield Static(Sized(lambda width, _: self._tabs(width)), id="tabs")
+        yield Static(View(lambda width, _: header_view(self.shown, width)), id="header")
+        yield Static(View(lambda width, _: self._tabs(width)), id="tabs")
         with ContentSwitcher(initial="curves"):
-            yield Static(Sized(lambda width, height: curves_view(self.views, width, height, self.smooth)), id="curves")
+            yield Static(View(lambda width, height: curves_view(self.views, width, height, self.smooth)), id="curves")
             with VerticalScroll(id="speed"):
-                yield Static(Sized(lambda width, _: speed_view(self.shown, width)))
+                yield Static(View(lambda width, _: speed_view(self.shown, width)))
             with VerticalScroll(id="gradients"):
-                yield Static(Sized(lambda width, _: gradients_view(self.shown, width)))
+                yield Static(View(lambda width, _: gradients_view(self.shown, width)))
             with VerticalScroll(id="events"):
-                yield Static(Sized(lambda *_: events_view(self.shown)))
+                yield Static(View(lambda *_: events_view(self.shown)))
             yield DataTable(id="runs", cursor_type="row")
         yield Footer()
 

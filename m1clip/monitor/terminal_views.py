@@ -15,7 +15,7 @@ from rich.text import Text
 
 from m1clip.format import UNKNOWN, ago, duration, file_size, number, percent, printable
 from m1clip.monitor.curves import CURVES
-from m1clip.monitor.log import STEP_PHASES, Array, Record, RunView, event_text, float_or_nan
+from m1clip.monitor.log import RECENT_STEPS, STEP_PHASES, Array, Record, RunView, event_text, float_or_nan
 
 Line = tuple[Array, Array, str]  # x, y and style
 Range = tuple[float, float]
@@ -29,7 +29,6 @@ CURVES_SHOWN = ("loss", "accuracy", "mean_r1", "temperature", "lr", "grad_norm")
 EMBEDDING_STATISTICS = ["alignment", "uniformity_image", "uniformity_text", "modality_gap"]
 EMBEDDING_STATISTICS += ["effective_rank_image", "effective_rank_text"]
 ROUTINE_EVENTS = ("start", "resume", "chunk", "saved again", "loss scale halved")
-RECENT_STEPS = 50
 # Bits of the 4 x 2 dots of a Braille character.
 BRAILLE_BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 

@@ -25,8 +25,7 @@ from fastapi.staticfiles import StaticFiles
 from m1clip.files import json_safe
 from m1clip.monitor import LOOPBACK_HOSTS
 from m1clip.monitor.curves import CURVES, PAGE, Curve, downsample, gradient_norms
-from m1clip.monitor.log import STEP_PHASES, Log, Record, RunView, event_text, number_or_none
-from m1clip.monitor.terminal_views import RECENT_STEPS
+from m1clip.monitor.log import RECENT_STEPS, STEP_PHASES, Log, Record, RunView, event_text, number_or_none
 from m1clip.run import Run, is_run, run_summaries
 
 POLL_S = 1.0
