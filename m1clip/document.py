@@ -2,6 +2,7 @@
 
 import base64
 import html
+import mimetypes
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,6 +85,7 @@ def render_html(markdown: str, folder: Path) -> str:
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = parser.parse(markdown)
     for image in (child for token in tokens for child in token.children or () if child.type == "image"):
-        data = base64.b64encode((folder / str(image.attrs["src"])).read_bytes()).decode()
-        image.attrs["src"] = f"data:image/png;base64,{data}"
+        path = folder / str(image.attrs["src"])
+        kind, data = mimetypes.guess_type(path)[0], base64.b64encode(path.read_bytes()).decode()
+        image.attrs["src"] = f"data:{kind};base64,{data}"
     return str(parser.renderer.render(tokens, parser.options, {}))

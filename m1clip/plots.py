@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogFormatter, NullLocator
 
 matplotlib.rcParams["text.parse_math"] = False  # a caption with two dollar signs is not a formula
 # Distinguishable with color blindness (Okabe and Ito).
@@ -43,7 +43,7 @@ def log_axis(panel: Axes, which: str, ticks: Sequence[float] | None = None) -> N
     axis = panel.xaxis if which == "x" else panel.yaxis
     (panel.set_xscale if which == "x" else panel.set_yscale)("log")
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
-    axis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+    axis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.5)))  # labels only if there are few powers of ten
     if ticks is not None:
         axis.set_ticks(list(ticks))
         axis.set_minor_locator(NullLocator())

@@ -295,7 +295,7 @@ def test_the_header_shows_the_device_at_80_columns(tmp_path, device, name):
 def test_log_axes_are_labelled(night):
     run = read_view(night)
     titles = {key: terminal_views.curve_plot([run], key, 40, 6).plain.split("\n")[0] for key in curves.CURVES}
-    assert [key for key, title in titles.items() if "(log axis)" in title] == ["grad_norm"]
+    assert [key for key, title in titles.items() if "(log)" in title] == ["grad_norm"]
 
 
 def test_all_parts_of_the_memory_and_the_total_are_shown(night):

@@ -1,5 +1,7 @@
 """Reports: every number is in the run's own files, and what was not measured is reported as such."""
 
+import base64
+import io
 import json
 import math
 import re
@@ -9,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import tiny_config, tiny_run_config
+from PIL import Image
 
 from long_log import MEMORY_GB, write_eval, write_run
 from m1clip.cli import run_command
@@ -177,6 +180,23 @@ def test_captions_and_reasons_cannot_add_html_or_markdown(tmp_path):
     assert "failed: &lt;img src=x&gt;  # Heading | a | b |</td>" in page
     assert "“![](http://x) &lt;script&gt;”" in page
     assert len(re.findall("<h1>", page)) == 1
+
+
+def test_the_images_of_example_queries_are_embedded_and_the_true_one_is_marked(tmp_path):
+    folder = write_run(tmp_path / "x", 60, (5, 9), (), None)
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(buffer, "JPEG")
+    images = {"3": {"jpeg": base64.b64encode(buffer.getvalue()).decode(), "caption": "a|b"}, "4": {"jpeg": "broken"}}
+    top = [{"row": row, "score": 0.9 - row / 10, "same_caption": row == 4} for row in (4, 5)]
+    query = {"group": "errors", "text": "red", "truth": 3, "rank": 9, "true_score": 0.25, "top": top}
+    (folder / "retrievals.json").write_text(json.dumps({"step": 1, "queries": [query], "shown": images}))
+    assert run_command(["report", str(folder)]) == 0
+    text = section((folder / "report" / "report.md").read_text(), "Example queries")
+    assert "| 1. 0.500 same caption | 2. 0.400 | 9. 0.250 true |\n| --- | --- | --- |\n" in text
+    assert '| no image | no image | ![a\\|b](examples/errors-1-3.jpg "the true image") |' in text
+    assert (folder / "report" / "examples" / "errors-1-3.jpg").read_bytes() == buffer.getvalue()
+    page = (folder / "report" / "report.html").read_text()
+    assert re.search('<img src="data:image/jpeg;base64,[^"]+" alt="a.b" title="the true image"', page)
 
 
 def test_two_runs_are_compared_by_what_differs(runs, tmp_path, capsys):

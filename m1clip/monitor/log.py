@@ -23,10 +23,10 @@ from m1clip.run import Run
 Record = dict[str, Any]
 Array = NDArray[np.float64]
 STEP_PHASES = ("data", "copy", "forward", "backward", "optimizer")
+RECENT_STEPS = 50  # that the monitors average
 RECORD_KINDS = ("diagnostics", "eval", "epoch")
 BLOCK_SIZE = 1 << 16  # blocks that stay in the CPU cache are parsed twice as fast as blocks of 4 MB
 MAX_VALUE = 1e200  # a larger magnitude counts as missing: sums and squares of it would overflow
-NOT_COLUMNS = ("kind", "rows")
 DICT_DEPTHS = {"grad_norms": 1, "weight_norms": 1, "memory_gb": 1, "hard_negatives": 2}
 EVENT_METADATA = ("kind", "step", "time", "event", "line", "rows")
 BY_STEP = itemgetter("step")
@@ -117,10 +117,8 @@ class Log:
             del records[bisect_left(records, step, key=BY_STEP) :]
 
     def _add_steps(self, steps: list[Record]) -> None:
-        if not steps:
-            return
         length, names = len(self), dict.fromkeys(chain(self.columns, *steps))
-        for name in (name for name in names if name.isidentifier() and name not in NOT_COLUMNS):
+        for name in (name for name in names if name.isidentifier() and name not in ("kind", "rows")):
             column = self.columns[name]
             column.extend([math.nan] * (length - len(column)))
             try:
@@ -222,24 +220,13 @@ def event_text(event: Record) -> str:
     return printable(f"{name}: {fields}" if fields else f"{name}")
 
 
-def read_object(run: Run, name: str, default: Record) -> Record:
-    """A JSON file of a run, or the default: it is not written yet, deleted, or not an object."""
-    try:
-        return run.read(name)
-    except (OSError, ValueError):
-        return default
-
-
 class RunView:
     """A run's files as they were at the last refresh."""
 
     def __init__(self, run: Run, name: str | None = None):
         self.run, self.path, self.name = run, run.path, name or run.name
         self.log = Log(run.path / "metrics.jsonl")
-        self.summary: Record = {}
-        self.config: Record = {}
-        self.machine: Record = {}
-        self.data: Record = {}
+        self.summary, self.config, self.machine, self.data = Record(), Record(), Record(), Record()
 
     def refresh(self, max_bytes: float = math.inf) -> bool:
         """Read what is new; return whether the log or the status changed."""
@@ -250,9 +237,9 @@ class RunView:
             summary = {**self.summary, "state": "gone", "reason": f"{self.path} was deleted"}
         changed |= summary != self.summary
         self.summary = summary
-        self.config = read_object(self.run, "config.json", self.config)
-        self.machine = read_object(self.run, "machine.json", self.machine)
-        self.data = read_object(self.run, "data.json", self.data)
+        self.config = self.run.read_or_empty("config.json") or self.config
+        self.machine = self.run.read_or_empty("machine.json") or self.machine
+        self.data = self.run.read_or_empty("data.json") or self.data
         return changed
 
     def changed_settings(self) -> Record:
@@ -265,7 +252,7 @@ class RunView:
 
     def retrievals(self) -> Record:
         """Example queries of the latest evaluation, without malformed ones; empty before the first."""
-        content = read_object(self.run, "retrievals.json", {})
+        content = self.run.read_or_empty("retrievals.json")
         queries, images = content.get("queries"), content.get("shown")
         if not isinstance(queries, list) or not isinstance(images, dict):
             return {}

@@ -8,6 +8,7 @@ import io
 import math
 import shlex
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from m1clip.monitor.terminal_views import gigabytes, local_time, watt_hours
 from m1clip.plots import COLORS, axes, legend, log_axis, save_figure
 
 MAX_POINTS = 1500
-PHASE_COLORS = dict(zip(STEP_PHASES, (COLORS[index] for index in (3, 6, 5, 0, 4)), strict=True))
+PHASE_COLORS = [COLORS[index] for index in (3, 6, 5, 0, 4)]
 TRAINING_CURVES = [(key, "step") for key in ("loss", "accuracy", "mean_r1", "lr", "grad_norm", "pairs_per_s")]
 COMPARISON_CURVES = [("loss", "step"), ("loss", "minutes"), ("mean_r1", "minutes"), ("temperature", "step")]
+Z = 1.959964  # standard errors on each side of a 95 % interval
 
 
 def write_report(run: RunView, folder: Path) -> Path:
@@ -36,13 +38,13 @@ def write_report(run: RunView, folder: Path) -> Path:
     if len(run.log) > 1:
         draw_curves([run], TRAINING_CURVES, folder / "training.png", 4.2, 2.7)
     if phases:
-        draw_step_time(run, folder / "step_time.png")
+        draw_step_time(run, phases["rows"], folder / "step_time.png")
     if temperatures:
-        draw_curves([run], [("temperature", "step")], folder / "temperature.png", 7.0, 2.6)
+        draw_curves([run], [("temperature", "step")], folder / "temperature.png", 10.4, 2.9)
     if gradients:
         draw_gradient_flow(run, folder / "gradients.png")
     values = {"run": run, "log": run.log, "phases": phases, "temperatures": temperatures, "gradients": gradients}
-    values |= {"examples": draw_examples(run, folder), **TEMPLATE_VALUES}
+    values |= {"examples": write_examples(run, folder / "examples"), **TEMPLATE_VALUES}
     template = "monitor/templates/report.md.j2"
     return write_document(folder, "report", f"{run.name}: training report", template, **values)
 
@@ -50,19 +52,18 @@ def write_report(run: RunView, folder: Path) -> Path:
 def write_comparison(runs: Sequence[RunView], folder: Path) -> Path:
     """Write comparison.md, comparison.html and a figure; return the path of the HTML file."""
     folder.mkdir(parents=True, exist_ok=True)
-    has_curves, comparable = any(len(run.log) > 1 for run in runs), is_comparable(runs)
-    if has_curves:
+    values: Record = {"runs": runs, "differences": setting_differences(runs), **TEMPLATE_VALUES}
+    if any(len(run.log) > 1 for run in runs):
         draw_curves(runs, COMPARISON_CURVES, folder / "comparison.png", 5.6, 2.9)
-    values = {"runs": runs, "has_curves": has_curves, "differences": setting_differences(runs)}
-    values |= {"comparable": comparable, "goal": common_score(runs) if comparable else None}
-    values |= {"ranking": ranking(runs) if comparable else None, **TEMPLATE_VALUES}
+        values["has_curves"] = True
+    if is_comparable(runs):
+        values |= {"comparable": True, "goal": common_score(runs), "ranking": ranking(runs)}
     title = " and ".join(run.name for run in runs) + ": comparison"
     return write_document(folder, "comparison", title, "monitor/templates/comparison.md.j2", **values)
 
 
 def step_seconds(run: RunView) -> float | None:
-    step_ms = run.log.column("step_ms") + np.nan_to_num(run.log.column("between_ms"))
-    return float(np.nansum(step_ms)) / 1e3 or None
+    return 60 * float(minutes_at(run.log, np.array([math.inf]))[0]) or None
 
 
 def elapsed_seconds(run: RunView) -> float | None:
@@ -75,10 +76,9 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     """The 95 % interval of a fraction of `count` trials."""
     if count < 1:
         return 0.0, 1.0
-    z = 1.959964
-    center = (fraction + z * z / (2 * count)) / (1 + z * z / count)
-    variance = max(0.0, fraction * (1 - fraction) / count + z * z / (4 * count * count))
-    half = z / (1 + z * z / count) * math.sqrt(variance)
+    center = (fraction + Z * Z / (2 * count)) / (1 + Z * Z / count)
+    variance = max(0.0, fraction * (1 - fraction) / count + Z * Z / (4 * count * count))
+    half = Z / (1 + Z * Z / count) * math.sqrt(variance)
     return max(0.0, center - half), min(1.0, center + half)
 
 
@@ -120,20 +120,17 @@ def temperature_extremes(run: RunView) -> list[list[float]] | None:
 
 
 def gradient_flow(run: RunView) -> Record | None:
-    """By block: the first, the median and the last gradient norm, and the last relative to the weights."""
+    """By block: the first, the median and the last gradient norm, and the last norm of the weights."""
     records = run.log.known_records("diagnostics", "grad_norms")
     if not records:
         return None
-    first, last, weights = records[0], records[-1], records[-1].get("weight_norms") or {}
-    rows = {}
+    first, last, rows = records[0], records[-1], {}
     for name, norm in last["grad_norms"].items():
         norms = [record["grad_norms"].get(name) for record in records]
         median = median_range(np.array([known for known in norms if known is not None]))[0]
-        ratio = f"{norm / weights[name]:.1e}" if norm is not None and weights.get(name) else UNKNOWN
-        rows[name] = (norms[0], median, norm, ratio)
+        rows[name] = (norms[0], median, norm, last.get("weight_norms", {}).get(name))
     by_norm = sorted((norm, name) for name, norm in last["grad_norms"].items() if norm)
-    extremes = (by_norm[0], by_norm[-1]) if by_norm else None
-    return {"rows": rows, "first": first, "last": last, "count": len(records), "extremes": extremes}
+    return {"rows": rows, "first": first, "last": last, "count": len(records), "by_norm": by_norm}
 
 
 def step_gaps(run: RunView) -> list[str]:
@@ -151,28 +148,25 @@ def is_comparable(runs: Sequence[RunView]) -> bool:
 
 
 def setting_differences(runs: Sequence[RunView]) -> list[list[str]]:
-    settings = [
-        flatten(run.config)
-        | {f"data.{key}": run.data.get(key) for key in ("identity", "train", "val")}
-        | flatten(run.machine, "machine.")
-        for run in runs
-    ]
-    names = dict.fromkeys(name for each in settings for name in each)
+    settings = []
+    for run in runs:
+        data = {key: run.data.get(key) for key in ("identity", "train", "val")}
+        settings.append(flatten(run.config) | flatten({"data": data, "machine": run.machine}))
+    names = dict.fromkeys(chain(*settings))
     rows = ([name, *(str(each.get(name, UNKNOWN)) for each in settings)] for name in names)
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def ranking(runs: Sequence[RunView]) -> Record | None:
     """The best two of comparable runs by mean R@1, and whether their difference is significant (95 %)."""
-    evals = [(run.log.last("eval"), run.name) for run in runs]
-    scores = sorted(((last["mean_r1"], name) for last, name in evals if last.get("mean_r1") is not None), reverse=True)
-    if len(scores) < 2:
+    scores = [(run.log.last("eval").get("mean_r1"), run.name) for run in runs]
+    ranked = sorted(((score, name) for score, name in scores if score is not None), reverse=True)
+    if len(ranked) < 2:
         return None
-    (first, best), (second, runner_up) = scores[:2]
-    images, pooled = max(1, int(evals[0][0]["images"])), (first + second) / 2
+    (first, _), (second, _) = ranked[:2]
+    images, pooled = max(1, int(runs[0].log.last("eval")["images"])), (first + second) / 2
     error = math.sqrt(max(1e-12, 2 * pooled * (1 - pooled) / images))
-    names_and_scores = {"best": best, "best_score": first, "runner_up": runner_up, "runner_up_score": second}
-    return {**names_and_scores, "images": images, "significant": first - second > 1.959964 * error}
+    return {"best": ranked[0], "second": ranked[1], "images": images, "significant": first - second > Z * error}
 
 
 def common_score(runs: Sequence[RunView]) -> float | None:
@@ -243,26 +237,26 @@ def draw_curve(panel: Axes, runs: Sequence[RunView], key: str, x_axis: str = "st
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"))
 
 
-def draw_step_time(run: RunView, path: Path) -> None:
+def draw_step_time(run: RunView, phase_rows: Record, path: Path) -> None:
     figure, (times, phases) = axes(2, 5.2, 2.9)
     draw_curve(times, [run], "step_ms")
     times.set_ylim(0, 1.3 * float(np.quantile(run.log.known_column("step_ms"), 0.99)))
     left = 0.0
-    for phase, color in PHASE_COLORS.items():
-        median = median_range(run.log.known_column(f"{phase}_ms"))[0]
+    for (phase, (median, *_)), color in zip(phase_rows.items(), PHASE_COLORS, strict=True):
         if median is not None:
             phases.barh([0], [median], left=left, color=color, label=f"{phase} {median:.3g} ms")
             left += median
     phases.set_title("median step by phase", fontsize=10)
     phases.set(yticks=[], ylim=(-0.8, 1.6), xlabel="ms")
     phases.grid(visible=False)
-    phases.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
+    if left > 0:
+        phases.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
     save_figure(figure, path)
 
 
 def draw_gradient_flow(run: RunView, path: Path) -> None:
     steps, blocks, norms = gradient_norms(run.log, 200)
-    figure, (panel,) = axes(1, 8.0, 1.2 + 0.22 * len(blocks))
+    figure, (panel,) = axes(1, 10.4, 1.2 + 0.22 * len(blocks))
     log_norms = np.log10(np.where(norms > 0, norms, np.nan))
     heatmap = panel.imshow(log_norms, aspect="auto", cmap="cividis", interpolation="nearest")
     panel.set_yticks(range(len(blocks)), blocks, fontsize=8)
@@ -275,49 +269,28 @@ def draw_gradient_flow(run: RunView, path: Path) -> None:
     save_figure(figure, path)
 
 
-def draw_examples(run: RunView, folder: Path) -> Record:
-    """Queries by group (errors, sample), each group with a figure of its name."""
-    retrievals = run.retrievals()
-    groups = {}
+def write_examples(run: RunView, folder: Path) -> Record:
+    """Queries by group (errors, sample); the images they retrieved are written to the folder."""
+    retrievals, groups = run.retrievals(), Record()
     for group, limit in (("errors", 6), ("sample", 4)):
         queries = [query for query in retrievals.get("queries", ()) if query["group"] == group][:limit]
-        if queries:
-            draw_retrievals(queries, retrievals["shown"], folder / f"{group}.png")
-            groups[group] = queries
+        for index, query in enumerate(queries, 1):
+            if query["rank"] > len(query["top"]):  # the true image is last if it is not among the top results
+                query["top"].append({"row": query["truth"], "score": query["true_score"]})
+            for rank, hit in enumerate(query["top"], 1):
+                image, path = retrievals["shown"].get(str(hit["row"]), {}), folder / f"{group}-{index}-{rank}.jpg"
+                hit |= {"caption": image.get("caption"), "file": write_image(image.get("jpeg"), path)}
+        groups |= {group: queries} if queries else {}
     return {"groups": groups, "step": retrievals.get("step")}
 
 
-def draw_retrievals(queries: Sequence[Record], images: Record, path: Path) -> None:
-    """A row per caption: the top images; the true one has a frame, and is last if it is not among them."""
-    columns = 1 + max(len(query["top"]) for query in queries)
-    figure, panels = axes(columns * len(queries), 1.4, 1.75, columns)
-    for panel in panels:
-        panel.set_axis_off()
-    for row, query in enumerate(queries):
-        hits = list(query["top"])
-        if query["rank"] > len(hits):
-            hits.append({"row": query["truth"], "score": query["true_score"]})
-        caption = query["text"] if len(query["text"]) < 100 else query["text"][:97] + "…"
-        row_panels = panels[row * columns : (row + 1) * columns]
-        # The caption is wider than its panel, which must not move the others.
-        row_panels[0].text(0, 1.17, caption, transform=row_panels[0].transAxes, fontsize=8).set_in_layout(False)
-        for index, (panel, hit) in enumerate(zip(row_panels, hits, strict=False)):
-            is_true = hit["row"] == query["truth"]
-            note = "true" if is_true else "same caption" if hit.get("same_caption") else ""
-            rank = query["rank"] if is_true else index + 1
-            panel.set_title(f"\n{rank}. {hit['score']:.3f} {note}", fontsize=8, loc="left")
-            draw_image(panel, images.get(str(hit["row"]), {}).get("jpeg"), is_true)
-    save_figure(figure, path)
-
-
-def draw_image(panel: Axes, jpeg: str | None, is_true: bool) -> None:
+def write_image(jpeg: str | None, path: Path) -> str | None:
+    """Decode base64 into a file; return its path in the report, None if it is not an image."""
     try:
-        image = Image.open(io.BytesIO(base64.b64decode(jpeg or "", validate=True))).convert("RGB")
+        data = base64.b64decode(jpeg or "", validate=True)
+        Image.open(io.BytesIO(data)).verify()
     except (OSError, ValueError, TypeError):
-        panel.text(0.5, 0.5, "no image", ha="center", transform=panel.transAxes, fontsize=8)
-        return
-    panel.imshow(np.asarray(image))
-    panel.set_axis_on()
-    panel.tick_params(bottom=False, left=False, labelbottom=False, labelleft=False)
-    panel.grid(visible=False)
-    panel.spines[:].set(visible=True, color=COLORS[2] if is_true else "#cccccc", linewidth=3 if is_true else 1)
+        return None
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    return f"{path.parent.name}/{path.name}"

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.css.query import NoMatches
-from textual.widget import Widget
 from textual.widgets import ContentSwitcher, DataTable, Footer, Static
 
 from m1clip.format import ago, duration, percent, printable
@@ -27,15 +27,14 @@ COLUMNS = (" ", "run", "state", "done", "left", "best", "device", "updated")
 VIEWS = ("curves", "speed", "gradients", "events", "runs")
 
 
-class SizedView(Widget):
-    """A view that is rendered again for every size."""
+@dataclass(frozen=True)
+class View:
+    """A Rich renderable that is drawn again for every width and height."""
 
-    def __init__(self, draw: Callable[[int, int], RenderableType], **options: Any):
-        super().__init__(**options)
-        self.draw = draw
+    draw: Callable[[int, int], RenderableType]
 
-    def render(self) -> RenderableType:
-        return self.draw(max(20, self.size.width), max(3, self.size.height))
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.draw(max(20, options.max_width), max(3, options.height or 0))
 
 
 class Monitor(App[None]):
@@ -71,13 +70,16 @@ class Monitor(App[None]):
         self.exit(return_code=1)
 
     def compose(self) -> ComposeResult:
-        yield SizedView(lambda width, _: header_view(self.shown, width), id="header")
-        yield SizedView(lambda width, _: self._tabs(width), id="tabs")
+        yield Static(View(lambda width, _: header_view(self.shown, width)), id="header")
+        yield Static(View(lambda width, _: self._tabs(width)), id="tabs")
         with ContentSwitcher(initial="curves"):
-            yield SizedView(lambda width, height: curves_view(self.views, width, height, self.smooth), id="curves")
-            for name in ("speed", "gradients", "events"):
-                with VerticalScroll(id=name):
-                    yield Static(id=f"{name}-text")
+            yield Static(View(lambda width, height: curves_view(self.views, width, height, self.smooth)), id="curves")
+            with VerticalScroll(id="speed"):
+                yield Static(View(lambda width, _: speed_view(self.shown, width)))
+            with VerticalScroll(id="gradients"):
+                yield Static(View(lambda width, _: gradients_view(self.shown, width)))
+            with VerticalScroll(id="events"):
+                yield Static(View(lambda *_: events_view(self.shown)))
             yield DataTable(id="runs", cursor_type="row")
         yield Footer()
 
@@ -106,14 +108,8 @@ class Monitor(App[None]):
         return [self.shown, *(run for name, run in self.compared.items() if name != self.shown.name)]
 
     def redraw(self) -> None:
-        for view in self.query(SizedView):
-            view.refresh()
-        width = max(20, self.size.width - 4)
-        self.query_one("#speed-text", Static).update(speed_view(self.shown, width))
-        self.query_one("#gradients-text", Static).update(gradients_view(self.shown, width))
-        self.query_one("#events-text", Static).update(events_view(self.shown))
-
-    on_resize = redraw
+        for view in self.query(Static):
+            view.refresh(layout=True)
 
     def update_runs(self) -> None:
         """Update the table of runs; announce new runs; keep the cursor on its run."""
@@ -180,8 +176,8 @@ class Monitor(App[None]):
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         name = str(event.row_key.value)
-        self.shown = self.compared.get(name) or RunView(Run(self.folder / name))
-        self.compared.pop(name, None)
+        compared = self.compared.pop(name, None)
+        self.shown = compared or RunView(Run(self.folder / name))
         self.paused = False
         self.action_view("curves")
         self.poll()

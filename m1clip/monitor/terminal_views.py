@@ -15,7 +15,7 @@ from rich.text import Text
 
 from m1clip.format import UNKNOWN, ago, duration, file_size, number, percent, printable
 from m1clip.monitor.curves import CURVES
-from m1clip.monitor.log import STEP_PHASES, Array, Record, RunView, event_text, float_or_nan
+from m1clip.monitor.log import RECENT_STEPS, STEP_PHASES, Array, Record, RunView, event_text, float_or_nan
 
 Line = tuple[Array, Array, str]  # x, y and style
 Range = tuple[float, float]
@@ -29,7 +29,6 @@ CURVES_SHOWN = ("loss", "accuracy", "mean_r1", "temperature", "lr", "grad_norm")
 EMBEDDING_STATISTICS = ["alignment", "uniformity_image", "uniformity_text", "modality_gap"]
 EMBEDDING_STATISTICS += ["effective_rank_image", "effective_rank_text"]
 ROUTINE_EVENTS = ("start", "resume", "chunk", "saved again", "loss scale halved")
-RECENT_STEPS = 50
 # Bits of the 4 x 2 dots of a Braille character.
 BRAILLE_BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 
@@ -44,13 +43,12 @@ def header_view(run: RunView, width: int) -> Text:
     state, total, step = summary.get("state", "unknown"), summary.get("total"), summary.get("step") or 0
     if state != "running":
         step = max(step, run.log.last_step)  # the status may be older than the log
-    parts = [printable(summary.get("device") or ""), f"step {step:,}" + (f" of {total:,}" if total else "")]
-    parts += [percent(step / total)] if total else []
-    parts += [f"{duration(summary['eta_s'])} left"] if summary.get("eta_s") is not None else []
-    rest = "".join(f"  {part}" for part in parts if part)
+    progress = f"  step {step:,} of {total:,}  {percent(step / total)}" if total else f"  step {step:,}"
+    device = f"  {printable(summary['device'])}" if summary.get("device") else ""
+    left = f"  {duration(summary['eta_s'])} left" if summary.get("eta_s") is not None else ""
     name = Text(printable(run.name), "bold")
-    name.truncate(max(20, width - len(state) - 2 - len(rest)), overflow="ellipsis")
-    line = Text.assemble(name, "  ", state_text(state), rest)
+    name.truncate(max(20, width - len(f"  {state}{device}{progress}{left}")), overflow="ellipsis")
+    line = Text.assemble(name, "  ", state_text(state), device, progress, left)
     lines = [line, *problem_lines(run, width), score_line(run)]
     for text in lines:
         text.truncate(width, overflow="ellipsis")
@@ -120,8 +118,8 @@ def curve_plot(runs: Sequence[RunView], key: str, width: int, height: int, smoot
     chances = [curve.chance_level(run.log) for run in runs]
     levels = list(dict.fromkeys(level for level in chances if level is not None))
     title = f"{curve.title} {curve.text(curve.current(runs[0].log))}"
-    title += f"  (chance {', '.join(map(curve.text, levels))})" if levels else ""
-    title += "  (log axis)" if curve.log_axis else ""
+    note = "  (log)" if curve.log_axis else f"  (chance {', '.join(map(curve.text, levels))})" if levels else ""
+    title += note if len(title + note) <= width else ""
 
     def tick(value: float, digits: int) -> str:
         value = 10**value if curve.log_axis else 100 * value if curve.unit == "%" else value
@@ -141,9 +139,7 @@ def line_plot(
     top, middle, bottom = tick_labels(y_range, tick)
     label_width = max(map(len, (top, middle, bottom))) + 1
     plot_width = max(4, width - label_width - 1)
-    labels = {0: top}
-    labels |= {rows - 1: bottom} if rows > 2 else {}
-    labels |= {(rows - 1) // 2: middle} if rows >= 5 else {}
+    labels = {(rows - 1) // 2: middle, rows - 1: bottom, 0: top}  # the last one wins if they share a row
     level_dots = np.zeros((4 * rows, 2 * plot_width), bool)
     level_dots[np.rint(dot_rows(np.array(levels), y_range, 4 * rows)).astype(int), ::4] = True
     layers = [(level_dots, "dim")]
@@ -274,26 +270,19 @@ def gradients_view(run: RunView, width: int) -> RenderableType:
     record = run.log.last("diagnostics")
     if not record:
         return Text("gradient norms are logged with the diagnostics (every 5 x --log-every steps); none yet", "dim")
-    rows = norm_rows(record.get("grad_norms") or {}, record.get("weight_norms") or {})
+    norms, weights = record.get("grad_norms", {}), record.get("weight_norms", {})
+    logs = {name: math.log10(norm) for name, norm in norms.items() if float_or_nan(norm) > 0}
+    low, high = min(logs.values(), default=0.0) - 0.3, max(logs.values(), default=1.0)
     towers: dict[str, dict[str, tuple[float, str]]] = {"vision": {}, "text": {}, "": {}}
-    for name, row in rows.items():
-        towers[next(tower for tower in towers if name.startswith(tower))][name] = row
+    for name, norm in norms.items():
+        ratio = f"{norm / weights[name]:.0e}" if norm is not None and weights.get(name) else UNKNOWN
+        bar = (logs.get(name, low) - low) / (high - low), f"{number(norm, 2):>7} {ratio:>6}"
+        tower = next(tower for tower in towers if name.startswith(tower))
+        towers[tower][f"{name.replace('_projection', '.proj'):15}"] = bar  # one width: bars of towers are compared
     title = f"gradient norms at step {record['step']:,}, before clipping; / weight norm (log bars)"
     statistics = [Text(f"{CURVES[key].title}: {number(record.get(key))}") for key in EMBEDDING_STATISTICS]
     blocks = in_columns([bar_table(tower, "blue") for tower in towers.values()], 2 if width >= 70 else 1)
     return Group(Text(title, "bold"), blocks, Text(), Text("embeddings of that batch", "bold"), *statistics)
-
-
-def norm_rows(norms: Record, weights: Record) -> dict[str, tuple[float, str]]:
-    """By block: the position of the norm on a log axis; the norm and its ratio to the norm of the weights."""
-    logs = {name: math.log10(norm) for name, norm in norms.items() if float_or_nan(norm) > 0}
-    low, high = min(logs.values(), default=0.0) - 0.3, max(logs.values(), default=1.0)
-    rows = {}
-    for name, norm in norms.items():
-        ratio = f"{norm / weights[name]:.0e}" if norm is not None and weights.get(name) else UNKNOWN
-        label = f"{number(norm, 2):>7} {ratio:>6}"
-        rows[name.replace("_projection", ".proj")] = ((logs.get(name, low) - low) / (high - low), label)
-    return rows
 
 
 def events_view(run: RunView, limit: int | None = None) -> Text:

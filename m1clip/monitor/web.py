@@ -25,8 +25,7 @@ from fastapi.staticfiles import StaticFiles
 from m1clip.files import json_safe
 from m1clip.monitor import LOOPBACK_HOSTS
 from m1clip.monitor.curves import CURVES, PAGE, Curve, downsample, gradient_norms
-from m1clip.monitor.log import STEP_PHASES, Log, Record, RunView, event_text, number_or_none, read_object
-from m1clip.monitor.terminal_views import RECENT_STEPS
+from m1clip.monitor.log import RECENT_STEPS, STEP_PHASES, Log, Record, RunView, event_text, number_or_none
 from m1clip.run import Run, is_run, run_summaries
 
 POLL_S = 1.0
@@ -50,36 +49,26 @@ class RunCache:
         self.is_closing: Callable[[], bool] = lambda: False
 
     def rows(self) -> list[dict[str, Any]]:
-        """A summary of each run, the newest first."""
-        rows = []
-        for row in run_summaries(self.folder)[::-1]:
-            config = read_object(Run(self.folder / row["run"]), "config.json", {})
-            rows.append({**row, "data": str(config.get("data", "")), "preset": str(config.get("preset", ""))})
+        """A summary of each run, the newest first; it changes with every record that the run logs."""
+        rows = run_summaries(self.folder)[::-1]
+        for row in rows:
+            path = self.folder / row["run"]
+            config = Run(path).read_or_empty("config.json")
+            row.update(data=str(config.get("data", "")), preset=str(config.get("preset", "")))
+            with suppress(OSError):
+                row["log_bytes"] = (path / "metrics.jsonl").stat().st_size
         return rows
 
     @contextmanager
     def open(self, name: str) -> Iterator[RunView]:
         """A run as it is now, locked for this thread; 404 for names outside of the folder."""
-        if not self.has(name):
+        is_plain = name not in ("", ".", "..") and not set(name) & set("/\\\0")
+        if not (is_plain and is_run(self.folder / name)):
             raise HTTPException(404, f"no run {name!r} in {self.folder}/")
         with self.lock:
             run = self.views.setdefault(name, RunView(Run(self.folder / name)))
             run.refresh()
             yield run
-
-    def has(self, name: str) -> bool:
-        is_plain = name not in ("", ".", "..") and not set(name) & set("/\\\0")
-        return is_plain and is_run(self.folder / name)
-
-    def versions(self, names: list[str]) -> dict[str, list[tuple[int, int]]]:
-        """Modification times and sizes of each run's files, without parsing them."""
-        versions: dict[str, list[tuple[int, int]]] = {name: [] for name in filter(self.has, names)}
-        for name, version in versions.items():
-            for file in ("metrics.jsonl", "status.json", "retrievals.json"):
-                with suppress(OSError):
-                    stat = (self.folder / name / file).stat()
-                    version.append((stat.st_mtime_ns, stat.st_size))
-        return versions
 
 
 def create_app(runs: RunCache, token: str | None = None) -> FastAPI:
@@ -146,8 +135,8 @@ def add_api(app: FastAPI, runs: RunCache) -> None:
         return json_response(curves)
 
     @app.get("/api/live")
-    async def live(request: Request, run: Annotated[list[str] | None, Query()] = None) -> StreamingResponse:
-        return StreamingResponse(live_events(request, runs, run or []), media_type="text/event-stream")
+    async def live(request: Request) -> StreamingResponse:
+        return StreamingResponse(live_events(request, runs), media_type="text/event-stream")
 
 
 def json_response(value: Any) -> Response:
@@ -217,15 +206,14 @@ def curve_json(curve: Curve, log: Log, x_axis: str, smooth: int, max_points: int
     return {"x": short_x, "y": short_y, "chance": curve.chance_level(log)}
 
 
-async def live_events(request: Request, runs: RunCache, names: list[str]) -> AsyncIterator[str]:
-    """Server-sent events: the list of runs, and the versions of the given runs, whenever they change."""
-    sent: dict[str, Any] = {}
+async def live_events(request: Request, runs: RunCache) -> AsyncIterator[str]:
+    """Server-sent events: the list of runs whenever it changes."""
+    sent = None
     while not (runs.is_closing() or await request.is_disconnected()):
-        rows, versions = await asyncio.gather(asyncio.to_thread(runs.rows), asyncio.to_thread(runs.versions, names))
-        for kind, value in (("runs", rows), ("changed", versions)):
-            if sent.get(kind) != value:
-                sent[kind] = value
-                yield f"event: {kind}\ndata: {json.dumps(json_safe(value))}\n\n"
+        rows = await asyncio.to_thread(runs.rows)
+        if rows != sent:
+            sent = rows
+            yield f"data: {json.dumps(json_safe(rows))}\n\n"
         await asyncio.sleep(POLL_S)
 
 

@@ -28,8 +28,8 @@ export function el(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Text that may be wrapped after _ . / and hyphens, not inside of a word. */
-export const wrappable = (text) => String(text).split(/(?<=[_./])/).flatMap((part, index) => index ? [el("wbr"), part] : [part]);
+/** Text that may be wrapped after _ . / and hyphens, not inside of a word or a number. */
+export const wrappable = (text) => String(text).split(/(?<=[_./])(?!\d)/).flatMap((part, index) => index ? [el("wbr"), part] : [part]);
 
 export const integer = (value) => value == null ? "–" : value.toLocaleString("en");
 export const percent = (fraction) => fraction == null ? "–" : `${(100 * fraction).toPrecision(100 * fraction >= 99.95 ? 4 : 3)} %`;
@@ -95,7 +95,7 @@ export async function drawChart(box, curve, lines, view, zoom) {
   layout.xaxis.title = {text: view.xAxis === "minutes" ? "minutes of training" : "step", standoff: 4};
   if (view.range) layout.xaxis.range = view.range;
   if (curve.kind !== "step") layout.xaxis.rangemode = "tozero";
-  if (view.xAxis === "step") layout.xaxis.hoverformat = ",.0f";
+  if (view.xAxis === "step") Object.assign(layout.xaxis, {tickformat: ",.12~g", hoverformat: ",.0f"});
   layout.yaxis.ticksuffix = curve.unit ? ` ${curve.unit}` : "";
   if (curve.log_axis) {
     const ticks = logTicks(traces.flatMap((trace) => trace.y));
@@ -114,7 +114,7 @@ export async function drawChart(box, curve, lines, view, zoom) {
   }
 }
 
-/** Round values between the smallest and the largest, at most about six, so that labels do not overlap. */
+/** Round values, or the ends and the middle of a narrow range; at most about six, so that labels do not overlap. */
 export function logTicks(values) {
   const logs = values.filter((value) => value > 0).map(Math.log10);
   const low = Math.min(...logs), high = Math.max(...logs), decades = high - low;
@@ -124,8 +124,9 @@ export function logTicks(values) {
   for (let exponent = Math.floor(low); exponent <= high; exponent += stride) {
     ticks.push(...digits.map((digit) => Number(`${digit}e${exponent}`)));
   }
-  const inside = ticks.filter((tick) => Math.log10(tick) >= low - 0.05 && Math.log10(tick) <= high + 0.05);
-  return inside.length > 1 ? inside : [10 ** low, 10 ** high].map((end) => Number(end.toPrecision(3)));
+  const margin = 0.05 * decades;  // what plotly leaves free above and below
+  const inside = ticks.filter((tick) => Math.log10(tick) >= low - margin && Math.log10(tick) <= high + margin);
+  return inside.length > 1 ? inside : [...new Set([low, (low + high) / 2, high])].map((log) => 10 ** log);
 }
 
 /** Gradient norms by block over steps. */
@@ -135,7 +136,7 @@ export function drawHeatmap(box, flow) {
   const ticks = logTicks(flow.norm.flat());
   layout.margin.l = 120;
   layout.yaxis.autorange = "reversed";
-  layout.xaxis.title = {text: "step"};
+  Object.assign(layout.xaxis, {title: {text: "step"}, tickformat: ",.12~g"});
   const trace = {type: "heatmap", x: flow.step, y: flow.block, z: norms, colorscale: "Cividis", customdata: flow.norm,
     hovertemplate: "%{y}<br>step %{x}: %{customdata:.3~g}<extra></extra>",
     colorbar: {title: {text: "norm (log)"}, tickvals: ticks.map(Math.log10), ticktext: ticks.map((tick) => number(tick)), thickness: 12}};

@@ -9,10 +9,11 @@ const CHARTS = {
   speed: ["step_ms", "pairs_per_s", "rss_gb", "available_gb", "device_gb", "temperature_c", "power_w", "wh_so_far", "mean_r1_per_wh"],
   gradients: ["alignment", "modality_gap", "effective_rank_image", "effective_rank_text"],
 };
+const DRAW = {speed: drawSpeed, gradients: drawGradients, retrievals: drawRetrievals, events: drawEvents, settings: drawSettings};
 const $ = (id) => document.getElementById(id);
 const view = {run: null, compared: [], tab: "curves", smooth: "0", xAxis: "step", range: null};
 const cache = {};  // the curves of each run as last fetched
-let runs = [], curves = {}, versions = {}, source = null, pending = 0, refreshing = false, refreshAgain = false;
+let runs = [], curves = {}, source = null, pending = 0, refreshing = false, refreshAgain = false;
 
 /** Fetch JSON; the loading bar is shown meanwhile. */
 async function fetchJSON(path) {
@@ -51,10 +52,12 @@ function restoreView() {
   }
 }
 
+/** Changes with every record of a run and when its process ends; undefined if there is no such run. */
+const version = (name) => JSON.stringify(runs.find((row) => row.run === name));
+
 /** The selected run and those compared with it that still exist. */
 function shownRuns() {
-  const existing = new Set(runs.map((row) => row.run));
-  return [view.run, ...view.compared.filter((name) => name !== view.run && existing.has(name))].filter(Boolean);
+  return [view.run, ...view.compared.filter((name) => name !== view.run && version(name))].filter(Boolean);
 }
 
 function selectRun(name) {
@@ -74,7 +77,7 @@ function compareRun(name, checked) {
 function viewChanged() {
   saveView(true);
   drawRuns();
-  listen();  // its first event refreshes the page
+  refresh();
 }
 
 // ---- the list of runs ----
@@ -82,9 +85,9 @@ function viewChanged() {
 function drawRuns() {
   const query = $("find-run").value.trim().toLowerCase();
   const rows = runs.filter((row) => [row.run, row.state, row.device, row.data, row.preset].join(" ").toLowerCase().includes(query));
-  const focused = document.activeElement?.dataset?.key;
+  const focused = document.activeElement?.dataset?.key, shown = shownRuns();
   $("runs").tBodies[0].replaceChildren(...rows.map((row) => {
-    const index = shownRuns().indexOf(row.run), selected = row.run === view.run;
+    const index = shown.indexOf(row.run), selected = row.run === view.run;
     const checkbox = el("input", {type: "checkbox", checked: index >= 0, disabled: selected, "aria-label": `compare ${row.run}`});
     checkbox.dataset.key = "compare " + row.run;
     checkbox.onchange = () => compareRun(row.run, checkbox.checked);
@@ -129,8 +132,8 @@ function drawHeader(run) {
 }
 
 function drawLegend() {
-  $("legend").replaceChildren(...(shownRuns().length > 1 ? shownRuns() : []).map((name, index) =>
-    el("li", {}, el("span", {class: "line", style: lineStyle(index)}), name)));
+  const names = shownRuns().length > 1 ? shownRuns() : [];
+  $("legend").replaceChildren(...names.map((name, index) => el("li", {}, el("span", {class: "line", style: lineStyle(index)}), name)));
 }
 
 /** Fetch the curves that changed; runs without curves come one by one, because their logs may be long. */
@@ -138,7 +141,7 @@ async function updateCurves(tab) {
   const query = new URLSearchParams({x_axis: view.xAxis, smooth: view.smooth, max_points: shownRuns().length > 4 ? 300 : 700});
   CHARTS[tab].forEach((key) => query.append("key", key));
   if (view.range) { query.set("start", view.range[0]); query.set("end", view.range[1]); }
-  const signature = (name) => `${query} ${JSON.stringify(versions[name])}`;
+  const signature = (name) => `${query} ${version(name)}`;
   const stale = shownRuns().filter((name) => cache[name]?.signature !== signature(name));
   const known = stale.filter((name) => cache[name]);
   for (const names of [known, ...stale.filter((name) => !cache[name]).map((name) => [name])]) {
@@ -213,7 +216,7 @@ function queryElement(query, images) {
     const image = images[hit.row] ?? {};
     const picture = image.jpeg ? el("img", {src: "data:image/jpeg;base64," + image.jpeg, alt: image.caption})
       : el("span", {class: "no-image"}, "no image");
-    return el("figure", {class: isTrue ? "true" : "wrong", title: image.name ?? ""}, picture,
+    return el("figure", {class: isTrue ? "true" : "", title: image.name ?? ""}, picture,
       el("figcaption", {}, el("b", {}, `${rank}.` + (isTrue ? " true" : hit.same_caption ? " same caption" : "")),
         ` ${hit.score.toFixed(3)}`, el("br"), image.caption ?? ""));
   };
@@ -262,11 +265,7 @@ async function refresh() {
     drawHeader(run);
     drawLegend();
     if (CHARTS[tab]) await updateCurves(tab);
-    if (tab === "speed") drawSpeed(run);
-    if (tab === "gradients") await drawGradients(run);
-    if (tab === "retrievals") await drawRetrievals();
-    if (tab === "events") drawEvents(run);
-    if (tab === "settings") drawSettings(run);
+    await DRAW[tab]?.(run);
     showError("");
   } catch (error) {
     showError(error.message);
@@ -289,18 +288,15 @@ function showError(text) {
 
 function listen() {
   source?.close();
-  const query = new URLSearchParams();
-  shownRuns().forEach((name) => query.append("run", name));
-  source = new EventSource("api/live?" + query);
-  source.addEventListener("runs", (event) => {
-    const state = () => runs.find((row) => row.run === view.run)?.state, before = state();
+  source = new EventSource("api/live");
+  source.onmessage = (event) => {
+    const versions = () => [view.run, ...view.compared].map(version).join(), before = versions();
     runs = JSON.parse(event.data);
     if (!view.run && runs.length) { selectRun(runs[0].run); return; }
     drawRuns();
-    if (state() !== before) refresh();  // a killed process writes nothing any more
-  });
-  source.addEventListener("changed", (event) => { versions = JSON.parse(event.data); refresh(); });
-  source.onopen = () => showError("");
+    if (versions() !== before) refresh();
+  };
+  source.onopen = () => { showError(""); refresh(); };
   source.onerror = () => showError("The monitor does not answer. Is it still running? Retrying …");
 }
 
@@ -354,7 +350,6 @@ function addListeners() {
     view.range = null;
     drawRuns();
     showTab(view.tab, false);
-    listen();
   });
 }
 
@@ -365,9 +360,7 @@ async function start() {
   const [answer, table] = await Promise.all([fetchJSON("api/runs"), fetchJSON("curves.json")]);
   runs = answer.runs;
   curves = Object.fromEntries(table.map((curve) => [curve.key, curve]));
-  const existing = new Set(runs.map((row) => row.run));
-  view.compared = view.compared.filter((name) => existing.has(name));
-  if (!existing.has(view.run)) view.run = answer.start ?? runs[0]?.run ?? null;
+  if (!version(view.run)) view.run = answer.start ?? runs[0]?.run ?? null;
   drawRuns();
   setBusy("runs-box", false);
   $("name").textContent = view.run ?? "no runs yet; m1clip train starts one";
