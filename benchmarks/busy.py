@@ -1,7 +1,7 @@
 """Step time beside other programs: python benchmarks/busy.py [--loops 4] [--rounds 5]
 
-Each round times nano steps in two processes, one after the other: with spinning threads (OpenMP's default) and with the
-wait policy that training uses. `fair` is the idle step time times the share of the cores that is left: with T threads
+Each round times nano steps in two processes, one after the other: with spinning threads (OpenMP's default) and with
+the policy that training uses. `fair` is the idle step time times the share of the cores that is left: with T threads
 beside N busy loops on C cores, (T + N) / C.
 """
 
@@ -26,8 +26,8 @@ def time_steps(policy: str, seconds: float) -> None:
 
     from m1clip.config import get_preset
     from m1clip.model.clip import CLIP
+    from m1clip.training.contention import ContentionPolicy
     from m1clip.training.memory import retain_freed_memory
-    from m1clip.training.openmp import WaitPolicy, sleep_while_waiting
     from m1clip.training.step import TrainState, train_step
     from m1clip.training.timing import random_batch
 
@@ -35,17 +35,15 @@ def time_steps(policy: str, seconds: float) -> None:
     torch.manual_seed(0)
     state, batch = TrainState(CLIP(config.model), config), random_batch(config, config.batch_size, 16)
     retain_freed_memory()
-    adaptive = WaitPolicy(lambda text: print(text, file=sys.stderr))
-    stop = sleep_while_waiting() if policy == "sleep" else None
+    contention = ContentionPolicy(state, lambda text: print(text, file=sys.stderr))
     samples, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end or len(samples) < 8:
         started = time.perf_counter()
         train_step(state, batch)
         samples.append(1e3 * (time.perf_counter() - started))
         if policy == "adaptive":
-            adaptive.update()
-    if stop:
-        stop.set()
+            contention.update()
+    contention.close()
     warm = len(samples) // 3  # the policy needs a few seconds to see the load
     print(json.dumps(samples[warm:]))
 
@@ -62,7 +60,7 @@ def main() -> None:
     parser.add_argument("--loops", type=int, nargs="+", default=[0, 4, 10], help="numbers of busy loops")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--policies", nargs="+", default=["spin", "adaptive"])
+    parser.add_argument("--policies", nargs="+", default=["spin", "adaptive"], help="of: spin, adaptive")
     parser.add_argument("--policy", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.policy:

@@ -1,11 +1,15 @@
 """Architecture: who may import whom, what starts without torch, and how large each part may be."""
 
 import ast
+import collections
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from m1clip.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent / "m1clip"
 FILES = sorted(ROOT.rglob("*.py"))
@@ -119,3 +123,82 @@ BUDGETS = {
     "monitor": 1_600,
 }
 TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_400, 15_600, 102
+
+
+def test_every_part_stays_within_its_size():
+    lines = collections.Counter()
+    for path in FILES:
+        in_package = len(path.relative_to(ROOT).parts) > 1
+        lines[path.relative_to(ROOT).parts[0] if in_package else "top level"] += path.read_text().count("\n")
+    assert lines.keys() - BUDGETS.keys() == {"top level"}, "a new sub-package needs a budget"
+    over = {part: lines[part] for part in lines if lines[part] > {**BUDGETS, "top level": TOP_LEVEL}[part]}
+    assert not over
+    assert lines.total() <= TOTAL_LINES
+    assert len(FILES) <= TOTAL_FILES
+
+
+def test_public_names_are_unique():
+    """At most 2 % of the top-level functions and classes share a name; every command has parse, main, Args."""
+    files_by_name = collections.defaultdict(set)
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                files_by_name[node.name].add(path)
+    shared = {name for name, paths in files_by_name.items() if len(paths) > 1} - {"main", "parse", "Args"}
+    assert len(shared) <= 0.02 * len(files_by_name), sorted(shared)
+
+
+def test_functions_fit_a_screen():
+    long = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 58:
+                long.append(f"{path.name}:{node.lineno} {node.name}")
+    assert not long
+
+
+def test_the_number_of_settings_and_flags_is_bounded():
+    assert len(fields(TrainConfig)) <= 51  # 50 and `model`, which has fields of its own
+    done = subprocess.run(
+        [sys.executable, "-m", "m1clip", "train", "--help"], capture_output=True, text=True, check=True
+    )
+    flags = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("│ --")}
+    assert {"--lr", "--batch-size", "--model.vision.width"} <= flags
+    assert len(flags) <= 70
+
+
+TRACE = """
+import os, sys
+root, executed = sys.argv.pop(1) + os.sep, set()
+
+def trace(frame, event, argument):
+    code = frame.f_code
+    if event == "call" and code.co_filename.startswith(root) and code.co_flags & 1:  # a function, not a module or class
+        executed.add(code.co_filename)
+        if code.co_name == "backward_chunks":  # the first gradient of a weight
+            sys.setprofile(None)
+            files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+            loaded = [file for file in files if file.startswith(root) and not file.endswith("__init__.py")]
+            print(repr((sorted(executed), sorted(loaded))), file=sys.stderr, flush=True)
+            os._exit(0)
+
+sys.setprofile(trace)
+from m1clip.cli import run_command
+run_command(sys.argv[1:])
+"""
+
+
+def test_few_files_lead_from_the_command_to_the_first_gradient(tmp_path):
+    argv = ["train", "--data", "synthetic:40", "--val-size", "8", "--batch-size", "8", "--steps", "1"]
+    command = [sys.executable, "-c", TRACE, str(ROOT), *argv, "--runs", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    executed, loaded = ast.literal_eval(done.stderr.splitlines()[-1])
+    assert f"{ROOT}/training/loop.py" in executed
+    assert len(executed) <= 35, executed
+    assert len(loaded) <= 45, loaded
+
+
+def test_the_training_loop_fits_a_screen():
+    tree = ast.parse((ROOT / "training" / "loop.py").read_text())
+    (loop,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "training_loop")
+    assert loop.end_lineno - loop.lineno < 45

@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -25,9 +26,9 @@ from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run
 from m1clip.training import checkpoint, device_plan, memory
 from m1clip.training.checkpoint import CheckpointManager, Progress
+from m1clip.training.contention import ContentionPolicy
 from m1clip.training.device_plan import PlanChoice
 from m1clip.training.logger import Logger, StepMetrics, tracking
-from m1clip.training.openmp import WaitPolicy
 from m1clip.training.optim import Schedule, learning_rate
 from m1clip.training.setup import Setup, build_model, calibrate_heads, sample_captions, set_trainable
 from m1clip.training.step import TrainState
@@ -69,7 +70,7 @@ class Session:
     metrics: StepMetrics
     logger: Logger
     checkpoints: CheckpointManager
-    wait_policy: WaitPolicy
+    contention: ContentionPolicy
 
 
 def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
@@ -77,9 +78,9 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
     s = start_session(setup, run, console)
     progress, checkpoints, config = s.progress, s.checkpoints, setup.config
     tracker = tracking(run, config, progress.step, console.warn)
-    with StopSignal(console.print) as stop, tracker, console.training(progress.step, setup.total):
+    bar = console.training(progress.step, setup.total)
+    with StopSignal(console.print) as stop, tracker, closing(s.contention), bar:
         completed, evaluation = training_loop(s, stop)
-        s.wait_policy.close()
         checkpoints.finish(completed)
     if checkpoints.out_of_patience:
         s.logger.log_early_stop()
@@ -109,6 +110,7 @@ def training_loop(s: Session, stop: "StopSignal") -> tuple[bool, Evaluation | No
         stats, image_BE, text_BE = memory.step_with_retry(state, batch, s.metrics.mark, s.logger.log_out_of_memory)
         progress.step += 1
         s.metrics.add(progress.step, lr, stats, batch, state.chunk)
+        s.contention.update()
 
         epoch, ending = s.batches.epoch_end(progress.step), s.schedule.count(progress.step)
         progress.ended_budget_s = config.budget_s if ending else None
@@ -116,7 +118,6 @@ def training_loop(s: Session, stop: "StopSignal") -> tuple[bool, Evaluation | No
         stopping = stop.received
         if any((inspecting, saving, epoch, stopping, ending, progress.step % config.log_every == 0)):
             s.logger.log_steps(s.metrics.read())
-            s.wait_policy.update()
         if inspecting:
             s.logger.log_diagnostics(batch, image_BE, text_BE)
         if epoch or ending:
@@ -175,7 +176,7 @@ def start_session(setup: Setup, run: Run, console: Console) -> Session:
     logger = Logger(run, console, state, progress, batches, schedule, setup.imported)
     checkpoints = CheckpointManager(run, state, progress, console.warn)
     parts = (state, progress, batches, val_features, schedule, metrics, logger, checkpoints)
-    s = Session(setup, run, console, *parts, WaitPolicy(console.print))
+    s = Session(setup, run, console, *parts, ContentionPolicy(state, console.print))
     write_run_files(s)
     epoch_start = batches.epoch_start(progress.step)
     metrics.epoch_steps = [record for record in run.records("step") if record["step"] > epoch_start]

@@ -41,7 +41,7 @@ class TrainState:
         self.ema = self._copy_weights() if config.ema else None
         self.updates = torch.zeros((), device=self.device)  # on the device, where skipping is decided
         self.scaler = self._make_scaler()
-        self.text_thread: ThreadPoolExecutor | None = None  # runs the text tower on its own device
+        self.text_thread: ThreadPoolExecutor | None = None  # runs the text tower beside the vision tower
         self.compiled: dict[torch.nn.Module, Any] = {}
         model.set_regularization(config)
         self.use_plan(self.plan)
@@ -81,8 +81,16 @@ class TrainState:
     def to_device(self, batch: Batch) -> Batch:
         return batch.to(*self.model.devices)
 
+    def run_towers_at_once(self, enabled: bool) -> None:
+        """Two towers on one device: in two threads, or one after the other. Each keeps its number of CPU threads,
+        so the results do not change."""
+        if self.text_thread is not None:
+            self.text_thread.shutdown()
+        threads = torch.get_num_threads()
+        self.text_thread = ThreadPoolExecutor(1, "text", torch.set_num_threads, (threads,)) if enabled else None
+
     def run_towers(self, vision: Callable[[], Any], text: Callable[[], Any]) -> tuple[Any, Any]:
-        """Results of both functions; concurrently where each tower has its own device."""
+        """Results of both functions; concurrently if there is a thread for the text tower."""
         if self.text_thread is None:
             return vision(), text()
         future = self.text_thread.submit(text)
