@@ -1,12 +1,13 @@
 """Retrieval scores from two matrices of unit vectors. Knows nothing of models, devices or files.
 
-Shapes: N images, M captions, K distinct captions, Q queries, T targets, E embedding.
+Shapes: N images, M captions, K distinct captions, U distinct captions of each image, Q queries, T targets,
+E embedding.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
+from math import comb
 
 import torch
 from torch import Tensor
@@ -136,33 +137,25 @@ def direction(rank_Q: Tensor) -> Direction:
 
 def chance_scores(relevance: Relevance) -> tuple[Direction, Direction]:
     """Expected scores of a random ranking, image to text and text to image."""
-    images, captions = relevance.images, len(relevance.owner_M)
-    captions_N, images_M = (
-        torch.cat([correct(start, start + CHUNK).sum(1) for start in range(0, queries, CHUNK)])
-        for queries, correct in ((images, relevance.captions_of), (captions, relevance.images_of))
-    )
-    return chance_direction(captions, captions_N), chance_direction(images, images_M)
+    owner_U, key_U = torch.unique(torch.stack([relevance.owner_M, relevance.key_M]), dim=1)
+    captions_K, images_K = relevance.key_M.bincount(), key_U.bincount()  # with each distinct caption
+    captions_N = torch.zeros(relevance.images, dtype=torch.long).index_add(0, owner_U, captions_K[key_U])
+    i2t = chance_direction(len(relevance.key_M), captions_N)
+    return i2t, chance_direction(relevance.images, images_K[relevance.key_M])
 
 
 def chance_direction(targets: int, correct_Q: Tensor) -> Direction:
     """Expected scores of a random ranking, for queries with so many correct targets."""
     counts = Counter(correct_Q.tolist())
-    recalls = {count: _random_recalls(targets, count) for count in counts}
-    r1, r5, r10 = (
-        sum(recalls[count][i] * queries for count, queries in counts.items()) / len(correct_Q)
-        for i in range(len(TOP_K))
-    )
+
+    def recall(k: int) -> float:
+        """Probability that k random targets include a correct one, averaged over the queries."""
+        draws = comb(targets, k)
+        hits = ((draws - comb(targets - correct, k)) / draws * queries for correct, queries in counts.items())
+        return sum(hits) / len(correct_Q)
+
+    r1, r5, r10 = (recall(min(k, targets)) for k in TOP_K)
     return Direction(r1, r5, r10, _random_median_rank(targets, counts))
-
-
-def _random_recalls(targets: int, correct: int) -> tuple[float, float, float]:
-    """R@1, R@5 and R@10 of the first of `correct` among `targets` in random order."""
-    if correct == 1:
-        r1, r5, r10 = (min(1.0, k / targets) for k in TOP_K)
-        return r1, r5, r10
-    missed = (prod(max(0.0, 1 - correct / (targets - i)) for i in range(min(k, targets))) for k in TOP_K)
-    r1, r5, r10 = (1 - probability for probability in missed)
-    return r1, r5, r10
 
 
 def _random_median_rank(targets: int, counts: Counter[int]) -> float:

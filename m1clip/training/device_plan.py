@@ -83,7 +83,8 @@ def resume_plan(plan: Plan, config: TrainConfig) -> PlanChoice:
     if requested.get("device", plan.device) != plan.device:  # the other settings were chosen for the old one
         plan = Plan(plan.device)
     changes = {key: value for key, value in requested.items() if getattr(plan, key) != value}
-    reason += "".join(f", --{key} {value}" for key, value in changes.items())
+    flags = {key: getattr(config, key) for key in changes}
+    reason += "".join(f", --{key} {value}" for key, value in flags.items() if value != "auto")
     return PlanChoice(replace(plan, **changes), reason)
 
 
