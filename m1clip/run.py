@@ -35,17 +35,15 @@ class Run:
             self.on_record(record)
 
     def _append(self) -> None:
-        handle = os.open(self.path / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        size, written = os.fstat(handle).st_size, 0
-        try:
-            while written < len(self._unwritten):
-                written += os.write(handle, self._unwritten[written:])
-            self._unwritten = b""
-        except OSError:
-            os.ftruncate(handle, size)  # no partial lines
-            raise
-        finally:
-            os.close(handle)
+        with open(self.path / "metrics.jsonl", "ab", buffering=0) as file:
+            size, rest = file.tell(), self._unwritten
+            try:
+                while rest:
+                    rest = rest[file.write(rest) :]
+                self._unwritten = b""
+            except OSError:
+                file.truncate(size)  # no partial lines
+                raise
 
     def sync(self) -> None:
         """Flush the log to disk: a checkpoint must not survive a power cut that its log did not."""

@@ -6,8 +6,16 @@ import pytest
 
 from m1clip.config import get_preset
 from m1clip.devices import Plan
-from m1clip.training.advice import advise, estimate_step, find_comparison, is_significant, predict_run
-from m1clip.training.timing import StepCost, StepRow, model_id, quartiles
+from m1clip.training.advice import (
+    StepCost,
+    StepRow,
+    advise,
+    estimate_step,
+    find_comparison,
+    is_significant,
+    predict_run,
+)
+from m1clip.training.timing import model_id, quartiles
 
 SMALL = StepCost("m1", "small", 8, 40_000_000, 10.0, 0.01, 32)
 

@@ -25,9 +25,9 @@ from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.model.cost import model_cost
 from m1clip.run import Run
-from m1clip.training import device_plan, timing
+from m1clip.training import timing
+from m1clip.training.advice import MeasurementStore, open_store
 from m1clip.training.step import TrainState
-from m1clip.training.timing import MeasurementStore, open_store
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def small_and_separate(tmp_path, monkeypatch, tiny):
     """Own measurements, tiny presets, and next to no time per measurement."""
     monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(device_plan, "PLAN_TRIAL_S", 0.05)
+    monkeypatch.setattr(timing, "PLAN_TRIAL_S", 0.05)
     monkeypatch.setattr(sweep, "QUICK_MATMULS", (64, 128))
     real_time_plans, real_time_operation = timing.time_plans, sweep.time_operation
     monkeypatch.setattr(timing, "time_plans", lambda *args: real_time_plans(*args[:3], 0.02))

@@ -8,15 +8,15 @@ import torch
 
 from fakes import fake_gpu
 from helpers import QuietConsole, make_state, random_pairs, train_run
-from m1clip import devices, parity
+from m1clip import devices
 from m1clip import run as runs
 from m1clip.config import TrainConfig
 from m1clip.devices import Plan
 from m1clip.model import rng
 from m1clip.model.clip import CLIP
-from m1clip.training import device_plan, timing
+from m1clip.training import device_plan, parity, timing
+from m1clip.training.advice import open_store
 from m1clip.training.step import LOSS_SCALE, TrainState, train_step
-from m1clip.training.timing import open_store
 
 SPLIT = Plan("vision=cpu,text=cpu")
 
@@ -124,7 +124,7 @@ def test_an_impossible_device_is_an_error(monkeypatch, requested, message):
 
 def test_a_device_that_computes_the_same_matches(tiny, monkeypatch):
     fake_gpu(monkeypatch)
-    result = device_plan.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"))
+    result = parity.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"))
     assert (result.mismatch, result.worst) == (None, 0)
     assert result.tensors > 100
     assert str(result).startswith(f"{result.tensors} tensors match the CPU: outputs within 0.002")
@@ -142,7 +142,7 @@ def test_a_device_that_computes_the_same_matches(tiny, monkeypatch):
 )
 def test_a_device_that_computes_something_else_is_caught_with_the_module(tiny, monkeypatch, module, fault, message):
     fake_gpu(monkeypatch, module, fault)
-    result = device_plan.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"))
+    result = parity.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"))
     assert result.mismatch
     assert str(result).startswith(message)
 
@@ -157,9 +157,9 @@ def test_wrong_attention_is_blamed_on_the_attention(tiny, monkeypatch):
 
     fake_gpu(monkeypatch)
     monkeypatch.setattr(devices, "attention", attention)
-    assert device_plan.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps")).mismatch is None
+    assert parity.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps")).mismatch is None
     wrong_call = len(calls) + len(calls) // 2 + 1  # the next time, the first call on mps
-    result = device_plan.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"))
+    result = parity.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"))
     expected = "the input of vision.blocks.0.attn.out (computed in vision.blocks.0.attn) differs"
     assert str(result).startswith(expected)
 
@@ -184,7 +184,7 @@ def test_the_dropout_of_the_training_step_is_compared_too(tiny, monkeypatch):
     fake_gpu(monkeypatch)
     monkeypatch.setattr(rng, "uniform", wrong)
     config = TrainConfig(model=tiny, batch_size=8, patch_dropout=0.5)
-    result = device_plan.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"), config)
+    result = parity.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"), config)
     assert str(result).startswith("the loss of a training step differs")
 
 
@@ -198,7 +198,7 @@ def test_a_fault_that_only_shows_with_many_rows_is_caught(tiny, monkeypatch):
         return text_BE.roll(1, 0) if len(tokens_BL) > 4 and passes.count(len(tokens_BL)) == 2 else text_BE
 
     monkeypatch.setattr(CLIP, "embed_tokens", rolled)
-    result = device_plan.compare_with_cpu(CLIP(tiny), random_pairs(12), Plan("mps"))
+    result = parity.compare_with_cpu(CLIP(tiny), random_pairs(12), Plan("mps"))
     assert str(result).startswith("the embedding of 12 captions differs from the CPU's")
 
 
@@ -206,7 +206,7 @@ def test_parity_leaves_the_weights_unchanged(tiny, monkeypatch):
     fake_gpu(monkeypatch)
     model, config = CLIP(tiny), TrainConfig(model=tiny, optimizer="muon")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    assert device_plan.compare_with_cpu(model, random_pairs(8), Plan("mps"), config).mismatch is None
+    assert parity.compare_with_cpu(model, random_pairs(8), Plan("mps"), config).mismatch is None
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
     assert all(weight.grad is None for weight in model.parameters())
 
@@ -260,7 +260,7 @@ def test_with_a_cpu_alone_nothing_is_timed(tiny_run, monkeypatch):
 
 def test_with_two_devices_a_trial_of_real_steps_decides_and_is_stored(tiny_run, monkeypatch):
     fake_gpu(monkeypatch)
-    monkeypatch.setattr(device_plan, "PLAN_TRIAL_S", 0.05)
+    monkeypatch.setattr(timing, "PLAN_TRIAL_S", 0.05)
     choice = choose(replace(tiny_run, device="auto"))
     timed = {row.device for row in open_store().steps()}
     assert {"cpu", "mps", "vision=cpu,text=mps", "vision=mps,text=cpu"} <= timed
@@ -271,7 +271,7 @@ def test_with_two_devices_a_trial_of_real_steps_decides_and_is_stored(tiny_run, 
 
 def test_a_device_that_fails_in_the_trial_is_reported_and_the_others_go_on(tiny_run, monkeypatch):
     fake_gpu(monkeypatch)
-    monkeypatch.setattr(device_plan, "PLAN_TRIAL_S", 0.05)
+    monkeypatch.setattr(timing, "PLAN_TRIAL_S", 0.05)
     real = timing.warm_up
 
     def fail(plan_timing, *rest):

@@ -31,10 +31,9 @@ from m1clip.run import Run
 from m1clip.training.features import FeatureEncoder
 from m1clip.training.setup import (
     FEATURE_VIEWS,
-    EncodingCost,
     InitModel,
     build_model,
-    decide_recipe,
+    choose_recipe,
     load_init,
     prepare,
     replace_heads,
@@ -319,7 +318,7 @@ def test_killed_encoding_continues_where_it_was(finetuning, tmp_path, monkeypatc
     assert_same_weights(tmp_path / "whole", tmp_path / "again")
 
 
-FAST, SLOW = EncodingCost(1e-3, 1e-3), EncodingCost(10.0, 10.0)
+FAST, SLOW = (1e-3, 1e-3), (10.0, 10.0)  # seconds per image and per caption
 TOWER = object()
 CLIP_INIT, TWO_ENCODERS, ONE_ENCODER = InitModel(TOWER), InitModel(vision=TOWER, text=TOWER), InitModel(vision=TOWER)
 
@@ -338,7 +337,7 @@ CLIP_INIT, TWO_ENCODERS, ONE_ENCODER = InitModel(TOWER), InitModel(vision=TOWER,
 )
 def test_auto_chooses_by_init_data_and_budget_and_says_why(init, images, cost, budget, recipe, reason):
     config = TrainConfig(init="x", budget=budget)
-    chosen, why = decide_recipe(config, init, images, 5 * images, cost)
+    chosen, why = choose_recipe(config, init, images, 5 * images, *cost)
     assert chosen == recipe
     assert reason in why
 

@@ -22,8 +22,8 @@ from m1clip.console import Console
 from m1clip.devices import Plan
 from m1clip.files import lock_folder
 from m1clip.training import memory, timing
-from m1clip.training.device_plan import split_plans
-from m1clip.training.timing import MeasurementStore, StepCost, open_store
+from m1clip.training.advice import MeasurementStore, StepCost, open_store
+from m1clip.training.timing import split_plans
 
 RESUME_S = 24 * 3600  # an older unfinished sweep is not resumed
 MATMULS, QUICK_MATMULS = (64, 128, 256, 512, 1024, 2048, 4096), (64, 256, 1024, 2048)

@@ -44,16 +44,14 @@ def main(args: Args) -> None:
     with loading():
         from m1clip import devices
         from m1clip.training import memory, timing
-        from m1clip.training.advice import advise, predict_run
-        from m1clip.training.device_plan import measure_missing
-        from m1clip.training.timing import open_store
+        from m1clip.training.advice import advise, open_store, predict_run
 
     config, store = args.config(), open_store()
     batch_size, tokens, rows = config.batch_size, config.model.text.context_length, store.steps()
     cost = timing.step_cost(config, batch_size, tokens, store)
     if args.measure:
         batch = timing.random_batch(config, batch_size, tokens)
-        rows = measure_missing(config, batch, cost, store, Console())
+        rows = timing.measure_missing(config, batch, cost, store, Console())
     advice = advise(cost, rows, devices.available(), {}, config.epochs * (args.pairs // batch_size))
     predictions = predict_run(cost, advice, rows, memory.free_gb(advice.plan.devices[0]), args.pairs)
     columns = ("setting", "value", "confidence", "reason")

@@ -62,7 +62,7 @@ def main(args: Args) -> None:
     with loading():
         from m1clip import devices
         from m1clip.bench import report, sweep
-        from m1clip.training.device_plan import faster_precisions
+        from m1clip.training.timing import faster_precisions
 
     names = args.devices or tuple(devices.available())
     single = dict.fromkeys(device for name in names for device in devices.tower_devices(name))

@@ -46,7 +46,7 @@ def main(args: Args) -> None:
     with loading():
         from m1clip import devices
         from m1clip.bench.report import load_warning, make_table
-        from m1clip.training.device_plan import split_plans
+        from m1clip.training.timing import split_plans
 
     config, available = requested_config(args.settings(), args.config), devices.available()
     names = args.on or (*available, *(plan.device for plan in split_plans(available)))

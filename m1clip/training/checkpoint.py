@@ -191,9 +191,9 @@ class CheckpointManager:
         self.saved_at, self.saved_step = time.monotonic(), progress.step
         self.retry_at: float | None = None  # set while saving fails
         self.restored = False  # the best weights have replaced the last ones
-        self.previous_best: tuple[float | None, int | None, int] | None = None  # until the new best is saved
+        self.new_best: tuple[float, int] | None = None  # score and step; it counts once it is saved
         if progress.best_step is not None and not self._use_best(read_progress, "the next best replaces it"):
-            self._set_best((None, None, 0))
+            progress.best_score, progress.best_step, progress.evals_since_best = None, None, 0
 
     def _use_best(self, use: Callable[[Path], object], otherwise: str) -> bool:
         """Whether the best checkpoint is there and intact."""
@@ -205,9 +205,6 @@ class CheckpointManager:
             self.warn(f"the best checkpoint, step {step:,}, cannot be used ({error}); {otherwise}")
             return False
 
-    def _set_best(self, best: tuple[float | None, int | None, int]) -> None:
-        self.progress.best_score, self.progress.best_step, self.progress.evals_since_best = best
-
     def is_due(self) -> bool:
         """Whether to save now: by steps or time, or to retry a failed save."""
         if self.retry_at is not None:
@@ -216,26 +213,16 @@ class CheckpointManager:
         return self.progress.step % steps == 0 if steps else time.monotonic() - self.saved_at >= seconds
 
     def update_best(self, scores: Retrieval) -> None:
-        """Compare with the best score; a new best counts once it is saved."""
-        self._drop_unsaved_best()
+        """Compare with the best score; of equals the later is the best, though it is no progress."""
         score, now = float(scores.record()[self.config.best_metric]), self.progress
-        previous = (now.best_score, now.best_step, now.evals_since_best)
         improved = now.best_score is None or score > now.best_score
         now.evals_since_best = 0 if improved else now.evals_since_best + 1
-        if now.best_score is None or score >= now.best_score:  # of equals the later, though it is no progress
-            self.previous_best = previous
-            now.best_score, now.best_step = score, now.step
+        self.new_best = (score, now.step) if improved or score == now.best_score else None
 
     @property
     def has_new_best(self) -> bool:
         waiting = self.retry_at is not None and time.monotonic() < self.retry_at
-        return self.previous_best is not None and self.progress.best_step == self.progress.step and not waiting
-
-    def _drop_unsaved_best(self) -> None:
-        """Restore the previous best if training moved on before the new one could be saved."""
-        if self.previous_best is not None and self.progress.best_step != self.progress.step:
-            self._set_best(self.previous_best)
-            self.previous_best = None
+        return self.new_best is not None and self.new_best[1] == self.progress.step and not waiting
 
     @property
     def out_of_patience(self) -> bool:
@@ -243,12 +230,15 @@ class CheckpointManager:
 
     def save(self, wait_s: float = 0.0) -> bool:
         """Write a checkpoint; a disk error is reported, and training continues."""
-        self._drop_unsaved_best()
+        now, previous = self.progress, (self.progress.best_score, self.progress.best_step)
+        if self.new_best and self.new_best[1] == now.step:
+            now.best_score, now.best_step = self.new_best
         self.run.sync()
-        error = self._retry(lambda: save_checkpoint(self.run, self.state, self.progress), wait_s)
-        if error is None:
-            self.saved_step, self.previous_best = self.progress.step, None
-        return error is None
+        if self._retry(lambda: save_checkpoint(self.run, self.state, now), wait_s):
+            now.best_score, now.best_step = previous
+            return False
+        self.saved_step, self.new_best = now.step, None
+        return True
 
     def finish(self, completed: bool) -> None:
         """Save the last checkpoint and, at the end of the run, the model; failing to do so is an error."""

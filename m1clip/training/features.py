@@ -34,7 +34,8 @@ from m1clip.files import cache_folder
 from m1clip.format import file_size
 from m1clip.model.clip import CLIP
 from m1clip.model.pretrained import TimmVision, fold_batch_norm, image_features
-from m1clip.training.device_plan import move_to_encoding_device
+from m1clip.training.device_plan import check_parity, default_plan
+from m1clip.training.memory import retain_freed_memory
 from m1clip.training.setup import FEATURE_VIEWS, Setup
 
 VERSION = 2  # raise it when the same tower gives other features
@@ -49,7 +50,9 @@ def encode_frozen(
 ) -> tuple[BatchStream, FeatureTables]:
     """Features of both splits from the frozen towers: batches of training features, validation features."""
     config, splits, deadline = setup.config, setup.splits, None
-    move_to_encoding_device(config, model, batches.batch(0), console)
+    retain_freed_memory()
+    choice = check_parity(default_plan(config), model, batches.batch(0).split(CPU_CHUNK)[0], console, config)
+    model.to_devices(*choice.plan.devices)
     encoder = FeatureEncoder(model, config, console.progress)
     val_features = encoder.encode(splits.val, setup.frozen, views=1)
     if setup.deadline is not None and not setup.views:  # a resumed run keeps its views

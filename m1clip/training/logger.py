@@ -51,11 +51,12 @@ class PendingStep(NamedTuple):
 
 class StepMetrics:
     def __init__(self, config: TrainConfig, device: torch.device):
-        self.batch_size, self.device = config.batch_size, device
-        self.chance = {
-            "chance_loss": losses.chance(config.model.loss, config.batch_size),
-            "chance_accuracy": 1 / config.batch_size,
-        }
+        self.batch_size, self.device, chance_loss = (
+            config.batch_size,
+            device,
+            losses.chance(config.model.loss, config.batch_size),
+        )
+        self.chance = {"chance_loss": chance_loss, "chance_accuracy": 1 / config.batch_size}
         self.log_every, self.always_phases, self.has_phases = config.log_every, devices.has_event_timer(device), True
         self.pending, self.timestamps = list[PendingStep](), dict[str, Any]()
         self.epoch_steps: list[Record] = []  # of the current epoch, also those of earlier sessions

@@ -123,7 +123,7 @@ def memory_by_part(state: TrainState, batch: Batch, pair_bytes: int, imported: s
     parts = {
         "parameters": total_gb(state.model.parameters()),
         "gradients": total_gb(weight.grad for weight in state.weights.values() if weight.grad is not None),
-        "optimizer": total_gb(optimizer_tensors(state)),
+        "optimizer": optimizer_gb(state),
         "ema": total_gb((state.ema or {}).values()),
         "activations": pair_bytes * min(state.chunk, len(batch)) / 1e9,
         "batch": total_gb((batch.image[0], batch.text[0], batch.key_B)),
@@ -140,11 +140,11 @@ def memory_by_part(state: TrainState, batch: Batch, pair_bytes: int, imported: s
 def resident_gb(state: TrainState) -> float:
     """What stays in memory from step to step: weights, EMA, optimizer state."""
     weights = total_gb(state.weights.values())
-    return weights + total_gb(optimizer_tensors(state)) + total_gb((state.ema or {}).values())
+    return weights + optimizer_gb(state) + total_gb((state.ema or {}).values())
 
 
-def optimizer_tensors(state: TrainState) -> list[Tensor]:
-    return [value for opt in state.optimizers for entry in opt.state.values() for value in entry.values()]
+def optimizer_gb(state: TrainState) -> float:
+    return total_gb(value for opt in state.optimizers for entry in opt.state.values() for value in entry.values())
 
 
 def release_memory(state: TrainState) -> None:

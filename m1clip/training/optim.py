@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,14 +49,15 @@ class Schedule:
     @property
     def end(self) -> float:
         """When the last step has to be done, so that time is left for the evaluation and save after it."""
-        assert self.deadline is not None
+        if self.deadline is None:
+            return math.inf
         reserve_s = RESERVE * self.budget_s
         final_s = self.final_evals * self.durations.get("eval", 0.0) + self.durations.get("save", 0.0)
         return self.deadline - min(EXIT_S, reserve_s) - final_s - (reserve_s if len(self.durations) < 2 else 0.0)
 
     @property
     def is_late(self) -> bool:
-        return self.deadline is not None and time.monotonic() > self.end
+        return time.monotonic() > self.end
 
     @contextmanager
     def timed_pause(self, kind: str) -> Iterator[None]:
@@ -68,13 +69,12 @@ class Schedule:
 
     def has_time_to_eval(self) -> bool:
         """False when the final evaluation would follow immediately."""
-        return self.deadline is None or time.monotonic() + self.durations.get("eval", 0.0) < self.end
+        return time.monotonic() + self.durations.get("eval", 0.0) < self.end
 
     @property
     def needs_trial_eval(self) -> bool:
         """At half time, if no evaluation has been timed yet."""
-        is_timed = self.deadline is None or "eval" in self.durations
-        return not is_timed and time.monotonic() > (self.started + self.end) / 2
+        return "eval" not in self.durations and time.monotonic() > (self.started + self.end) / 2
 
     def last_step(self) -> int:
         """The step after which training ends in any case; unlimited with a deadline."""
@@ -153,7 +153,11 @@ class Muon(torch.optim.Optimizer):
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         enabled = 1.0 if found_inf is None else 1.0 - found_inf
         for group in self.param_groups:
-            for weights in group_by_shape(weight for weight in group["params"] if weight.grad is not None):
+            # Matrices of equal shape, transposed or not, on one device are stacked and updated together.
+            by_shape: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+            for weight in (weight for weight in group["params"] if weight.grad is not None):
+                by_shape[weight.device, *sorted((len(weight), weight[0].numel()))].append(weight)
+            for weights in by_shape.values():
                 self._update(weights, group, enabled)
 
     def _update(self, weights: list[Tensor], group: dict[str, Any], enabled: Tensor | float) -> None:
@@ -179,14 +183,6 @@ class Muon(torch.optim.Optimizer):
 
 def is_wide(weight: Tensor) -> bool:
     return len(weight) <= weight[0].numel()
-
-
-def group_by_shape(weights: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Matrices of equal shape, transposed or not, on one device: they are stacked and updated together."""
-    groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
-    for weight in weights:
-        groups[weight.device, *sorted((len(weight), weight[0].numel()))].append(weight)
-    return list(groups.values())
 
 
 def orthogonalize(matrices_NRC: Tensor) -> Tensor:

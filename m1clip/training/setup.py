@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -151,40 +151,29 @@ def choose_settings(
             config, reason = fit_budget(config, given, sources, console)
         return replace(config, recipe="scratch"), reason
     if recipe == "auto":
-        recipe, reason = choose_recipe(config, init, sources)
+        images = sum(len(source.train) for source in sources)
+        counts = [len(source.train.captions(row)) for source in sources for row in range(min(100, len(source.train)))]
+        captions = round(fmean(counts) * images)
+        recipe, reason = choose_recipe(config, init, images, captions, *measure_encoding(config, init))
     if not is_final:
         config = with_defaults(config, recipe_defaults(config, recipe), given)
     return replace(config, recipe=recipe), reason
 
 
-class EncodingCost(NamedTuple):
-    """Seconds per image and per caption on this machine, from a short trial."""
-
-    image_s: float
-    caption_s: float
-
-
-def choose_recipe(config: TrainConfig, init: InitModel, sources: Sequence[Source]) -> tuple[Recipe, str]:
-    """The recipe for --recipe auto, and the reason."""
-    images = sum(len(source.train) for source in sources)
-    counts = [len(source.train.captions(row)) for source in sources for row in range(min(100, len(source.train)))]
-    return decide_recipe(config, init, images, round(fmean(counts) * images), measure_encoding(config, init))
-
-
-def decide_recipe(
-    config: TrainConfig, init: InitModel, images: int, captions: int, cost: EncodingCost
+def choose_recipe(
+    config: TrainConfig, init: InitModel, images: int, captions: int, image_s: float, caption_s: float
 ) -> tuple[Recipe, str]:
-    """Choose by pretrained towers, number of images, and measured cost against the budget."""
+    """Choose by pretrained towers, number of images, and measured seconds per image and caption against the budget."""
     if len(init.pretrained) < 2:
         only = f"only the {init.pretrained[0]} tower is pretrained"
         return "frozen", f"{only}: it is frozen, and the other one is trained to match it"
-    encoding_s = images * FEATURE_VIEWS * cost.image_s + captions * cost.caption_s
+    encoding_s = images * FEATURE_VIEWS * image_s + captions * caption_s
     encoding = f"{images:,} images; encoding them once takes about {duration(encoding_s)}"
     if init.clip is None:
         apart = "the encoders were not trained together, so only the projection heads are trained"
         return "frozen", f"{apart}: {encoding}"
     recipe: Recipe = "full" if images >= FULL_FROM else "lora"
-    seconds = RECIPES[recipe]["epochs"] * images * STEP_COST * (cost.image_s + cost.caption_s)
+    seconds = RECIPES[recipe]["epochs"] * images * STEP_COST * (image_s + caption_s)
     about = f"about {duration(seconds)}"
     if config.budget_s is not None and seconds > config.budget_s:
         return "frozen", f"{encoding}; {recipe} would take {about} of the {duration(config.budget_s)}"
@@ -194,8 +183,8 @@ def decide_recipe(
     return recipe, f"{images:,} images are {few}: LoRA changes and forgets less ({about})"
 
 
-def measure_encoding(config: TrainConfig, init: InitModel) -> EncodingCost:
-    """Time forward passes of a few blank images and short captions, after a warm-up."""
+def measure_encoding(config: TrainConfig, init: InitModel) -> tuple[float, float]:
+    """Seconds per image and per caption of a forward pass on a few blank images and short captions."""
     model = build_model(config, init, init.tokenizer)
     size = model.config.vision.image_size
     images_BHWC = torch.zeros((TRIAL_SIZE, size, size, 3), dtype=torch.uint8)
@@ -203,7 +192,7 @@ def measure_encoding(config: TrainConfig, init: InitModel) -> EncodingCost:
 
     def time_per_item(forward: Callable[[], Tensor]) -> float:
         with torch.inference_mode():
-            forward().cpu()
+            forward().cpu()  # warm-up
             started = time.perf_counter()
             forward().cpu()
         return (time.perf_counter() - started) / TRIAL_SIZE
@@ -211,7 +200,7 @@ def measure_encoding(config: TrainConfig, init: InitModel) -> EncodingCost:
     vision, text = default_plan(config).plan.devices
     model.to_devices(vision, text)
     image_s = time_per_item(lambda: model.vision(model.normalize(images_BHWC.to(vision))))
-    return EncodingCost(image_s, time_per_item(lambda: model.text(tokens_BL.to(text))))
+    return image_s, time_per_item(lambda: model.text(tokens_BL.to(text)))
 
 
 def settle(config: TrainConfig, init: InitModel, pairs: int) -> TrainConfig:

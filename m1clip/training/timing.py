@@ -1,18 +1,13 @@
-"""Time real training steps of several plans in alternation, so that a disturbance affects all of them.
+"""Time real training steps of several plans in alternation, so that a disturbance affects all of them."""
 
-All timings are stored as JSON lines in the cache, by chip, memory and PyTorch.
-"""
-
-import itertools
-import json
-import re
 import statistics
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
-from pathlib import Path
+from itertools import pairwise, permutations
 from typing import Any
 
 import numpy as np
@@ -20,16 +15,16 @@ import torch
 
 from m1clip import devices, sensors
 from m1clip.config import TrainConfig, to_json
+from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.devices import Plan
-from m1clip.files import cache_folder, json_safe, read_jsonl
 from m1clip.model.clip import CLIP
 from m1clip.model.cost import model_cost
 from m1clip.training import memory
+from m1clip.training.advice import MeasurementStore, StepCost, StepRow
 from m1clip.training.step import TrainState, train_step
 
-MEASUREMENTS_FILE = "measurements-3.jsonl"  # a new number when rows or the training step change
-HIGH_LOAD = 0.2  # fraction of all cores used by other programs; above it, timings are not reliable
+PLAN_TRIAL_S = 1.0  # per plan, if nothing was measured before
 MIN_ROUNDS, ROUNDS, MAX_ROUNDS = 3, 5, 15  # at least with little time or slow rounds; at least; at most
 SLOW_ROUND_S = 20.0
 QUEUED_S = 0.1  # a GPU is timed over this many seconds of queued steps: training does not wait for each one
@@ -45,104 +40,6 @@ def model_id(config: TrainConfig) -> str:
     settings = (config.optimizer, config.patch_dropout, config.grad_checkpointing, bool(config.ema))
     text = f"{to_json(config.model)}{settings}{config.captions_per_image}"
     return blake2b(text.encode(), digest_size=6).hexdigest()
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Compute and memory of a training step of one model, optimizer and batch size."""
-
-    model_id: str
-    preset: str
-    tokens: int  # caption length
-    parameters: int
-    gflop: float  # per pair, forward and backward
-    activation_gb: float  # per pair, saved by autograd for the backward pass
-    batch_size: int
-
-    @property
-    def state_gb(self) -> float:
-        """Weights, gradients and two moments in fp32."""
-        return 16 * self.parameters / 1e9
-
-    @property
-    def step_gflop(self) -> float:
-        return self.gflop * self.batch_size
-
-
-@dataclass(frozen=True)
-class StepRow(StepCost):
-    """Timed training steps of one plan."""
-
-    time: float
-    session: str
-    comparison: str  # plans with the same id were timed in alternation
-    device: str
-    precision: str
-    compile: bool
-    threads: int
-    samples_ms: list[float]
-    step_ms: float  # median; q1_ms and q3_ms are the quartiles
-    q1_ms: float
-    q3_ms: float
-    phases_ms: dict[str, float]
-    setup_s: float  # what the first step took beyond a later one: compilation, allocation
-    background_load: float
-    peak_gb: float | None
-    watts: float | None
-
-    @property
-    def plan(self) -> Plan:
-        return Plan(self.device, self.precision, self.compile, self.threads)
-
-    @property
-    def pairs_per_s(self) -> float:
-        return 1e3 * self.batch_size / self.step_ms
-
-    @property
-    def gflops(self) -> float:
-        return self.gflop * self.pairs_per_s
-
-    @property
-    def is_loaded(self) -> bool:
-        return self.background_load > HIGH_LOAD
-
-
-class MeasurementStore:
-    def __init__(self, folder: Path):
-        self.folder, self.path = folder, folder / MEASUREMENTS_FILE
-        self.unsaved: list[dict[str, Any]] = []
-        self.write_error: str | None = None
-
-    def add(self, kind: str, **values: Any) -> None:
-        """Append a row. If that fails, only this process knows the row, and `write_error` has the reason."""
-        row = json_safe({"kind": kind, "time": round(time.time(), 1), **values})
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a") as file:  # the newline comes first: the last line may be torn
-                file.write("\n" + json.dumps(row, allow_nan=False))
-        except OSError as error:
-            self.write_error = str(error)
-            self.unsaved.append(row)
-
-    def rows(self, kind: str, **filters: Any) -> list[dict[str, Any]]:
-        """Rows with these values, oldest first."""
-        filters["kind"] = kind
-        rows = (*read_jsonl(self.path), *self.unsaved)
-        return [row for row in rows if all(row.get(key) == value for key, value in filters.items())]
-
-    def steps(self, **filters: Any) -> list[StepRow]:
-        """Step rows, without incomplete ones: the file may have been edited."""
-        names = {field.name for field in fields(StepRow)}
-        rows = [row for row in self.rows("step", **filters) if row.keys() >= names and row["samples_ms"]]
-        return [StepRow(**{name: row[name] for name in names}) for row in rows]
-
-
-def open_store() -> MeasurementStore:
-    """The measurements of this machine."""
-    machine = sensors.machine()
-    parts = (machine["chip"], f"{machine['cores']} cores", f"{machine['ram_gb']:.0f} GB", machine["torch"])
-    name = re.sub(r"[^a-z0-9.]+", "-", " ".join(map(str, parts)).lower())
-    return MeasurementStore(cache_folder() / "machines" / name)
 
 
 @dataclass
@@ -261,7 +158,7 @@ def time_step(
     for device in state.model.devices:
         devices.synchronize(device)
     ms = 1e3 * (time.perf_counter() - start) / steps
-    return ms, {b: devices.elapsed_ms(stamps[a], stamps[b]) for a, b in itertools.pairwise(stamps)}
+    return ms, {b: devices.elapsed_ms(stamps[a], stamps[b]) for a, b in pairwise(stamps)}
 
 
 def random_batch(config: TrainConfig, batch_size: int, tokens: int) -> Batch:
@@ -298,3 +195,47 @@ def add_comparison(store: MeasurementStore, cost: StepCost, timings: Sequence[Pl
         row = {"step_ms": step_ms, "q1_ms": q1_ms, "q3_ms": q3_ms, "phases_ms": phases, **asdict(timing.plan)}
         names = ("samples_ms", "setup_s", "background_load", "peak_gb", "watts")
         store.add("step", **shared, **row, **{name: getattr(timing, name) for name in names})
+
+
+def measure_missing(
+    config: TrainConfig, batch: Batch, cost: StepCost, store: MeasurementStore, console: Console
+) -> list[StepRow]:
+    """All step rows; if a device has none of this model, a few real steps are timed on all devices first."""
+    available, rows = devices.available(), store.steps()
+    if {row.device for row in rows if row.model_id == cost.model_id}.issuperset(available):
+        return rows
+    plans = [Plan(name) for name in available] + split_plans(available)
+    plans += [Plan(name, precision) for name in available for precision in faster_precisions(name)]
+    for size in trial_batch_sizes(cost, len({plan.device for plan in plans})):
+        with console.progress(f"timing {size} pairs on {', '.join(available)}", None):
+            timings = time_plans(config, plans, batch.split(size)[0], PLAN_TRIAL_S)
+        for failed in (one for one in timings if one.error):
+            console.warn(f"{failed.plan}: {failed.error}; not used")
+        add_comparison(store, replace(cost, batch_size=size), timings)
+    return store.steps()
+
+
+def trial_batch_sizes(cost: StepCost, states: int) -> list[int]:
+    """The batch size, if the CPU can do it in the time of a trial, or two smaller ones to extrapolate."""
+    gflops = 0.4 * devices.matmul_gflops(devices.torch_device("cpu"), "fp32")  # a typical utilization
+    free_gb = sensors.available_gb() * memory.USABLE - states * cost.state_gb
+    most = int(min(PLAN_TRIAL_S * gflops / cost.gflop, free_gb / (memory.PEAK * cost.activation_gb)))
+    if most >= cost.batch_size:
+        return [cost.batch_size]
+    return sorted({size for size in (max(2, most // 4), most) if 2 <= size <= most})
+
+
+def split_plans(available: Sequence[str]) -> list[Plan]:
+    """One tower on each of two devices, both ways; with a CPU alone, both towers in parallel on it."""
+    pairs = list(permutations(available, 2)) or [(available[0], available[0])]
+    return [Plan(f"vision={vision},text={text}") for vision, text in pairs]
+
+
+def faster_precisions(name: str) -> list[str]:
+    """Precisions in which a matrix product is faster than in fp32; others are not worth timing steps in."""
+    device, faster = devices.torch_device(name), []
+    baseline = devices.matmul_gflops(device, "fp32")
+    for precision in devices.precisions(device)[1:]:
+        with suppress(*devices.DEVICE_ERRORS):
+            faster += [precision] if devices.matmul_gflops(device, precision) > 1.05 * baseline else []
+    return faster
