@@ -11,7 +11,7 @@ import argparse
 from m1clip import devices
 from m1clip.config import VisionConfig, get_preset
 from m1clip.devices import Plan
-from m1clip.training.advice import StepRow, open_store
+from m1clip.training.device_plan import StepRow, open_store
 
 
 def should_use_mps(parameters: int, batch_size: int, elements: int) -> bool:

@@ -1,7 +1,7 @@
 """The Python API: m1clip.train and m1clip.evaluate. The commands of the same names are thin callers."""
 
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -45,18 +45,15 @@ def train(
     options = {**settings, "config": config, "resume": resume, "overwrite": overwrite}
     check_exclusive({option for option, value in options.items() if value})
     resumed = open_run(runs, name) if resume else None
-    with ExitStack() as stack:
-        if resumed:
-            stack.enter_context(resumed.locked())  # before its checkpoints are read
+    with resumed.locked() if resumed else nullcontext():  # before its checkpoints are read
         requested = requested_config(settings, config, resumed.path if resumed else None)
         if not resumed:
             new_run_path(runs, name, requested.preset, overwrite)  # refused at once if it will be
         given = select_settings(requested, settings)
         setup = prepare(requested, given, runs, resumed, console, started, is_final=config is not None)
         run = resumed or create_run(runs, name, setup.config.preset, overwrite)
-        if not resumed:
-            stack.enter_context(run.locked())
-        result = fit(setup, run, console)
+        with nullcontext() if resumed else run.locked():
+            result = fit(setup, run, console)
     if result.finished and setup.config.recipe == "frozen" and setup.config.unfreeze:
         return train_unfrozen(setup.config, run, resume, time.monotonic() - started, console)
     return result
@@ -102,13 +99,10 @@ def evaluate(
         config = replace(config, image_column="auto", caption_column="auto", val_size="auto")
     config = requested_config(settings, config)
     chosen, reason = devices.default_device(device)
-    clip, bad_rows = load(folder), BadRows()
-    datasets: list[PairDataset] = []
-    for source in open_sources(config, console.progress):
-        datasets.append(select_split(source, split, config))
-        bad_rows += source.bad_rows
-    size = clip.config.vision.image_size
-    pairs = open_eval_split(datasets, size, config, bad_rows, console.progress)
+    clip, sources = load(folder), open_sources(config, console.progress)
+    datasets = [select_split(source, split, config) for source in sources]
+    bad_rows = sum((source.bad_rows for source in sources), BadRows())
+    pairs = open_eval_split(datasets, clip.config.vision.image_size, config, bad_rows, console.progress)
     bad_rows.require_at_most(config.max_bad_rows)
     choice = check_parity(PlanChoice(Plan(str(chosen)), reason), clip, first_pairs(clip, pairs), console)
     evaluation = evaluate_model(clip.to_devices(*choice.plan.devices), pairs)

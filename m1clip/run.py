@@ -35,15 +35,17 @@ class Run:
             self.on_record(record)
 
     def _append(self) -> None:
-        with open(self.path / "metrics.jsonl", "ab", buffering=0) as file:
-            size, rest = file.tell(), self._unwritten
-            try:
-                while rest:
-                    rest = rest[file.write(rest) :]
-                self._unwritten = b""
-            except OSError:
-                file.truncate(size)  # no partial lines
-                raise
+        handle = os.open(self.path / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        size, written = os.fstat(handle).st_size, 0
+        try:
+            while written < len(self._unwritten):
+                written += os.write(handle, self._unwritten[written:])
+            self._unwritten = b""
+        except OSError:
+            os.ftruncate(handle, size)  # no partial lines
+            raise
+        finally:
+            os.close(handle)
 
     def sync(self) -> None:
         """Flush the log to disk: a checkpoint must not survive a power cut that its log did not."""
@@ -51,8 +53,7 @@ class Run:
             fsync(self.path / "metrics.jsonl")
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        lines = read_jsonl(self.path / "metrics.jsonl")
-        return (record for record in lines if kind in (None, record.get("kind")))
+        return (row for row in read_jsonl(self.path / "metrics.jsonl") if kind in (None, row.get("kind")))
 
     def truncate_log(self, step: int) -> None:
         """Remove records after `step`, which will be repeated; events stay."""
@@ -218,5 +219,4 @@ def next_name(runs: Path, stem: str) -> str:
 
 def _number(value: Any) -> float | int | None:
     """A finite number of reasonable size, or None."""
-    valid = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
-    return value if valid else None
+    return value if type(value) in (int, float) and abs(value) < 1e15 else None

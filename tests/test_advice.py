@@ -6,7 +6,7 @@ import pytest
 
 from m1clip.config import get_preset
 from m1clip.devices import Plan
-from m1clip.training.advice import (
+from m1clip.training.device_plan import (
     StepCost,
     StepRow,
     advise,

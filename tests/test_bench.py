@@ -26,7 +26,7 @@ from m1clip.model.clip import CLIP
 from m1clip.model.cost import model_cost
 from m1clip.run import Run
 from m1clip.training import timing
-from m1clip.training.advice import MeasurementStore, open_store
+from m1clip.training.device_plan import MeasurementStore, open_store
 from m1clip.training.step import TrainState
 
 

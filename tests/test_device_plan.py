@@ -15,7 +15,7 @@ from m1clip.devices import Plan
 from m1clip.model import rng
 from m1clip.model.clip import CLIP
 from m1clip.training import device_plan, parity, timing
-from m1clip.training.advice import open_store
+from m1clip.training.device_plan import open_store
 from m1clip.training.step import LOSS_SCALE, TrainState, train_step
 
 SPLIT = Plan("vision=cpu,text=cpu")

@@ -320,7 +320,8 @@ def test_killed_encoding_continues_where_it_was(finetuning, tmp_path, monkeypatc
 
 FAST, SLOW = (1e-3, 1e-3), (10.0, 10.0)  # seconds per image and per caption
 TOWER = object()
-CLIP_INIT, TWO_ENCODERS, ONE_ENCODER = InitModel(TOWER), InitModel(vision=TOWER, text=TOWER), InitModel(vision=TOWER)
+CLIP_INIT, TWO_ENCODERS = InitModel(TOWER, ("vision", "text")), InitModel(None, ("vision", "text"), None, TOWER, TOWER)
+ONE_ENCODER, RANDOM_ENCODER = InitModel(None, ("vision",), None, TOWER), InitModel(vision=TOWER)
 
 
 @pytest.mark.parametrize(
@@ -328,6 +329,7 @@ CLIP_INIT, TWO_ENCODERS, ONE_ENCODER = InitModel(TOWER), InitModel(vision=TOWER,
     [
         (TWO_ENCODERS, 6_000, FAST, "", "frozen", "not trained together"),
         (ONE_ENCODER, 6_000, FAST, "", "frozen", "only the vision tower is pretrained"),
+        (RANDOM_ENCODER, 6_000, FAST, "", "full", "no tower is pretrained"),
         (CLIP_INIT, 500, FAST, "", "lora", "500 images are few enough to overfit"),
         (CLIP_INIT, 50_000, FAST, "", "lora", "too few to train all weights"),
         (CLIP_INIT, 500_000, FAST, "", "full", "500,000 images are enough to train all weights"),

@@ -16,7 +16,7 @@ from m1clip.devices import Plan, tower_devices
 from m1clip.document import write_document
 from m1clip.format import UNKNOWN, duration, milliseconds, number
 from m1clip.plots import COLORS, annotate, axes, legend, log_axis, save_figure
-from m1clip.training.advice import HIGH_LOAD, RowPair, StepCost, StepRow, fit_step_time, is_significant
+from m1clip.training.device_plan import HIGH_LOAD, RowPair, StepCost, StepRow, fit_step_time, is_significant
 from m1clip.training.memory import PEAK
 
 ModelRecords = list[dict[str, Any]]  # of the models in a scaling report

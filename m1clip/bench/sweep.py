@@ -22,7 +22,7 @@ from m1clip.console import Console
 from m1clip.devices import Plan
 from m1clip.files import lock_folder
 from m1clip.training import memory, timing
-from m1clip.training.advice import MeasurementStore, StepCost, open_store
+from m1clip.training.device_plan import MeasurementStore, StepCost, open_store
 from m1clip.training.timing import split_plans
 
 RESUME_S = 24 * 3600  # an older unfinished sweep is not resumed

@@ -44,7 +44,7 @@ def main(args: Args) -> None:
     with loading():
         from m1clip import devices
         from m1clip.training import memory, timing
-        from m1clip.training.advice import advise, open_store, predict_run
+        from m1clip.training.device_plan import advise, open_store, predict_run
 
     config, store = args.config(), open_store()
     batch_size, tokens, rows = config.batch_size, config.model.text.context_length, store.steps()

@@ -114,7 +114,7 @@ def check_machine() -> Iterator[Check]:
 def check_devices(preset: str) -> Iterator[Check]:
     from m1clip import devices
     from m1clip.model.clip import CLIP
-    from m1clip.training.advice import open_store
+    from m1clip.training.device_plan import open_store
     from m1clip.training.parity import compare_with_cpu
     from m1clip.training.timing import random_batch
 

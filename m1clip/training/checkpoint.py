@@ -51,9 +51,6 @@ class Progress:
     evals_since_best: int = 0
     ended_budget_s: float | None = None  # the budget that ended the run; a larger one can continue it
 
-    def has_ended(self, budget_s: float | None) -> bool:
-        return self.ended_budget_s is not None and budget_s is not None and budget_s <= self.ended_budget_s
-
 
 def save_checkpoint(run: Run, state: TrainState, progress: Progress) -> Path:
     """Write a checkpoint, and only then remove all but the newest KEEP and the best."""

@@ -142,9 +142,8 @@ class FeatureEncoder:
 
         with self.progress(label, rows) as advance, torch.inference_mode():
             if not store.build(produce, self.config.cache_gb * 1e9, advance, "features"):
-                need = file_size(rows * 2 * width)
-                limit = f"--cache-gb {self.config.cache_gb:g} is too small"
-                raise OSError(f"the features need {need} beside the decoded images; {limit}")
+                need = f"the features need {file_size(rows * 2 * width)} beside the decoded images"
+                raise OSError(f"{need}; --cache-gb {self.config.cache_gb:g} is too small")
         return store
 
 

@@ -1,7 +1,6 @@
 """Metrics of each step, and the records of a run: steps, diagnostics, evaluations, epochs."""
 
 import itertools
-import json
 import math
 import os
 import sys
@@ -24,7 +23,6 @@ from m1clip.data.rows import BadRows
 from m1clip.evals.embeddings import embedding_statistics
 from m1clip.evals.evaluate import Evaluation
 from m1clip.evals.retrieval import Retrieval
-from m1clip.files import atomic_write
 from m1clip.run import Run
 from m1clip.training.checkpoint import Progress, last_checkpoint
 from m1clip.training.diagnose import History, Record, diagnose
@@ -36,8 +34,7 @@ PHASES = ("data", "copy", "forward", "backward", "optimizer")
 PHASES_MS = [f"{phase}_ms" for phase in PHASES]
 HEARTBEAT_S = 1.0
 MAX_SKIPPED = 20  # steps with a non-finite loss or gradient after which the run stops
-Send = Callable[[dict[str, float], int], Any]
-Close = Callable[[], Any]
+Tracker = tuple[Callable[[dict[str, float], int], Any], Callable[[], Any]]  # send the values of a step; close
 
 
 class PendingStep(NamedTuple):
@@ -110,16 +107,10 @@ class StepMetrics:
         if len(times) > 2:
             spans = (devices.elapsed_ms(a, b) for a, b in itertools.pairwise(times))
             phases_ms = {phase: round(span, 3) for phase, span in zip(PHASES_MS, spans, strict=True)}
-        return {
-            **step.record,
-            **stats,
-            "accuracy": (values[1] + values[2]) / 2,
-            **self.chance,
-            "step_ms": round(step_ms, 3),
-            **phases_ms,
-            "pairs_per_s": round(1e3 * self.batch_size / (step_ms + step.record["between_ms"]), 2),
-            **({"skipped": True, "rows": step.rows} if skipped else {}),
-        }
+        record = {**step.record, **stats, "accuracy": (values[1] + values[2]) / 2, **self.chance}
+        record |= {"step_ms": round(step_ms, 3), **phases_ms}
+        record["pairs_per_s"] = round(1e3 * self.batch_size / (step_ms + record["between_ms"]), 2)
+        return {**record, "skipped": True, "rows": step.rows} if skipped else record
 
     def epoch_means(self) -> Record:
         """Means of the finished epoch and its seconds; evaluation and saving are not training time."""
@@ -229,16 +220,11 @@ class Logger:
             return  # nothing is finite
         clipping = max(1.0, (self.last_step["grad_norm"] or 0.0) / self.config.grad_clip)
         gradients, weights = norms_by_block(self.state)
-        record = {
-            "grad_norms": {name: norm * clipping for name, norm in gradients.items()},  # before clipping
-            "weight_norms": weights,
-            **embedding_statistics(image_BE, text_BE),
-            "memory_gb": memory_by_part(self.state, batch, self.pair_bytes, self.imported),
-            "power_w": self._power(),
-            "joules": self.progress.joules,
-            "device_gb": devices.peak_gb(self.state.device),
-            **sensors.readings(self.run.path),
-        }
+        gradients = {name: norm * clipping for name, norm in gradients.items()}  # before clipping
+        record = {"grad_norms": gradients, "weight_norms": weights, **embedding_statistics(image_BE, text_BE)}
+        record["memory_gb"] = memory_by_part(self.state, batch, self.pair_bytes, self.imported)
+        record |= {"power_w": self._power(), "joules": self.progress.joules}
+        record |= {"device_gb": devices.peak_gb(self.state.device), **sensors.readings(self.run.path)}
         self.run.log("diagnostics", self.progress.step, **record)
         self.history.diagnostics.append(record)
         self._diagnose()
@@ -257,7 +243,7 @@ class Logger:
         self.history.evals.append(record)
         examples = {"step": step, "time": round(time.time(), 3), **evaluation.examples()}
         with suppress(OSError):  # on a full disk the previous examples stay
-            atomic_write(self.run.path / "retrievals.json", json.dumps(examples) + "\n", durable=False)
+            self.run.write("retrievals.json", examples, durable=False)
 
     def log_epoch(self, epoch: int, means: Record, scores: Retrieval | None) -> None:
         joules, start = self.energy.joules(), self.epoch_start_joules
@@ -365,7 +351,7 @@ def scalars(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
             yield f"{prefix}/{key}", value
 
 
-def _tensorboard(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]:
+def _tensorboard(run: Run, config: TrainConfig, step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=step + 1)  # later steps are repeated
@@ -377,7 +363,7 @@ def _tensorboard(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]
     return send, writer.close
 
 
-def _wandb(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]:
+def _wandb(run: Run, config: TrainConfig, step: int) -> Tracker:
     import wandb
 
     # Without a key wandb would prompt for one, and nobody answers in a background run.
@@ -386,7 +372,7 @@ def _wandb(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]:
     return lambda values, step: wandb_run.log(values, step=step), wandb_run.finish
 
 
-def _trackio(run: Run, config: TrainConfig, step: int) -> tuple[Send, Close]:
+def _trackio(run: Run, config: TrainConfig, step: int) -> Tracker:
     import trackio
 
     trackio.init(project="m1clip", name=run.name, config=asdict(config))

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from m1clip import __version__, devices, sensors
-from m1clip.config import TrainConfig, to_json
+from m1clip.config import TrainConfig
 from m1clip.console import Console
 from m1clip.data.batches import Augmentation, Batch, BatchStream, FeatureTables, tokenize_captions
 from m1clip.data.splits import Split
 from m1clip.evals.evaluate import Evaluation, evaluate_model
 from m1clip.evals.retrieval import Relevance, Retrieval, chance_scores
-from m1clip.files import atomic_write
 from m1clip.model.clip import CLIP, load
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run
@@ -86,8 +85,7 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
         s.logger.log_early_stop()
     if completed and config.wise_ft < 1:
         evaluation = evaluate_on_val(s, load(run.model).to_devices(*s.state.model.devices))
-        scores = evaluation.scores.record()
-        run.log("event", progress.step, event="wise-ft", weight=config.wise_ft, **scores)
+        run.log("event", progress.step, event="wise-ft", weight=config.wise_ft, **evaluation.scores.record())
     elif completed and (evaluation is None or checkpoints.restored):
         with s.state.averaged_model() as model:
             evaluation = evaluate_on_val(s, model)
@@ -141,12 +139,11 @@ def training_loop(s: Session, stop: "StopSignal") -> tuple[bool, Evaluation | No
 
 def has_ended(s: Session) -> bool:
     """Whether an earlier session took all steps or used the whole budget; a new run takes at least one step."""
-    config, step = s.state.config, s.progress.step
-    if s.checkpoints.out_of_patience or step == s.schedule.last_step() or s.progress.has_ended(config.budget_s):
-        return True
+    config, step, used_s = s.state.config, s.progress.step, s.progress.ended_budget_s
     if s.schedule.is_late and not step:
         raise ValueError(f"--budget {config.budget} was over before the first step")
-    return s.schedule.is_late
+    has_used_budget = bool(used_s and config.budget_s and config.budget_s <= used_s) or s.schedule.is_late
+    return s.checkpoints.out_of_patience or step == s.schedule.last_step() or has_used_budget
 
 
 def evaluate_on_val(s: Session, model: CLIP) -> Evaluation:
@@ -210,7 +207,7 @@ def make_schedule(setup: Setup, progress: Progress) -> Schedule:
 def write_run_files(s: Session) -> None:
     """Write the run's files, once the checkpoint is known to fit."""
     setup, run, step, skipped = s.setup, s.run, s.progress.step, s.setup.splits.skipped
-    atomic_write(run.path / "config.json", to_json(setup.config))  # first: from here on the run can be resumed
+    run.write("config.json", asdict(setup.config))  # first: from here on the run can be resumed
     if setup.init and not setup.checkpoint and not (run.path / "start").is_dir():
         s.state.model.save(run.path / "start")
     images = s.batches.features.images
@@ -276,8 +273,7 @@ def print_header(s: Session, choice: PlanChoice, chunk_reason: str) -> None:
         "batch": f"{config.batch_size:,} pairs{chunks} ({chunk_reason})",
     }
     i2t, t2i = chance_scores(Relevance.from_captions([val.captions(row) for row in range(len(val))]))
-    known = {name: fact for name, fact in facts.items() if fact}
-    s.console.print_header(known, s.metrics.chance, (i2t.r1, t2i.r1))
+    s.console.print_header({name: fact for name, fact in facts.items() if fact}, s.metrics.chance, (i2t.r1, t2i.r1))
 
 
 def token_facts(tokenizer: Tokenizer, pairs: Split, config: TrainConfig) -> str:

@@ -139,8 +139,7 @@ def memory_by_part(state: TrainState, batch: Batch, pair_bytes: int, imported: s
 
 def resident_gb(state: TrainState) -> float:
     """What stays in memory from step to step: weights, EMA, optimizer state."""
-    weights = total_gb(state.weights.values())
-    return weights + optimizer_gb(state) + total_gb((state.ema or {}).values())
+    return total_gb(state.weights.values()) + optimizer_gb(state) + total_gb((state.ema or {}).values())
 
 
 def optimizer_gb(state: TrainState) -> float:

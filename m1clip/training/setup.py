@@ -32,32 +32,24 @@ from m1clip.training.device_plan import default_plan, requested_plan
 from m1clip.training.logger import check_tracker
 from m1clip.training.optim import layers_from_top
 
-OVERFIT_BELOW, FULL_FROM = 10_000, 200_000
-"""Images below which whole towers overfit, and from which training all weights pays."""
+OVERFIT_BELOW, FULL_FROM = 10_000, 200_000  # images: whole towers overfit fewer; training all weights pays from here
 STEP_COST = 3.0  # of a training step relative to a forward pass
 TRIAL_SIZE = 8
 FEATURE_VIEWS = 3  # augmented views encoded per image when the vision tower is frozen; the first is not augmented
 TOKENIZER_CAPTIONS = 50_000  # captions a tokenizer is trained on, at most about
 CALIBRATION_PAIRS, CALIBRATION_ROWS = 64, 20_000
+TOWERS = ("vision", "text")
 Given = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class InitModel:
     clip: CLIP | None = None
+    pretrained: tuple[str, ...] = ()  # towers with pretrained weights
+    tokenizer: Tokenizer | None = None  # where the text tower brings one
     vision: TimmVision | None = None
     text: HFText | None = None
-    tokenizer: Tokenizer | None = None  # where the text tower brings one
-    random_vision: bool = False  # the vision tower has no pretrained weights
     note: str = ""  # what had to be guessed about the checkpoint
-
-    @property
-    def pretrained(self) -> tuple[str, ...]:
-        """Names of the towers with pretrained weights."""
-        if self.clip is not None:
-            return ("vision", "text")
-        towers = {"vision": None if self.random_vision else self.vision, "text": self.text}
-        return tuple(name for name, tower in towers.items() if tower is not None)
 
     def __bool__(self) -> bool:
         return bool(self.clip or self.vision or self.text)
@@ -67,15 +59,13 @@ class InitModel:
 class Setup:
     """Everything a run needs before its model is placed on a device."""
 
-    config: TrainConfig
-    """Final: nothing is left at auto but what is measured (chunk, device, precision, compile, threads)."""
+    config: TrainConfig  # final: nothing is left at auto but what is measured (chunk and device plan)
     reason: str  # why this recipe or model was chosen
     init: InitModel
     splits: Splits
     tokenizer: Tokenizer
     total: int  # steps of the whole run; an estimate with a budget
-    imported: sensors.MemoryUse
-    """Memory before any data or model was loaded."""
+    imported: sensors.MemoryUse  # before any data or model was loaded
     deadline: float | None  # when a budget ends, by time.monotonic
     checkpoint: Path | None  # the checkpoint to resume from
     damaged: dict[Path, str]  # newer checkpoints that cannot be used, and why
@@ -164,6 +154,8 @@ def choose_recipe(
     config: TrainConfig, init: InitModel, images: int, captions: int, image_s: float, caption_s: float
 ) -> tuple[Recipe, str]:
     """Choose by pretrained towers, number of images, and measured seconds per image and caption against the budget."""
+    if not init.pretrained:
+        return "full", "no tower is pretrained"
     if len(init.pretrained) < 2:
         only = f"only the {init.pretrained[0]} tower is pretrained"
         return "frozen", f"{only}: it is frozen, and the other one is trained to match it"
@@ -215,8 +207,7 @@ def frozen_towers(config: TrainConfig, init: InitModel) -> tuple[str, ...]:
     """The frozen towers, whose features are encoded once."""
     if config.recipe == "scratch" or (config.recipe != "frozen" and config.freeze == "auto"):
         return ()
-    towers = {"both": ("vision", "text"), "vision": ("vision",), "text": ("text",), "auto": init.pretrained}
-    return towers[config.freeze]
+    return {"both": TOWERS, "vision": ("vision",), "text": ("text",), "auto": init.pretrained}[config.freeze]
 
 
 def check_recipe(config: TrainConfig, init: InitModel) -> None:
@@ -255,7 +246,7 @@ def load_init(config: TrainConfig, resumed: Run | None) -> tuple[TrainConfig, In
     torch.manual_seed(config.seed)  # new heads depend on the seed alone
     if resumed and (resumed.path / "start").is_dir():  # a run keeps its initial model
         clip = load(resumed.path / "start")
-        return config, InitModel(clip, tokenizer=clip.tokenizer)
+        return config, InitModel(clip, TOWERS, clip.tokenizer)
     if resumed or not config.is_pretrained:
         return config, InitModel()
     if config.init:
@@ -267,13 +258,13 @@ def load_init(config: TrainConfig, resumed: Run | None) -> tuple[TrainConfig, In
             raise ValueError("--init was trained with the softmax loss; --model.loss sigmoid cannot continue it")
         if requested.head != "linear" and clip.config.head == "linear":
             clip = replace_heads(clip, requested.head, requested.head_hidden)
-        return replace(config, model=clip.config), InitModel(clip, tokenizer=clip.tokenizer, note=note)
+        return replace(config, model=clip.config), InitModel(clip, TOWERS, clip.tokenizer, note=note)
     vision = load_timm(config.vision) if config.vision else None
     text, tokenizer = load_hf_text(config.text) if config.text else (None, None)
-    towers = {"vision": vision, "text": text}
-    shape: dict[str, Any] = {name: tower.config for name, tower in towers.items() if tower is not None}
-    init = InitModel(None, vision, text, tokenizer, random_vision=config.vision.endswith("?weights=none"))
-    return replace(config, model=replace(config.model, **shape)), init
+    shape: dict[str, Any] = {"vision": vision.config} if vision else {}
+    shape |= {"text": text.config} if text else {}
+    pretrained = tuple(name for name in shape if name == "text" or not config.vision.endswith("?weights=none"))
+    return replace(config, model=replace(config.model, **shape)), InitModel(None, pretrained, tokenizer, vision, text)
 
 
 def replace_heads(clip: CLIP, kind: Literal["standardized", "mlp"], hidden: int) -> CLIP:
@@ -301,7 +292,7 @@ def build_model(config: TrainConfig, init: InitModel, tokenizer: Tokenizer | Non
 
 def set_trainable(model: CLIP, config: TrainConfig, frozen: tuple[str, ...]) -> None:
     """Freeze what the recipe does not train; its gradients are never computed."""
-    trained = [name for name in ("vision", "text") if name not in frozen]
+    trained = [name for name in TOWERS if name not in frozen]
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
     if config.recipe == "lora":

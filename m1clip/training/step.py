@@ -215,8 +215,7 @@ def train_step(state: TrainState, batch: Batch, mark: Mark = lambda phase: None)
     mark("forward")
 
     state.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-    gradients = (image_BE.grad, text_BKE.grad)
-    parts = zip(towers, outputs, gradients, strict=True)
+    parts = zip(towers, outputs, (image_BE.grad, text_BKE.grad), strict=True)
     state.run_towers(*(partial(backward_chunks, state, chunks, *part) for part in parts))
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)

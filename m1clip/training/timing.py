@@ -21,7 +21,7 @@ from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.model.cost import model_cost
 from m1clip.training import memory
-from m1clip.training.advice import MeasurementStore, StepCost, StepRow
+from m1clip.training.device_plan import MeasurementStore, StepCost, StepRow
 from m1clip.training.step import TrainState, train_step
 
 PLAN_TRIAL_S = 1.0  # per plan, if nothing was measured before
