@@ -79,12 +79,10 @@ class IndexWriter:
             yield first._replace(captions=[caption for row in (first, *others) for caption in row.captions])
 
     def _validate(self, row: Row | BadRow) -> Row | None:
-        row = row if isinstance(row, BadRow) else row.validated(self.allow)
+        row = row if isinstance(row, BadRow) else row.validated(self.allow, self.root)
         if isinstance(row, Row):
             return row
-        path = os.path.join(self.listing.root, row.location)
-        is_relative = os.path.exists(path) and not os.path.exists(row.location)
-        self.bad_rows.add(row._replace(location=path) if is_relative else row)
+        self.bad_rows.add(row)
         self.bad_rows.rows += 1
         return None
 
@@ -189,11 +187,9 @@ class IndexedPairs:
 
     def location(self, index: int) -> str:
         image, line, table, container = (self.value(name, index) for name in ("image", "line", "table", "container"))
-        if line:
-            return f"{self._index.facts['tables'][table]} line {line} ({image})"
-        if container:
-            return f"{self._index.facts['containers'][container]}: {image}"
-        return os.path.join(str(self._index.facts["root"]), image)
+        facts = self._index.facts
+        row = Row(image, (), line, facts["tables"][table], container=facts["containers"][container])
+        return row.location(facts["root"]) + (f" ({image})" if line else "")
 
     def read(self, index: int) -> bytes:
         """The undecoded image file."""

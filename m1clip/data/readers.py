@@ -49,7 +49,7 @@ def _list_paths(paths: list[Path], config: DataConfig) -> Listing:
         return _list_path(paths[0], config)
     listings = [_list_path(path, config) for path in paths]
     root = os.path.commonpath([os.path.abspath(listing.root) for listing in listings])
-    return Listing(root, chain.from_iterable(_rebase(listing, root) for listing in listings))
+    return Listing(root, chain.from_iterable(listing.relative_to(root) for listing in listings))
 
 
 def _list_path(path: Path, config: DataConfig) -> Listing:
@@ -80,21 +80,11 @@ def expand_paths(spec: str) -> list[Path]:
     return [Path(name) for name in names]
 
 
-def _rebase(listing: Listing, root: str, split: str = "") -> Iterator[Row | BadRow]:
-    """The rows of a listing relative to another root, with a default split."""
-    prefix = os.path.relpath(listing.root, root)
-    for row in listing.rows:
-        if isinstance(row, Row) and not row.container:
-            image = row.image if "://" in row.image else os.path.normpath(os.path.join(prefix, row.image))
-            row = row._replace(image=image, split=row.split or split)
-        yield row
-
-
 def _list_folder(path: Path, config: DataConfig) -> Listing:
     patterns = (f"{parent}metadata{suffix}" for suffix in tables.TABLE_SUFFIXES for parent in ("", "*/"))
     if metadata := sorted(table for pattern in patterns for table in path.glob(pattern)):
         splits = [(table, split_from_path(table.relative_to(path))) for table in metadata]
-        rows = (_rebase(tables.list_table(table, config), str(path), split) for table, split in splits)
+        rows = (tables.list_table(table, config).relative_to(str(path), split) for table, split in splits)
         return Listing(str(path), chain.from_iterable(rows))
     files = [file for file in path.iterdir() if file.suffix.lower() in tables.TABLE_SUFFIXES and file.is_file()]
     found = _inspect(path, config)

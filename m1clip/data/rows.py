@@ -4,6 +4,7 @@ A reader is a generator of rows, so a million rows need no memory.
 """
 
 import html
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -66,33 +67,41 @@ class Row(NamedTuple):
     offset: int = 0
     length: int = 0
 
-    @property
-    def location(self) -> str:
+    def location(self, root: str) -> str:
         if self.line:
             return f"{self.table} line {self.line}"
         image = self.image.encode(errors="replace").decode()
-        return f"{self.container}: {image}" if self.container else image
+        return f"{self.container}: {image}" if self.container else os.path.join(root, image)
 
-    def validated(self, allow: Collection[str]) -> "Row | BadRow":
+    def validated(self, allow: Collection[str], root: str) -> "Row | BadRow":
         """The row with its usable captions only, or the reason why it cannot be used."""
         if not self.image or "\0" in self.image:
-            return BadRow("broken line", self.location, "names no image")
-        if not all(map(is_utf8, (self.image, *self.captions))):
-            return BadRow("not UTF-8", self.location, "the text is not UTF-8; save the file as UTF-8")
+            return BadRow("broken line", self.location(root), "names no image")
+        if re.search("[\ud800-\udfff]", "".join((self.image, *self.captions))):  # made by surrogateescape
+            return BadRow("not UTF-8", self.location(root), "the text is not UTF-8; save the file as UTF-8")
         texts = (caption.strip() for caption in self.captions)
         captions = [text for text in texts if text and ("&" not in text or html.unescape(text).strip())]
         if not captions:
-            return BadRow("no caption", self.location, "the caption is empty")
+            return BadRow("no caption", self.location(root), "the caption is empty")
         if "://" in self.image and not self.image.startswith(("http://", "https://")):
-            return BadRow("refused", self.location, f"{self.image[:80]} is not an http or https URL")
+            return BadRow("refused", self.location(root), f"{self.image[:80]} is not an http or https URL")
         if "://" in self.image and "urls" not in allow:
-            return BadRow("refused", self.location, f"{self.image[:80]} is a URL; --allow urls downloads it")
+            return BadRow("refused", self.location(root), f"{self.image[:80]} is a URL; --allow urls downloads it")
         return self if captions == self.captions else self._replace(captions=captions)
 
 
 class Listing(NamedTuple):
     root: str
     rows: Iterator[Row | BadRow]
+
+    def relative_to(self, root: str, split: str = "") -> Iterator[Row | BadRow]:
+        """The rows relative to another root, with a default split."""
+        prefix = os.path.relpath(self.root, root)
+        for row in self.rows:
+            if isinstance(row, Row) and not row.container:
+                image = row.image if "://" in row.image else os.path.normpath(os.path.join(prefix, row.image))
+                row = row._replace(image=image, split=row.split or split)
+            yield row
 
 
 @dataclass
@@ -140,11 +149,6 @@ class BadRows:
     def require_at_most(self, max_fraction: float) -> None:
         if self.fraction > max_fraction:
             raise ValueError(f"{self}; --max-bad-rows allows {percent(max_fraction)}, `m1clip data check` lists all")
-
-
-def is_utf8(text: str) -> bool:
-    """Whether a text that was decoded with surrogateescape was valid UTF-8."""
-    return text.isascii() or not re.search("[\ud800-\udfff]", text)
 
 
 @lru_cache
