@@ -18,7 +18,6 @@ from m1clip.data.rows import MAX_CAPTION_BYTES, SPLIT_WORDS, BadRow, Listing, Ro
 from m1clip.data.sources import SCHEMES
 from m1clip.format import did_you_mean
 
-CAPTION_SUFFIXES = (".txt", ".caption")
 # Text files about a folder, not about one of its images.
 NOT_CAPTIONS = re.compile(r"(readme|licen[cs]e|notes?|credits|captions?|classes|labels|attribution)\.\w+", re.I)
 # Folder names that say nothing about the images.
@@ -105,8 +104,8 @@ def _list_folder(path: Path, config: DataConfig) -> Listing:
     )
 
 
-def _walk(path: Path, config: DataConfig) -> Iterator[tuple[str, list[str], list[str], list[BadRow]]]:
-    """Every folder, relative to the path: its images, its caption files, and its links that are refused; sorted."""
+def _walk(path: Path, config: DataConfig) -> Iterator[tuple[str, dict[str, str], list[str], list[BadRow]]]:
+    """Every folder, relative to the path: its images with their caption files, other caption files, refused links."""
     follow, visited = "links" in config.allow, set[tuple[int, int]]()
     for folder, subfolders, files in os.walk(path, followlinks=follow):
         status = os.stat(folder)
@@ -118,17 +117,19 @@ def _walk(path: Path, config: DataConfig) -> Iterator[tuple[str, list[str], list
         links = [os.path.join(folder, name) for name in subfolders if os.path.islink(os.path.join(folder, name))]
         refused = [BadRow("refused", link, "a symlink to a folder; --allow links follows it") for link in links]
         names = sorted(name for name in files if not name.startswith("."))
-        images = [name for name in names if tables.IMAGE_SUFFIX.search(name)]
-        texts = [name for name in names if name.lower().endswith(CAPTION_SUFFIXES)]
-        yield os.path.relpath(folder, path).removeprefix("."), images, texts, [] if follow else refused
+        texts = {Path(name).stem: name for name in names if name.lower().endswith((".txt", ".caption"))}
+        stems = {name: Path(name).stem for name in names if tables.IMAGE_SUFFIX.search(name)}
+        images = {name: texts.get(stem) or texts.get(name, "") for name, stem in stems.items()}
+        others = [texts[stem] for stem in texts.keys() - stems.keys() - set(stems.values())]
+        yield os.path.relpath(folder, path).removeprefix("."), images, sorted(others), [] if follow else refused
 
 
 def _inspect(path: Path, config: DataConfig) -> set[str]:
     """What describes the first images: a "caption file", a folder name that is a "label", or "no label"."""
     found, count = set[str](), 0
-    for folder, images, texts, _ in _walk(path, config):
-        stems, label = {Path(name).stem for name in texts}, os.path.basename(folder)
-        if any(name in stems or Path(name).stem in stems for name in images):
+    for folder, images, _, _ in _walk(path, config):
+        label = os.path.basename(folder)
+        if any(images.values()):
             found.add("caption file")
         if images:
             is_label = label.lower() not in SPLIT_WORDS and not NO_LABEL.fullmatch(label)
@@ -140,21 +141,17 @@ def _inspect(path: Path, config: DataConfig) -> set[str]:
 
 
 def _caption_file_rows(path: Path, config: DataConfig) -> Iterator[Row | BadRow]:
-    for folder, images, texts, refused in _walk(path, config):
+    for folder, images, others, refused in _walk(path, config):
         yield from refused
-        for name in images:
-            yield _read_caption_file(path, os.path.join(folder, name))
-        captioned = {stem for name in images for stem in (name, Path(name).stem)}
-        for name in texts:
-            if Path(name).stem not in captioned and not NOT_CAPTIONS.fullmatch(name):
+        for name, text in images.items():
+            yield _read_caption_file(path, os.path.join(folder, name), path / folder / text)
+        for name in others:
+            if not NOT_CAPTIONS.fullmatch(name):
                 yield BadRow("missing file", str(path / folder / name), "a caption file without an image")
 
 
-def _read_caption_file(path: Path, image: str) -> Row | BadRow:
-    stems = (os.path.splitext(image)[0], image)
-    candidates = (path / (stem + suffix) for stem in stems for suffix in (*CAPTION_SUFFIXES, ".TXT"))
-    file = next((candidate for candidate in candidates if candidate.is_file()), None)
-    if file is None:
+def _read_caption_file(path: Path, image: str, file: Path) -> Row | BadRow:
+    if not file.is_file():
         return BadRow("no caption", str(path / image), "there is no .txt file beside it")
     try:
         with open(file, "rb") as opened:
