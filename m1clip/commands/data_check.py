@@ -14,8 +14,8 @@ from m1clip.config import DataConfig, check_config, get_preset, require
 from m1clip.format import percent, printable
 
 if TYPE_CHECKING:  # they import pyarrow
-    from m1clip.data.rows import ProgressFactory
-    from m1clip.data.sources import Source
+    from m1clip.data.index import ProgressFactory
+    from m1clip.data.splits import Source
 
 MAX_SHOWN = 15  # bad rows
 MAX_TOKENIZED_IMAGES = 50_000
@@ -52,7 +52,7 @@ class Args(DataConfig):
 
 def main(args: Args) -> int:
     from m1clip.console import Console
-    from m1clip.data.sources import NoUsablePairs, open_sources
+    from m1clip.data.splits import NoUsablePairs, open_sources
 
     progress = Console().progress
     try:

@@ -41,7 +41,7 @@ class Args(DataConfig):
 
 def main(args: Args) -> None:
     from m1clip.data.convert import convert_dataset
-    from m1clip.data.sources import open_sources
+    from m1clip.data.splits import open_sources
 
     assert args.out is not None
     console = Console()

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from m1clip.config import DataConfig
-from m1clip.data.rows import MAX_CAPTION_BYTES, BadRow, Listing, Row
+from m1clip.data.index import MAX_CAPTION_BYTES, BadRow, Listing, Row
 from m1clip.data.tables import IMAGE_SUFFIX, Values, caption_texts, holds_images, label_caption, parse_records
 from m1clip.files import cache_folder
 

@@ -16,9 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from m1clip.data.decode import BadImage, decode, read_header
-from m1clip.data.index import IndexedPairs
-from m1clip.data.rows import BadRow, BadRows, PairDataset, ProgressFactory
-from m1clip.data.sources import Source
+from m1clip.data.index import BadRow, BadRows, IndexedPairs, PairDataset, ProgressFactory
+from m1clip.data.splits import Source
 from m1clip.files import read_jsonl
 
 Format = Literal["shards", "parquet"]

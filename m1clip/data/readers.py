@@ -14,8 +14,8 @@ from braceexpand import braceexpand
 
 from m1clip.config import DataConfig
 from m1clip.data import containers, tables
-from m1clip.data.rows import MAX_CAPTION_BYTES, SPLIT_WORDS, BadRow, Listing, Row
-from m1clip.data.sources import SCHEMES
+from m1clip.data.index import MAX_CAPTION_BYTES, SPLIT_WORDS, BadRow, Listing, Row
+from m1clip.data.splits import SCHEMES
 from m1clip.format import did_you_mean
 
 # Text files about a folder, not about one of its images.
