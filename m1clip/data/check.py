@@ -163,10 +163,8 @@ def trait_counts(stats: ImageStats) -> dict[str, int]:
 
 def notable_images(stats: ImageStats, duplicates: dict[str, list[Pair]]) -> list[tuple[int, str]]:
     """Rows for the contact sheet, and why: one image for each trait, and some duplicates."""
-    rows, shown = list[tuple[int, str]](), set[Pair]()
-    for number, name in enumerate(TRAITS):
-        having = np.flatnonzero(stats["traits"][:, number])[:1]
-        rows += [(int(row), name) for row in having if name != "grayscale"]
+    traits = ((name, has) for name, has in zip(TRAITS, stats["traits"].T, strict=True) if name != "grayscale")
+    rows, shown = [(int(has.argmax()), name) for name, has in traits if has.any()], set[Pair]()
     for kind in ("leaks", "exact_duplicates", "near_duplicates"):
         new = [pair for pair in duplicates[kind] if pair not in shown][:2]
         shown.update(new)
@@ -191,15 +189,15 @@ def caption_stats(pairs: PairDataset, progress: ProgressFactory) -> dict[str, An
             advance(1)
     return {
         "captions": len(hashes),
-        "captions_per_image": _spread(counts),
-        "words_per_caption": _spread(lengths),
+        "captions_per_image": value_range(counts),
+        "words_per_caption": value_range(lengths),
         "vocabulary": len(vocabulary),
         "commonest_words": vocabulary.most_common(10),
         **_repeated_captions(pairs, np.frombuffer(hashes, np.int64), np.frombuffer(rows, np.int32)),
     }
 
 
-def _spread(values: Sequence[int]) -> dict[str, int]:
+def value_range(values: Sequence[int]) -> dict[str, int]:
     low, median, high = np.quantile(np.asarray(values), (0, 0.5, 1)).astype(int).tolist()
     return {"min": low, "median": median, "max": high}
 
@@ -224,11 +222,9 @@ def _repeated_captions(pairs: PairDataset, hashes: NDArray[Any], rows: NDArray[A
 
 # Contact sheets: a grid of images with their captions.
 def sample_tiles(pairs: PairDataset, count: int) -> list[Tile]:
-    """Evenly spaced images; the first ones of a small or synthetic dataset."""
-    rows = range(min(count, len(pairs)))
-    if len(pairs) > 4 * count and isinstance(pairs, IndexedPairs):
-        rows = np.linspace(0, len(pairs) - 1, count).astype(int).tolist()
-    return [make_tile(pairs, row) for row in rows]
+    """Evenly spaced images."""
+    rows = np.linspace(0, len(pairs) - 1, min(count, len(pairs))).astype(int)
+    return [make_tile(pairs, row) for row in rows.tolist()]
 
 
 def make_tile(pairs: PairDataset, row: int, prefix: str = "") -> Tile:

@@ -195,9 +195,10 @@ class IndexWriter:
         first_row = first[group]
         order = np.argsort(first_row, kind="stable")  # rows grouped by image, in the order of each image's first row
         starts = np.append(np.flatnonzero(np.diff(first_row[order], prepend=-1)), len(order))  # of each group
-        with pa.memory_map(str(folder / "rows.arrow")) as source:
-            usable, fingerprint, identity = self._check_images(pa.ipc.open_file(source), order, starts)
-        sizes = np.diff(starts)
+        sizes, first_rows = np.diff(starts), order[starts[:-1]]  # of each image, in ascending order
+        self.bad_rows.rows += len(order)
+        self.bad_rows.images += len(first_rows)
+        usable, fingerprint, identity = self._check_images(folder / "rows.arrow", first_rows)
         np.save(folder / "order.npy", order[np.repeat(usable, sizes)])
         np.save(folder / "starts.npy", np.concatenate([[0], np.cumsum(sizes[usable])]))
         names = {"root": self.root, "containers": list(self.containers), "tables": list(self.tables)}
@@ -233,20 +234,14 @@ class IndexWriter:
         self.bad_rows.rows += 1
         return None
 
-    def _check_images(
-        self, reader: pa.RecordBatchFileReader, order: RowIndices, starts: RowIndices
-    ) -> tuple[NDArray[np.bool_], str, str]:
+    def _check_images(self, path: Path, first_rows: RowIndices) -> tuple[NDArray[np.bool_], str, str]:
         """Which images are usable, and hashes of their files and of all names and captions."""
         fingerprint, identity = blake2b(self.root.encode(), digest_size=16), blake2b(digest_size=16)
         for container in list(self.containers)[1:]:
             status = os.stat(container)
             fingerprint.update(f"{os.path.abspath(container)}/{status.st_size}/{status.st_mtime_ns}".encode())
-        first_rows = order[starts[:-1]]  # of each image, ascending
-        usable, tables = np.ones(len(first_rows), bool), list(self.tables)
-        self.bad_rows.rows += len(order)
-        self.bad_rows.images += len(first_rows)
-        for number in range(reader.num_record_batches):
-            batch, start = reader.get_batch(number), number * ARROW_BATCH
+        usable, tables, start = np.ones(len(first_rows), bool), list(self.tables), 0
+        for batch in pa.ipc.open_file(pa.memory_map(str(path))).read_all().to_batches():
             columns = {name: batch[name].to_pylist() for name in ("image", "container", "line", "table")}
             identity.update("\n".join([*columns["image"], *batch["captions"].flatten().to_pylist()]).encode())
             fingerprint.update(batch["offset"].to_numpy().tobytes() + batch["length"].to_numpy().tobytes())
@@ -259,6 +254,7 @@ class IndexWriter:
                     location = f"{tables[table]} line {line}" if line else stamp.location
                     self.bad_rows.add(stamp._replace(location=location), image=True)
                 fingerprint.update(str(stamp).encode())
+            start += len(batch)
         return usable, fingerprint.hexdigest(), identity.hexdigest()
 
     def _file_stamp(self, image: str) -> str | BadRow:
@@ -315,16 +311,12 @@ class IndexedPairs:
     def splits(self) -> NDArray[np.str_]:
         return np.array([*SPLIT_CODES]).take(self.column("split"))
 
-    def _cell(self, name: str, row: int) -> Any:
-        chunk, offset = divmod(int(row), ARROW_BATCH)
-        return self.table[name].chunk(chunk)[offset].as_py()
-
     def value(self, name: str, index: int) -> Any:
-        return self._cell(name, self.order[self.starts[self.rows[index]]])
+        return self.table[name][int(self.order[self.starts[self.rows[index]]])].as_py()
 
     def captions(self, index: int) -> list[str]:
         start, end = self.starts[self.rows[index] : self.rows[index] + 2]
-        return [caption for row in self.order[start:end] for caption in self._cell("captions", row)]
+        return [caption for row in self.order[start:end].tolist() for caption in self.table["captions"][row].as_py()]
 
     def location(self, index: int) -> str:
         image, line, table, container = (self.value(name, index) for name in ("image", "line", "table", "container"))

@@ -120,8 +120,8 @@ def _walk(path: Path, config: DataConfig) -> Iterator[tuple[str, dict[str, str],
         texts = {Path(name).stem: name for name in names if name.lower().endswith((".txt", ".caption"))}
         stems = {name: Path(name).stem for name in names if tables.IMAGE_SUFFIX.search(name)}
         images = {name: texts.get(stem) or texts.get(name, "") for name, stem in stems.items()}
-        others = [texts[stem] for stem in texts.keys() - stems.keys() - set(stems.values())]
-        yield os.path.relpath(folder, path).removeprefix("."), images, sorted(others), [] if follow else refused
+        others = sorted(texts[stem] for stem in texts.keys() - stems.keys() - set(stems.values()))
+        yield os.path.relpath(folder, path).removeprefix("."), images, others, [] if follow else refused
 
 
 def _inspect(path: Path, config: DataConfig) -> set[str]:
@@ -145,9 +145,8 @@ def _caption_file_rows(path: Path, config: DataConfig) -> Iterator[Row | BadRow]
         yield from refused
         for name, text in images.items():
             yield _read_caption_file(path, os.path.join(folder, name), path / folder / text)
-        for name in others:
-            if not NOT_CAPTIONS.fullmatch(name):
-                yield BadRow("missing file", str(path / folder / name), "a caption file without an image")
+        orphans = (path / folder / name for name in others if not NOT_CAPTIONS.fullmatch(name))
+        yield from (BadRow("missing file", str(file), "a caption file without an image") for file in orphans)
 
 
 def _read_caption_file(path: Path, image: str, file: Path) -> Row | BadRow:
