@@ -103,7 +103,7 @@ def check_source(source: "Source", args: Args, number: int, console: Console) ->
 
 def token_stats(source: "Source", args: Args) -> Report:
     """Caption lengths with the tokenizer that training would use; of large datasets, from a sample."""
-    from m1clip.data.check import value_range
+    from m1clip.data.check import min_median_max
     from m1clip.model.tokenizer import make_tokenizer
 
     text = get_preset(args.preset).model.text
@@ -112,7 +112,7 @@ def token_stats(source: "Source", args: Args) -> Report:
     tokenizer = make_tokenizer(args.tokenizer, captions, text.vocab_size)
     lengths = tokenizer.lengths(captions)
     return {
-        "tokens_per_caption": value_range(lengths),
+        "tokens_per_caption": min_median_max(lengths),
         "context_length": text.context_length,
         "truncated_captions": sum(length > text.context_length for length in lengths) / len(lengths),
         "vocab_size": len(tokenizer),

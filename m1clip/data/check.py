@@ -174,13 +174,11 @@ def notable_images(stats: ImageStats, duplicates: dict[str, list[Pair]]) -> list
 
 
 def caption_stats(pairs: PairDataset, progress: ProgressFactory) -> dict[str, Any]:
-    hashes, rows, lengths, counts = array("q"), array("i"), array("i"), array("i")
+    hashes, rows, lengths = array("q"), array("i"), array("i")
     vocabulary = Counter[str]()
     with progress("reading captions", len(pairs)) as advance:
         for row in range(len(pairs)):
-            captions = pairs.captions(row)
-            counts.append(len(captions))
-            for caption in captions:
+            for caption in pairs.captions(row):
                 words = re.findall(r"\w+", caption.lower())
                 vocabulary.update(words)
                 lengths.append(len(words))
@@ -189,15 +187,15 @@ def caption_stats(pairs: PairDataset, progress: ProgressFactory) -> dict[str, An
             advance(1)
     return {
         "captions": len(hashes),
-        "captions_per_image": value_range(counts),
-        "words_per_caption": value_range(lengths),
+        "captions_per_image": min_median_max(np.bincount(rows).tolist()),
+        "words_per_caption": min_median_max(lengths),
         "vocabulary": len(vocabulary),
         "commonest_words": vocabulary.most_common(10),
         **_repeated_captions(pairs, np.frombuffer(hashes, np.int64), np.frombuffer(rows, np.int32)),
     }
 
 
-def value_range(values: Sequence[int]) -> dict[str, int]:
+def min_median_max(values: Sequence[int]) -> dict[str, int]:
     low, median, high = np.quantile(np.asarray(values), (0, 0.5, 1)).astype(int).tolist()
     return {"min": low, "median": median, "max": high}
 

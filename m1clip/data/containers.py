@@ -210,13 +210,13 @@ def _rows(data: Dataset, name: str, split: str, config: DataConfig) -> Iterator[
     labels = {c: feature.names for c, feature in features.items() if isinstance(feature, datasets.ClassLabel)}
     others = data.data.table.select([column for column in data.column_names if column not in images])
 
-    def values(record: Values) -> Values:
+    def add_labels(record: Values) -> Values:
         for column, names in labels.items():  # class numbers become captions
             if isinstance(record[column], int) and 0 <= record[column] < len(names):
                 record[column] = label_caption(names[record[column]], config.template)
         return {image: "", **record}
 
-    records = (values(record) for batch in others.to_batches(1000) for record in batch.to_pylist())
+    records = (add_labels(record) for batch in others.to_batches(1000) for record in batch.to_pylist())
     config = replace(config, image_column=image)
     rows = parse_records(f"{name} {split}".strip(), enumerate(records, 1), config)
     for row, (file, offset, length, path) in zip(rows, _byte_ranges(data, image), strict=True):

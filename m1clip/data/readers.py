@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from glob import glob
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from braceexpand import braceexpand
@@ -126,17 +126,12 @@ def _walk(path: Path, config: DataConfig) -> Iterator[tuple[str, dict[str, str],
 
 def _inspect(path: Path, config: DataConfig) -> set[str]:
     """What describes the first images: a "caption file", a folder name that is a "label", or "no label"."""
-    found, count = set[str](), 0
-    for folder, images, _, _ in _walk(path, config):
+    found = set[str]()
+    images = ((folder, text) for folder, images, *_ in _walk(path, config) for text in images.values())
+    for folder, text in islice(images, MAX_INSPECTED):
         label = os.path.basename(folder)
-        if any(images.values()):
-            found.add("caption file")
-        if images:
-            is_label = label.lower() not in SPLIT_WORDS and not NO_LABEL.fullmatch(label)
-            found.add("label" if is_label else "no label")
-        count += len(images)
-        if count > MAX_INSPECTED:
-            break
+        is_label = label.lower() not in SPLIT_WORDS and not NO_LABEL.fullmatch(label)
+        found.add("caption file" if text else "label" if is_label else "no label")
     return found
 
 
