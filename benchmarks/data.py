@@ -25,9 +25,8 @@ from m1clip.config import TrainConfig, get_preset
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.data.convert import convert_dataset
-from m1clip.data.rows import no_progress
-from m1clip.data.sources import open_sources
-from m1clip.data.splits import open_splits
+from m1clip.data.index import no_progress
+from m1clip.data.splits import open_sources, open_splits
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import make_tokenizer

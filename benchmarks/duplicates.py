@@ -16,7 +16,7 @@ from pathlib import Path
 from m1clip.config import get_preset
 from m1clip.console import Console
 from m1clip.data.batches import BatchStream
-from m1clip.data.rows import BadRows
+from m1clip.data.index import BadRows
 from m1clip.data.splits import open_eval_split
 from m1clip.data.synthetic import SyntheticScenes
 from m1clip.evals.evaluate import embed_captions, embed_split_images

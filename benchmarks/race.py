@@ -38,8 +38,7 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 from m1clip.config import TrainConfig, from_json
-from m1clip.data.sources import open_sources
-from m1clip.data.splits import open_splits
+from m1clip.data.splits import open_sources, open_splits
 from m1clip.model.clip import load
 from m1clip.training.step import TrainState, train_step
 from m1clip.training.timing import random_batch

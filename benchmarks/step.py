@@ -33,8 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from m1clip import devices, sensors
 from m1clip.config import PRESETS, TrainConfig, VisionConfig
 from m1clip.data.batches import Batch, BatchStream, Images, Tokens
-from m1clip.data.sources import open_sources
-from m1clip.data.splits import open_splits
+from m1clip.data.splits import open_sources, open_splits
 from m1clip.devices import Plan
 from m1clip.model.clip import CLIP, load
 from m1clip.model.interop import export_clip

@@ -13,9 +13,8 @@ from m1clip import devices
 from m1clip.config import RECIPES, TrainConfig, check_exclusive, from_json, requested_config, select_settings
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
-from m1clip.data.rows import BadRows, PairDataset
-from m1clip.data.sources import Source, open_sources, validation_subset
-from m1clip.data.splits import Split, open_eval_split
+from m1clip.data.index import BadRows, PairDataset
+from m1clip.data.splits import Source, Split, open_eval_split, open_sources, validation_subset
 from m1clip.devices import Plan
 from m1clip.evals.evaluate import EditScore, edit_scores, evaluate_model
 from m1clip.evals.retrieval import Retrieval

@@ -8,7 +8,7 @@ from typing import Any
 
 from m1clip.config import DataConfig
 from m1clip.data.index import IndexedPairs
-from m1clip.data.sources import Source, open_sources
+from m1clip.data.splits import Source, open_sources
 from m1clip.data.synthetic import SyntheticScenes
 
 SCENES = SyntheticScenes(200)

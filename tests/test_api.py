@@ -11,7 +11,7 @@ import m1clip
 from helpers import QuietConsole
 from m1clip import api
 from m1clip.config import TrainConfig, from_json, get_preset, override, requested_config, to_json
-from m1clip.data.sources import open_sources
+from m1clip.data.splits import open_sources
 from m1clip.run import Run
 from m1clip.training import autoconfig
 from m1clip.training.setup import prepare

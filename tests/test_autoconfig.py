@@ -11,7 +11,7 @@ import pytest
 from helpers import QuietConsole, train_run
 from m1clip import cli
 from m1clip.config import TrainConfig, check_config, from_json, override
-from m1clip.data.sources import open_sources
+from m1clip.data.splits import open_sources
 from m1clip.model.clip import load
 from m1clip.run import Run
 from m1clip.training import autoconfig, optim, timing

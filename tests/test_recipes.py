@@ -22,9 +22,8 @@ from m1clip.commands import train as command
 from m1clip.config import RECIPES, TrainConfig, check_config, from_json, get_preset, recipe_defaults, to_json
 from m1clip.data import pixel_cache
 from m1clip.data.batches import BatchStream
-from m1clip.data.rows import no_progress
-from m1clip.data.sources import open_sources
-from m1clip.data.splits import open_splits
+from m1clip.data.index import no_progress
+from m1clip.data.splits import open_sources, open_splits
 from m1clip.model.clip import CLIP, load
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from m1clip.config import DataConfig
-from m1clip.data.sources import open_sources, parse_spec
+from m1clip.data.splits import open_sources, parse_spec
 from m1clip.data.tables import label_caption
 from photos import bad_rows, captions_by_image, coco_json, image_names, jpeg, karpathy_json, open_source, write_photos
 
@@ -461,7 +461,7 @@ import numpy as np
 import psutil
 from m1clip.config import DataConfig
 from m1clip.data.index import IndexedPairs, IndexWriter
-from m1clip.data.rows import BadRows, Listing, Row
+from m1clip.data.index import BadRows, Listing, Row
 
 def rows():
     for i in range(1_000_000):

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from rich.console import Console as RichConsole
+from rich.text import Text
 
 from m1clip.commands.data_preview import require_image_path
-from m1clip.config import DataConfig, check_config, get_preset, require
+from m1clip.config import DataConfig, check_config, get_preset
+from m1clip.console import Console
 from m1clip.format import percent, printable
 
-if TYPE_CHECKING:  # they import pyarrow
-    from m1clip.data.rows import ProgressFactory
-    from m1clip.data.sources import Source
+if TYPE_CHECKING:  # imports pyarrow
+    from m1clip.data.splits import Source
 
 MAX_SHOWN = 15  # bad rows
 MAX_TOKENIZED_IMAGES = 50_000
@@ -33,7 +35,7 @@ class Args(DataConfig):
     The exit code is 1 if more rows are bad than --max-bad-rows allows: training would refuse the data.
     """
 
-    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")] = ""
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")] = tyro.MISSING
     preset: str = "nano"
     """Preset whose vocabulary and context length captions are compared with."""
     tokenizer: str = "bpe"
@@ -44,37 +46,36 @@ class Args(DataConfig):
     """Print the report as one line of JSON, with up to 10,000 bad rows."""
 
     def check(self) -> None:
-        require(bool(self.data), "data check needs a SPEC, such as a folder or a table; see m1clip data check --help")
         check_config(self)
         get_preset(self.preset)
         require_image_path(self.sheet)
 
 
 def main(args: Args) -> int:
-    from m1clip.console import Console
-    from m1clip.data.sources import NoUsablePairs, open_sources
+    from m1clip.data.splits import NoUsablePairs, open_sources
 
-    progress = Console().progress
+    console = Console()
     try:
-        sources = open_sources(replace(args, max_bad_rows=1.0), progress)
-        reports = [check_source(source, args, number, progress) for number, source in enumerate(sources, 1)]
+        sources = open_sources(replace(args, max_bad_rows=1.0), console.progress)
+        reports = [check_source(source, args, number, console) for number, source in enumerate(sources, 1)]
     except NoUsablePairs as error:
         bad = {"rows": error.bad_rows.rows, "bad_rows": error.bad_rows.record()}
         reports = [{"data": error.spec, "images": 0, "captions": 0, **bad}]
     if args.json:
         print(json.dumps(reports[0] if len(reports) == 1 else {"sources": reports}))
     else:
-        for report in reports:
-            print_report(report, args)
+        output = RichConsole(highlight=False)
+        for label, text, *style in (line for report in reports for line in report_lines(report, args)):
+            output.print(Text(f"{label:>10}  ", "dim"), Text(printable(text), *style), sep="", soft_wrap=True)
     return int(any(report["bad_rows"]["fraction"] > args.max_bad_rows for report in reports))
 
 
-def check_source(source: "Source", args: Args, number: int, progress: "ProgressFactory") -> Report:
+def check_source(source: "Source", args: Args, number: int, console: Console) -> Report:
     from m1clip.data import check
 
     pairs, bad_rows = source.all, source.bad_rows
     sheet = args.sheet.with_stem(f"{args.sheet.stem}-{number}") if number > 1 else args.sheet
-    stats = check.image_stats(pairs, bad_rows, args.workers, progress)
+    stats = check.image_stats(pairs, bad_rows, args.workers, console.progress)
     duplicates = check.duplicate_images(source, stats)
     notable = check.notable_images(stats, duplicates)[:18]
     tiles = [check.make_tile(pairs, index, f"[{reason}] ") for index, reason in notable]
@@ -94,7 +95,7 @@ def check_source(source: "Source", args: Args, number: int, progress: "ProgressF
         "megabytes": round(int(stats["bytes"].sum()) / 1e6, 1),
         "unusual": check.trait_counts(stats),
         **{kind: [list(map(pairs.location, pair)) for pair in found[:1000]] for kind, found in duplicates.items()},
-        **check.caption_stats(pairs, progress),
+        **check.caption_stats(pairs, console.progress),
         **token_stats(source, args),
         "sheet": str(sheet),
     }
@@ -102,38 +103,20 @@ def check_source(source: "Source", args: Args, number: int, progress: "ProgressF
 
 def token_stats(source: "Source", args: Args) -> Report:
     """Caption lengths with the tokenizer that training would use; of large datasets, from a sample."""
-    import numpy as np
-
+    from m1clip.data.check import min_median_max
     from m1clip.model.tokenizer import make_tokenizer
 
     text = get_preset(args.preset).model.text
     rows = range(0, len(source.train), max(1, len(source.train) // MAX_TOKENIZED_IMAGES))
     captions = [caption for row in rows for caption in islice(source.train.captions(row), 20)]
     tokenizer = make_tokenizer(args.tokenizer, captions, text.vocab_size)
-    lengths = np.array(tokenizer.lengths(captions))
+    lengths = tokenizer.lengths(captions)
     return {
-        "tokens_per_caption": {"median": int(np.median(lengths)), "max": int(lengths.max())},
+        "tokens_per_caption": min_median_max(lengths),
         "context_length": text.context_length,
-        "truncated_captions": float((lengths > text.context_length).mean()),
+        "truncated_captions": sum(length > text.context_length for length in lengths) / len(lengths),
         "vocab_size": len(tokenizer),
     }
-
-
-def print_report(report: Report, args: Args) -> None:
-    """Labeled lines; on a terminal, long text is wrapped in its own column."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console, grid = Console(highlight=False), Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(width=10, justify="right", style="dim")
-    grid.add_column(overflow="fold")
-    for label, text, *style in report_lines(report, args):
-        grid.add_row(label, Text(printable(text), *style))
-        if not console.is_terminal:
-            print(f"{label:>10}  {printable(text)}")
-    if console.is_terminal:
-        console.print(grid)
 
 
 def report_lines(report: Report, args: Args) -> Iterator[Line]:

@@ -23,8 +23,8 @@ class Args(DataConfig):
     conversion: manifest.jsonl has the SHA-256 of each file.
     """
 
-    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")] = ""
-    out: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = None
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")] = tyro.MISSING
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = tyro.MISSING
     """Output folder."""
     to: Literal["shards", "parquet"] = "shards"
     """shards are WebDataset tar files, as for open_clip and img2dataset."""
@@ -34,16 +34,13 @@ class Args(DataConfig):
     """Print a summary as one line of JSON."""
 
     def check(self) -> None:
-        if not self.data or self.out is None:
-            raise ValueError("data convert needs a SPEC and a folder OUT; see m1clip data convert --help")
         check_config(self)
 
 
 def main(args: Args) -> None:
     from m1clip.data.convert import convert_dataset
-    from m1clip.data.sources import open_sources
+    from m1clip.data.splits import open_sources
 
-    assert args.out is not None
     console = Console()
     sources = open_sources(args, console.progress)
     done = convert_dataset(sources, args.out, args.to, args.per_file, args.max_bad_rows, console.progress)

@@ -45,7 +45,7 @@ def require_image_path(path: Path) -> None:
 def main(args: Args) -> None:
     from m1clip.console import Console
     from m1clip.data.check import contact_sheet, sample_tiles
-    from m1clip.data.sources import open_sources
+    from m1clip.data.splits import open_sources
 
     count, tiles = args.columns * args.rows, []
     sources = open_sources(args, Console().progress)

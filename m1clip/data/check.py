@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from m1clip.data.decode import DECODE_ERRORS, ORIENTATION, BadImage, decode, read_header
-from m1clip.data.index import IndexedPairs
+from m1clip.data.index import BadImages, BadRows, IndexedPairs, PairDataset, ProgressFactory
 from m1clip.data.pixel_cache import map_chunks, row_chunks
-from m1clip.data.rows import BadImages, BadRows, PairDataset, ProgressFactory
-from m1clip.data.sources import Source
+from m1clip.data.splits import Source
 
 TINY = 32  # pixels of the shorter edge
 HUGE = 25_000_000  # pixels: slow to decode
@@ -164,10 +163,8 @@ def trait_counts(stats: ImageStats) -> dict[str, int]:
 
 def notable_images(stats: ImageStats, duplicates: dict[str, list[Pair]]) -> list[tuple[int, str]]:
     """Rows for the contact sheet, and why: one image for each trait, and some duplicates."""
-    rows, shown = list[tuple[int, str]](), set[Pair]()
-    for number, name in enumerate(TRAITS):
-        having = np.flatnonzero(stats["traits"][:, number])[:1]
-        rows += [(int(row), name) for row in having if name != "grayscale"]
+    traits = ((name, has) for name, has in zip(TRAITS, stats["traits"].T, strict=True) if name != "grayscale")
+    rows, shown = [(int(has.argmax()), name) for name, has in traits if has.any()], set[Pair]()
     for kind in ("leaks", "exact_duplicates", "near_duplicates"):
         new = [pair for pair in duplicates[kind] if pair not in shown][:2]
         shown.update(new)
@@ -177,13 +174,11 @@ def notable_images(stats: ImageStats, duplicates: dict[str, list[Pair]]) -> list
 
 
 def caption_stats(pairs: PairDataset, progress: ProgressFactory) -> dict[str, Any]:
-    hashes, rows, lengths, counts = array("q"), array("i"), array("i"), array("i")
+    hashes, rows, lengths = array("q"), array("i"), array("i")
     vocabulary = Counter[str]()
     with progress("reading captions", len(pairs)) as advance:
         for row in range(len(pairs)):
-            captions = pairs.captions(row)
-            counts.append(len(captions))
-            for caption in captions:
+            for caption in pairs.captions(row):
                 words = re.findall(r"\w+", caption.lower())
                 vocabulary.update(words)
                 lengths.append(len(words))
@@ -192,15 +187,15 @@ def caption_stats(pairs: PairDataset, progress: ProgressFactory) -> dict[str, An
             advance(1)
     return {
         "captions": len(hashes),
-        "captions_per_image": _spread(counts),
-        "words_per_caption": _spread(lengths),
+        "captions_per_image": min_median_max(np.bincount(rows).tolist()),
+        "words_per_caption": min_median_max(lengths),
         "vocabulary": len(vocabulary),
         "commonest_words": vocabulary.most_common(10),
         **_repeated_captions(pairs, np.frombuffer(hashes, np.int64), np.frombuffer(rows, np.int32)),
     }
 
 
-def _spread(values: Sequence[int]) -> dict[str, int]:
+def min_median_max(values: Sequence[int]) -> dict[str, int]:
     low, median, high = np.quantile(np.asarray(values), (0, 0.5, 1)).astype(int).tolist()
     return {"min": low, "median": median, "max": high}
 
@@ -225,11 +220,9 @@ def _repeated_captions(pairs: PairDataset, hashes: NDArray[Any], rows: NDArray[A
 
 # Contact sheets: a grid of images with their captions.
 def sample_tiles(pairs: PairDataset, count: int) -> list[Tile]:
-    """Evenly spaced images; the first ones of a small or synthetic dataset."""
-    rows = range(min(count, len(pairs)))
-    if len(pairs) > 4 * count and isinstance(pairs, IndexedPairs):
-        rows = np.linspace(0, len(pairs) - 1, count).astype(int).tolist()
-    return [make_tile(pairs, row) for row in rows]
+    """Evenly spaced images."""
+    rows = np.linspace(0, len(pairs) - 1, min(count, len(pairs))).astype(int)
+    return [make_tile(pairs, row) for row in rows.tolist()]
 
 
 def make_tile(pairs: PairDataset, row: int, prefix: str = "") -> Tile:

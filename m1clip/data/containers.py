@@ -10,8 +10,9 @@ import re
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import sha256
-from itertools import islice, product, repeat
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -20,8 +21,8 @@ import numpy as np
 import pyarrow as pa
 
 from m1clip.config import DataConfig
-from m1clip.data.rows import MAX_CAPTION_BYTES, BadRow, Listing, Row
-from m1clip.data.tables import IMAGE_SUFFIX, Values, caption_texts, guess_caption_columns, holds_images, label_caption
+from m1clip.data.index import MAX_CAPTION_BYTES, BadRow, Listing, Row
+from m1clip.data.tables import IMAGE_SUFFIX, Values, caption_texts, holds_images, label_caption, parse_records
 from m1clip.files import cache_folder
 
 Dataset = Any  # of the `datasets` library, which is imported when it is needed
@@ -203,30 +204,25 @@ def _rows(data: Dataset, name: str, split: str, config: DataConfig) -> Iterator[
     schema, requested = data.data.schema, config.image_column
     images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
     images += [c for c in data.column_names if c not in images and holds_images(schema.field(c).type)]
-    image = requested if requested in images else next(iter(images), None)
-    if image is None or requested not in ("auto", image):
-        called = "" if requested == "auto" else f" called {requested!r}"
-        raise ValueError(f"{name} has no image column{called}; it has {', '.join(features)}")
+    image = next((column for column in images if requested in ("auto", column)), None)
+    if image is None:
+        raise ValueError(f"{name} has no column of images (--image-column {requested}); it has {', '.join(features)}")
     labels = {c: feature.names for c, feature in features.items() if isinstance(feature, datasets.ClassLabel)}
     others = data.data.table.select([column for column in data.column_names if column not in images])
-    ranges, columns, line = _byte_ranges(data, image), None, 0
-    for batch in others.to_batches(1000):
-        records: list[Values] = batch.to_pylist()
-        for values, (column, names) in product(records, labels.items()):  # class numbers become captions
-            if isinstance(values[column], int) and 0 <= values[column] < len(names):
-                values[column] = label_caption(names[values[column]], config.template)
-        columns = columns or guess_caption_columns(Path(name), records, config)
-        for values in records:
-            line += 1
-            captions = caption_texts([values.get(column) for column in columns])
-            row_split, table = split or str(values.get("split") or ""), f"{name} {split}".strip()
-            file, offset, length, path = next(ranges)
-            if length:
-                yield Row(path or f"row {line}", captions, line, table, row_split, file, offset, length)
-            elif path:
-                yield Row(path, captions, line, table, row_split)
-            else:
-                yield BadRow("missing file", f"{table} row {line}", "the row has no image")
+
+    def add_labels(record: Values) -> Values:
+        for column, names in labels.items():  # class numbers become captions
+            if isinstance(record[column], int) and 0 <= record[column] < len(names):
+                record[column] = label_caption(names[record[column]], config.template)
+        return {image: "", **record}
+
+    records = (add_labels(record) for batch in others.to_batches(1000) for record in batch.to_pylist())
+    config = replace(config, image_column=image)
+    rows = parse_records(f"{name} {split}".strip(), enumerate(records, 1), config)
+    for row, (file, offset, length, path) in zip(rows, _byte_ranges(data, image), strict=True):
+        assert isinstance(row, Row)
+        row = row._replace(image=path or (f"row {row.line}" if length else ""), split=split or row.split)
+        yield row._replace(container=file, offset=offset, length=length) if length else row
 
 
 def _materialize(data: Dataset) -> Dataset:

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from m1clip.data.decode import BadImage, decode, read_header
-from m1clip.data.index import IndexedPairs
-from m1clip.data.rows import BadRow, BadRows, PairDataset, ProgressFactory
-from m1clip.data.sources import Source
+from m1clip.data.index import BadRow, BadRows, IndexedPairs, PairDataset, ProgressFactory
+from m1clip.data.pixel_cache import row_chunks
+from m1clip.data.splits import Source
 from m1clip.files import read_jsonl
 
 Format = Literal["shards", "parquet"]
@@ -48,16 +48,12 @@ def convert_dataset(
 
 
 def _plan_files(sources: list[Source], per_file: int) -> Iterator[tuple[str, PairDataset, range]]:
-    """Name, dataset and rows of each file."""
+    """Name, dataset and rows of each file. A test split that is also used for validation is written as test."""
     for split in ("train", "val", "test"):
-        number = 0
-        for source in sources:
-            pairs: PairDataset | None = getattr(source, split)
-            if pairs is None or (split == "val" and pairs is source.test):  # one split: written as test
-                continue
-            for start in range(0, len(pairs), per_file):
-                yield f"{split}-{number:06d}", pairs, range(start, min(start + per_file, len(pairs)))
-                number += 1
+        datasets = [getattr(source, split) for source in sources if split != "val" or source.val is not source.test]
+        chunks = ((pairs, rows) for pairs in filter(None, datasets) for rows in row_chunks(len(pairs), per_file))
+        for number, (pairs, rows) in enumerate(chunks):
+            yield f"{split}-{number:06d}", pairs, rows
 
 
 def _samples(pairs: PairDataset, rows: range, name: str, bad_rows: BadRows) -> Iterator[Sample]:

@@ -1,20 +1,26 @@
-"""On-disk index of a source: where each image is, and its captions, in memory-mapped files. No torch.
+"""Rows of a source as readers list them, and their on-disk index: pairs with random access. No torch.
 
-Rows that name the same image become one entry with several captions. A million rows use disk, not memory.
+A reader is a generator of rows, and the index is memory-mapped: a million rows use disk, not memory.
+Rows that name the same image become one entry with several captions.
 """
 
+import html
 import json
 import os
+import re
 import stat
 import time
 from array import array
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -23,8 +29,8 @@ from PIL import Image
 
 from m1clip.config import DataConfig
 from m1clip.data.decode import MAX_BYTES, BadImage, decode
-from m1clip.data.rows import Advance, BadRow, BadRows, Listing, Row, normalize_split
 from m1clip.files import cache_folder
+from m1clip.format import percent
 
 RowIndices = NDArray[np.int64]
 ARROW_BATCH = 8192
@@ -33,6 +39,147 @@ NUMBERS = {"offset": pa.int64(), "length": pa.int64(), "line": pa.int32()}
 CODES = {"container": pa.int32(), "table": pa.int32(), "split": pa.int8()}
 SCHEMA = pa.schema({"image": pa.string(), **NUMBERS, **CODES, "captions": pa.list_(pa.string())})
 TIMEOUT_S, ATTEMPTS = 20, 2  # of downloads
+MAX_CAPTION_BYTES = 1_000_000  # captions of one image
+MAX_EXAMPLES = 10_000  # bad rows that are listed; further ones are only counted
+SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training", "restval"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev", "eval", "held-out", "held_out"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+Advance = Callable[[int], None]
+# Opens a progress bar from a label and a total, if known; the returned function advances it.
+ProgressFactory = Callable[[str, int | None], AbstractContextManager[Advance]]
+BadImages = dict[int, tuple[str, str]]  # kind and reason of the images that cannot be decoded, by row
+
+
+@contextmanager
+def no_progress(label: str, total: int | None) -> Iterator[Advance]:
+    yield lambda done: None
+
+
+class PairDataset(Protocol):
+    """Images and captions by row; light enough to be sent to a worker process."""
+
+    @property
+    def fingerprint(self) -> str: ...  # of the images and their order: the key of cached pixels
+    @property
+    def identity(self) -> str: ...  # of the pairs and their order: compared when a run is resumed
+    def __len__(self) -> int: ...
+    def image(self, index: int, min_size: int = 0) -> Image.Image: ...
+    def captions(self, index: int) -> Sequence[str]: ...
+    def location(self, index: int) -> str: ...
+
+
+class BadRow(NamedTuple):
+    kind: str
+    location: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.location}: {self.reason}"
+
+
+class Row(NamedTuple):
+    image: str  # path relative to the listing's root, name inside `container`, or URL
+    captions: Sequence[str]
+    line: int = 0  # in `table`, from 1; 0 if no table lists the image
+    table: str = ""
+    split: str = ""  # in the source's own words, such as val2017
+    container: str = ""  # file that contains the image, as `length` bytes at `offset`: a tar shard or an Arrow file
+    offset: int = 0
+    length: int = 0
+
+    def location(self, root: str) -> str:
+        if self.line:
+            return f"{self.table} line {self.line}"
+        image = self.image.encode(errors="replace").decode()
+        return f"{self.container}: {image}" if self.container else os.path.join(root, image)
+
+    def validated(self, allow: Collection[str], root: str) -> "Row | BadRow":
+        """The row with its usable captions only, or the reason why it cannot be used."""
+        if not self.image or "\0" in self.image:
+            return BadRow("broken line", self.location(root), "names no image")
+        if re.search("[\ud800-\udfff]", "".join((self.image, *self.captions))):  # made by surrogateescape
+            return BadRow("not UTF-8", self.location(root), "the text is not UTF-8; save the file as UTF-8")
+        texts = (caption.strip() for caption in self.captions)
+        captions = [text for text in texts if text and ("&" not in text or html.unescape(text).strip())]
+        if not captions:
+            return BadRow("no caption", self.location(root), "the caption is empty")
+        if "://" in self.image and not self.image.startswith(("http://", "https://")):
+            return BadRow("refused", self.location(root), f"{self.image[:80]} is not an http or https URL")
+        if "://" in self.image and "urls" not in allow:
+            return BadRow("refused", self.location(root), f"{self.image[:80]} is a URL; --allow urls downloads it")
+        return self if captions == self.captions else self._replace(captions=captions)
+
+
+class Listing(NamedTuple):
+    root: str
+    rows: Iterator[Row | BadRow]
+
+    def relative_to(self, root: str, split: str = "") -> Iterator[Row | BadRow]:
+        """The rows relative to another root, with a default split."""
+        prefix = os.path.relpath(self.root, root)
+        for row in self.rows:
+            if isinstance(row, Row) and not row.container:
+                image = row.image if "://" in row.image else os.path.normpath(os.path.join(prefix, row.image))
+                row = row._replace(image=image, split=row.split or split)
+            yield row
+
+
+@dataclass
+class BadRows:
+    """Unusable rows of a source, counted by kind, and the first of them as examples."""
+
+    rows: int = 0  # all, usable or not: lines of a table, or images
+    images: int = 0  # distinct ones among them
+    lost_images: int = 0  # bad rows that cost an image, not just one line of a table
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: list[BadRow] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return self.counts.total()
+
+    def add(self, row: BadRow, image: bool = False) -> None:
+        self.lost_images += image
+        self.counts[row.kind] += 1
+        if len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(row)
+
+    def add_images(self, pairs: PairDataset, bad: BadImages) -> None:
+        for row, (kind, reason) in bad.items():
+            self.add(BadRow(kind, pairs.location(row), reason), image=True)
+
+    def __add__(self, other: "BadRows") -> "BadRows":
+        totals = self.rows + other.rows, self.images + other.images, self.lost_images + other.lost_images
+        return BadRows(*totals, self.counts + other.counts, (self.examples + other.examples)[:MAX_EXAMPLES])
+
+    @property
+    def fraction(self) -> float:
+        """Fraction of the data that is lost: bad lines of all lines, plus lost images of all images."""
+        lines = len(self) - self.lost_images
+        return lines / max(1, self.rows) + self.lost_images / max(1, self.images + lines)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.most_common())
+        first = "; ".join(map(str, self.examples[:3]))
+        return f"{len(self):,} of {self.rows:,} rows are unusable ({kinds}), such as {first}"
+
+    def record(self, examples: int = MAX_EXAMPLES) -> dict[str, Any]:
+        listed, kinds = [row._asdict() for row in self.examples[:examples]], dict(self.counts.most_common())
+        return {"count": len(self), "fraction": self.fraction, "kinds": kinds, "examples": listed}
+
+    def require_at_most(self, max_fraction: float) -> None:
+        if self.fraction > max_fraction:
+            raise ValueError(f"{self}; --max-bad-rows allows {percent(max_fraction)}, `m1clip data check` lists all")
+
+
+@lru_cache
+def normalize_split(word: str) -> str:
+    """train, val, test or unlisted for a source's own word, such as val2017 or testA; otherwise unknown."""
+    word = word.strip().lower()
+    stems = (re.sub(r"\W?\d+$", "", word), word.removeprefix("mini"), re.split(r"[-_. ]", word)[0], word[:4])
+    known = (SPLIT_WORDS.get(stem) for stem in (word, *stems))
+    return "unlisted" if word == "unlisted" else next(filter(None, known), "unknown")
 
 
 class IndexWriter:
@@ -48,9 +195,10 @@ class IndexWriter:
         first_row = first[group]
         order = np.argsort(first_row, kind="stable")  # rows grouped by image, in the order of each image's first row
         starts = np.append(np.flatnonzero(np.diff(first_row[order], prepend=-1)), len(order))  # of each group
-        with pa.memory_map(str(folder / "rows.arrow")) as source:
-            usable, fingerprint, identity = self._check_images(pa.ipc.open_file(source), order, starts)
-        sizes = np.diff(starts)
+        sizes, first_rows = np.diff(starts), order[starts[:-1]]  # of each image, in ascending order
+        self.bad_rows.rows += len(order)
+        self.bad_rows.images += len(first_rows)
+        usable, fingerprint, identity = self._check_images(folder / "rows.arrow", first_rows)
         np.save(folder / "order.npy", order[np.repeat(usable, sizes)])
         np.save(folder / "starts.npy", np.concatenate([[0], np.cumsum(sizes[usable])]))
         names = {"root": self.root, "containers": list(self.containers), "tables": list(self.tables)}
@@ -79,47 +227,38 @@ class IndexWriter:
             yield first._replace(captions=[caption for row in (first, *others) for caption in row.captions])
 
     def _validate(self, row: Row | BadRow) -> Row | None:
-        row = row if isinstance(row, BadRow) else row.validated(self.allow)
+        row = row if isinstance(row, BadRow) else row.validated(self.allow, self.root)
         if isinstance(row, Row):
             return row
-        path = os.path.join(self.listing.root, row.location)
-        is_relative = os.path.exists(path) and not os.path.exists(row.location)
-        self.bad_rows.add(row._replace(location=path) if is_relative else row)
+        self.bad_rows.add(row)
         self.bad_rows.rows += 1
         return None
 
-    def _check_images(
-        self, reader: pa.RecordBatchFileReader, order: RowIndices, starts: RowIndices
-    ) -> tuple[NDArray[np.bool_], str, str]:
+    def _check_images(self, path: Path, first_rows: RowIndices) -> tuple[NDArray[np.bool_], str, str]:
         """Which images are usable, and hashes of their files and of all names and captions."""
         fingerprint, identity = blake2b(self.root.encode(), digest_size=16), blake2b(digest_size=16)
         for container in list(self.containers)[1:]:
             status = os.stat(container)
             fingerprint.update(f"{os.path.abspath(container)}/{status.st_size}/{status.st_mtime_ns}".encode())
-        first_rows = order[starts[:-1]]  # of each image, ascending
-        usable, tables = np.ones(len(first_rows), bool), list(self.tables)
-        self.bad_rows.rows += len(order)
-        self.bad_rows.images += len(first_rows)
-        for number in range(reader.num_record_batches):
-            batch, start = reader.get_batch(number), number * ARROW_BATCH
+        usable, tables, start = np.ones(len(first_rows), bool), list(self.tables), 0
+        for batch in pa.ipc.open_file(pa.memory_map(str(path))).read_all().to_batches():
             columns = {name: batch[name].to_pylist() for name in ("image", "container", "line", "table")}
             identity.update("\n".join([*columns["image"], *batch["captions"].flatten().to_pylist()]).encode())
             fingerprint.update(batch["offset"].to_numpy().tobytes() + batch["length"].to_numpy().tobytes())
             for entry in range(*np.searchsorted(first_rows, (start, start + len(batch)))):
                 i = first_rows[entry] - start
                 image, container, line, table = (column[i] for column in columns.values())
-                stamp = image if container else self._file_stamp(image)
+                stamp = image if container or "://" in image else self._file_stamp(image)
                 if isinstance(stamp, BadRow):
                     usable[entry] = False
                     location = f"{tables[table]} line {line}" if line else stamp.location
                     self.bad_rows.add(stamp._replace(location=location), image=True)
                 fingerprint.update(str(stamp).encode())
+            start += len(batch)
         return usable, fingerprint.hexdigest(), identity.hexdigest()
 
     def _file_stamp(self, image: str) -> str | BadRow:
         """Name, size and time of a file, or why it cannot be used."""
-        if "://" in image:
-            return image
         path, name = os.path.join(self.root, image), image[:80]
         try:
             status = os.lstat(path)
@@ -140,26 +279,23 @@ class IndexWriter:
         return is_below and not os.path.realpath(folder).startswith(self.real_root + os.sep)
 
 
-class IndexFiles(NamedTuple):
-    table: pa.Table
-    order: RowIndices  # rows of the table, grouped by image
-    starts: RowIndices  # position in `order` of each image's first row, and the end
-    facts: dict[str, Any]
-
-
 @lru_cache
-def open_index(folder: Path) -> IndexFiles:
+def open_index(folder: Path) -> tuple[pa.Table, RowIndices, RowIndices, dict[str, Any]]:
     table = pa.ipc.open_file(pa.memory_map(str(folder / "rows.arrow"))).read_all()
     order, starts = (np.load(folder / name, mmap_mode="r") for name in ("order.npy", "starts.npy"))
-    return IndexFiles(table, order, starts, json.loads((folder / "facts.json").read_text()))
+    return table, order, starts, json.loads((folder / "facts.json").read_text())
 
 
 class IndexedPairs:
     def __init__(self, folder: Path, rows: RowIndices | None = None):
-        self.folder = folder
-        self.rows = np.arange(len(self._index.starts) - 1) if rows is None else rows
-        facts, digest = self._index.facts, blake2b(self.rows.tobytes(), digest_size=8).hexdigest()
-        self.fingerprint, self.identity = (f"{facts[key]}/{digest}" for key in ("fingerprint", "identity"))
+        # `order` has the rows of the table grouped by image, `starts` the position there of each image's first row.
+        self.folder, (self.table, self.order, self.starts, self.facts) = folder, open_index(folder)
+        self.rows = np.arange(len(self.starts) - 1) if rows is None else rows
+        digest = blake2b(self.rows.tobytes(), digest_size=8).hexdigest()
+        self.fingerprint, self.identity = (f"{self.facts[key]}/{digest}" for key in ("fingerprint", "identity"))
+
+    def __reduce__(self) -> Any:  # a worker process opens the files again
+        return IndexedPairs, (self.folder, self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -167,40 +303,31 @@ class IndexedPairs:
     def take(self, rows: RowIndices) -> "IndexedPairs":
         return IndexedPairs(self.folder, self.rows[rows])
 
-    @property
-    def _index(self) -> IndexFiles:
-        return open_index(self.folder)  # in a worker process, the files are opened again
-
     def column(self, name: str) -> NDArray[Any]:
         """A column of numbers, one value per image."""
-        values: NDArray[Any] = self._index.table[name].to_numpy()
-        return values[self._index.order[self._index.starts[self.rows]]]
+        values: NDArray[Any] = self.table[name].to_numpy()
+        return values[self.order[self.starts[self.rows]]]
 
-    def _cell(self, name: str, row: int) -> Any:
-        chunk, offset = divmod(int(row), ARROW_BATCH)
-        return self._index.table[name].chunk(chunk)[offset].as_py()
+    def splits(self) -> NDArray[np.str_]:
+        return np.array([*SPLIT_CODES]).take(self.column("split"))
 
     def value(self, name: str, index: int) -> Any:
-        return self._cell(name, self._index.order[self._index.starts[self.rows[index]]])
+        return self.table[name][int(self.order[self.starts[self.rows[index]]])].as_py()
 
     def captions(self, index: int) -> list[str]:
-        start, end = self._index.starts[self.rows[index] : self.rows[index] + 2]
-        return [caption for row in self._index.order[start:end] for caption in self._cell("captions", row)]
+        start, end = self.starts[self.rows[index] : self.rows[index] + 2]
+        return [caption for row in self.order[start:end].tolist() for caption in self.table["captions"][row].as_py()]
 
     def location(self, index: int) -> str:
         image, line, table, container = (self.value(name, index) for name in ("image", "line", "table", "container"))
-        if line:
-            return f"{self._index.facts['tables'][table]} line {line} ({image})"
-        if container:
-            return f"{self._index.facts['containers'][container]}: {image}"
-        return os.path.join(str(self._index.facts["root"]), image)
+        row = Row(image, (), line, self.facts["tables"][table], container=self.facts["containers"][container])
+        return row.location(self.facts["root"]) + (f" ({image})" if line else "")
 
     def read(self, index: int) -> bytes:
         """The undecoded image file."""
-        image, facts = self.value("image", index), self._index.facts
+        image, container = self.value("image", index), self.facts["containers"][self.value("container", index)]
         try:
-            container = facts["containers"][self.value("container", index)]
-            path = container or (download_image(image) if "://" in image else os.path.join(facts["root"], image))
+            path = container or (download_image(image) if "://" in image else os.path.join(self.facts["root"], image))
             with open(path, "rb") as file:
                 size = self.value("length", index) or os.fstat(file.fileno()).st_size
                 if size > MAX_BYTES:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from m1clip import images
 from m1clip.data import decode
-from m1clip.data.rows import Advance, BadImages, PairDataset
+from m1clip.data.index import Advance, BadImages, PairDataset
 from m1clip.files import cache_folder, lock_folder, read_jsonl
 from m1clip.format import file_size
 from m1clip.images import Pixels, center_crop

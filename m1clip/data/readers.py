@@ -7,18 +7,17 @@ import os
 import re
 from collections.abc import Iterator
 from glob import glob
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from braceexpand import braceexpand
 
 from m1clip.config import DataConfig
 from m1clip.data import containers, tables
-from m1clip.data.rows import MAX_CAPTION_BYTES, SPLIT_WORDS, BadRow, Listing, Row
-from m1clip.data.sources import SCHEMES
+from m1clip.data.index import MAX_CAPTION_BYTES, SPLIT_WORDS, BadRow, Listing, Row
+from m1clip.data.splits import SCHEMES
 from m1clip.format import did_you_mean
 
-CAPTION_SUFFIXES = (".txt", ".caption")
 # Text files about a folder, not about one of its images.
 NOT_CAPTIONS = re.compile(r"(readme|licen[cs]e|notes?|credits|captions?|classes|labels|attribution)\.\w+", re.I)
 # Folder names that say nothing about the images.
@@ -49,7 +48,7 @@ def _list_paths(paths: list[Path], config: DataConfig) -> Listing:
         return _list_path(paths[0], config)
     listings = [_list_path(path, config) for path in paths]
     root = os.path.commonpath([os.path.abspath(listing.root) for listing in listings])
-    return Listing(root, chain.from_iterable(_rebase(listing, root) for listing in listings))
+    return Listing(root, chain.from_iterable(listing.relative_to(root) for listing in listings))
 
 
 def _list_path(path: Path, config: DataConfig) -> Listing:
@@ -80,21 +79,11 @@ def expand_paths(spec: str) -> list[Path]:
     return [Path(name) for name in names]
 
 
-def _rebase(listing: Listing, root: str, split: str = "") -> Iterator[Row | BadRow]:
-    """The rows of a listing relative to another root, with a default split."""
-    prefix = os.path.relpath(listing.root, root)
-    for row in listing.rows:
-        if isinstance(row, Row) and not row.container:
-            image = row.image if "://" in row.image else os.path.normpath(os.path.join(prefix, row.image))
-            row = row._replace(image=image, split=row.split or split)
-        yield row
-
-
 def _list_folder(path: Path, config: DataConfig) -> Listing:
     patterns = (f"{parent}metadata{suffix}" for suffix in tables.TABLE_SUFFIXES for parent in ("", "*/"))
     if metadata := sorted(table for pattern in patterns for table in path.glob(pattern)):
         splits = [(table, split_from_path(table.relative_to(path))) for table in metadata]
-        rows = (_rebase(tables.list_table(table, config), str(path), split) for table, split in splits)
+        rows = (tables.list_table(table, config).relative_to(str(path), split) for table, split in splits)
         return Listing(str(path), chain.from_iterable(rows))
     files = [file for file in path.iterdir() if file.suffix.lower() in tables.TABLE_SUFFIXES and file.is_file()]
     found = _inspect(path, config)
@@ -115,8 +104,8 @@ def _list_folder(path: Path, config: DataConfig) -> Listing:
     )
 
 
-def _walk(path: Path, config: DataConfig) -> Iterator[tuple[str, list[str], list[str], list[BadRow]]]:
-    """Every folder, relative to the path: its images, its caption files, and its links that are refused; sorted."""
+def _walk(path: Path, config: DataConfig) -> Iterator[tuple[str, dict[str, str], list[str], list[BadRow]]]:
+    """Every folder, relative to the path: its images with their caption files, other caption files, refused links."""
     follow, visited = "links" in config.allow, set[tuple[int, int]]()
     for folder, subfolders, files in os.walk(path, followlinks=follow):
         status = os.stat(folder)
@@ -128,43 +117,35 @@ def _walk(path: Path, config: DataConfig) -> Iterator[tuple[str, list[str], list
         links = [os.path.join(folder, name) for name in subfolders if os.path.islink(os.path.join(folder, name))]
         refused = [BadRow("refused", link, "a symlink to a folder; --allow links follows it") for link in links]
         names = sorted(name for name in files if not name.startswith("."))
-        images = [name for name in names if tables.IMAGE_SUFFIX.search(name)]
-        texts = [name for name in names if name.lower().endswith(CAPTION_SUFFIXES)]
-        yield os.path.relpath(folder, path).removeprefix("."), images, texts, [] if follow else refused
+        texts = {Path(name).stem: name for name in names if name.lower().endswith((".txt", ".caption"))}
+        stems = {name: Path(name).stem for name in names if tables.IMAGE_SUFFIX.search(name)}
+        images = {name: texts.get(stem) or texts.get(name, "") for name, stem in stems.items()}
+        others = sorted(texts[stem] for stem in texts.keys() - stems.keys() - set(stems.values()))
+        yield os.path.relpath(folder, path).removeprefix("."), images, others, [] if follow else refused
 
 
 def _inspect(path: Path, config: DataConfig) -> set[str]:
     """What describes the first images: a "caption file", a folder name that is a "label", or "no label"."""
-    found, count = set[str](), 0
-    for folder, images, texts, _ in _walk(path, config):
-        stems, label = {Path(name).stem for name in texts}, os.path.basename(folder)
-        if any(name in stems or Path(name).stem in stems for name in images):
-            found.add("caption file")
-        if images:
-            is_label = label.lower() not in SPLIT_WORDS and not NO_LABEL.fullmatch(label)
-            found.add("label" if is_label else "no label")
-        count += len(images)
-        if count > MAX_INSPECTED:
-            break
+    found = set[str]()
+    images = ((folder, text) for folder, images, *_ in _walk(path, config) for text in images.values())
+    for folder, text in islice(images, MAX_INSPECTED):
+        label = os.path.basename(folder)
+        is_label = label.lower() not in SPLIT_WORDS and not NO_LABEL.fullmatch(label)
+        found.add("caption file" if text else "label" if is_label else "no label")
     return found
 
 
 def _caption_file_rows(path: Path, config: DataConfig) -> Iterator[Row | BadRow]:
-    for folder, images, texts, refused in _walk(path, config):
+    for folder, images, others, refused in _walk(path, config):
         yield from refused
-        for name in images:
-            yield _read_caption_file(path, os.path.join(folder, name))
-        captioned = {stem for name in images for stem in (name, Path(name).stem)}
-        for name in texts:
-            if Path(name).stem not in captioned and not NOT_CAPTIONS.fullmatch(name):
-                yield BadRow("missing file", str(path / folder / name), "a caption file without an image")
+        for name, text in images.items():
+            yield _read_caption_file(path, os.path.join(folder, name), path / folder / text)
+        orphans = (path / folder / name for name in others if not NOT_CAPTIONS.fullmatch(name))
+        yield from (BadRow("missing file", str(file), "a caption file without an image") for file in orphans)
 
 
-def _read_caption_file(path: Path, image: str) -> Row | BadRow:
-    stems = (os.path.splitext(image)[0], image)
-    candidates = (path / (stem + suffix) for stem in stems for suffix in (*CAPTION_SUFFIXES, ".TXT"))
-    file = next((candidate for candidate in candidates if candidate.is_file()), None)
-    if file is None:
+def _read_caption_file(path: Path, image: str, file: Path) -> Row | BadRow:
+    if not file.is_file():
         return BadRow("no caption", str(path / image), "there is no .txt file beside it")
     try:
         with open(file, "rb") as opened:

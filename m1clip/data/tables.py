@@ -8,7 +8,7 @@ import csv
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from m1clip.config import DataConfig
-from m1clip.data.rows import BadRow, Listing, Row
+from m1clip.data.index import BadRow, Listing, Row
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 IMAGE_SUFFIX = re.compile(r"\.(jpe?g|jpe|jfif|png|webp|gif|bmp|tiff?|avif|heic|heif|jp2|ppm|pgm)$", re.I)
@@ -37,32 +37,35 @@ MAX_QUOTED_LINES = 50  # a longer quoted field counts as a missing quotation mar
 SAMPLED_ROWS = 200  # columns are guessed from these
 
 Values = dict[str, Any]
-Record = tuple[int, Any]  # line number, from 1, and values: a dict by column, unless the line is broken
+Record = tuple[int, Any]  # line number, from 1, and values: a dict by column, or the ValueError of a broken line
 
 
 def list_table(path: Path, config: DataConfig) -> Listing:
-    records = READERS[path.suffix.lower()](path)
+    return find_images(path.parent, parse_records(str(path), READERS[path.suffix.lower()](path), config))
+
+
+def parse_records(table: str, records: Iterator[Record], config: DataConfig) -> Iterator[Row | BadRow]:
+    """One row for each record; which column is which is guessed from the first ones."""
     head = list(islice(records, SAMPLED_ROWS))
-    good: list[Values] = [item[1] for item in head if isinstance(item[1], dict)]
+    good: list[Values] = [values for _, values in head if isinstance(values, dict)]
     if not good:
-        raise ValueError(f"{path} has no rows" + (f" that can be read: {head[0]!s:.200}" if head else ""))
+        first = f" that can be read; line {head[0][0]}: {head[0][1]!s:.200}" if head else ""
+        raise ValueError(f"{table} has no rows{first}")
     names = list(dict.fromkeys(chain.from_iterable(good)))
-    image_column = _guess_column(path, good, names, "image", config.image_column)
+    image_column = _guess_column(table, good, names, "image", config.image_column)
     others = [{name: value for name, value in values.items() if name != image_column} for values in good]
-    caption_columns = guess_caption_columns(path, others, config)
+    caption_columns = _guess_caption_columns(table, others, config.caption_column)
     lower = {name.strip().lower(): name for name in reversed(names)}
-    split_column = next((lower[name] for name in SPLIT_COLUMNS if name in lower), None)
-
-    def row(line: int, values: Any) -> Row | BadRow:
-        if not isinstance(values, dict):
-            return BadRow("broken line", f"{path} line {line}", "expected an object in {}")
-        image = str(values.get(image_column) or "").strip()
-        image = image if "/" in image else image.replace("\\", "/")
-        captions = caption_texts([values.get(column) for column in caption_columns])
-        return Row(image, captions, line, str(path), str(values.get(split_column) or "") if split_column else "")
-
-    rows = (item if isinstance(item, BadRow) else row(*item) for item in chain(head, records))
-    return find_images(path.parent, rows)
+    split_column = next((lower[name] for name in SPLIT_COLUMNS if name in lower), "")
+    for line, values in chain(head, records):
+        if isinstance(values, dict):
+            image = str(values.get(image_column) or "").strip()
+            image = image if "/" in image else image.replace("\\", "/")
+            captions = caption_texts([values.get(column) for column in caption_columns])
+            yield Row(image, captions, line, table, str(values.get(split_column) or ""))
+        else:
+            reason = str(values) if isinstance(values, ValueError) else "expected an object in {}"
+            yield BadRow("broken line", f"{table} line {line}", reason)
 
 
 def find_images(folder: Path, rows: Iterator[Row | BadRow]) -> Listing:
@@ -70,8 +73,8 @@ def find_images(folder: Path, rows: Iterator[Row | BadRow]) -> Listing:
     head = list(islice(rows, SAMPLED_ROWS))
     images = [row.image for row in head if isinstance(row, Row) and row.image]
     above = folder.absolute().parent
-    below, beside = ([str(path) for path in sorted(f.iterdir()) if path.is_dir()][:50] for f in (folder, above))
-    folders = [str(folder), *below, str(above), ".", *beside]
+    below, beside = (sorted([*parent.glob("*/"), *parent.glob("images/*/")])[:50] for parent in (folder, above))
+    folders = list(map(str, (folder, *below, above, ".", *beside)))
     found = [sum(os.path.isfile(os.path.join(root, image)) for image in images) for root in folders]
     best = next((k for k, count in enumerate(found) if 2 * count > len(images)), found.index(max(found)))
     return Listing(folders[best], chain(head, rows))
@@ -107,8 +110,8 @@ def label_caption(label: str, template: str) -> str:
 
 
 # Which column is which: as the flags say, else by usual names, else by contents.
-def guess_caption_columns(path: Path, records: Sequence[Values], config: DataConfig) -> tuple[str, ...]:
-    names, requested = list(dict.fromkeys(chain.from_iterable(records))), config.caption_column
+def _guess_caption_columns(table: str, records: Sequence[Values], requested: str) -> tuple[str, ...]:
+    names = list(dict.fromkeys(chain.from_iterable(records)))
     numbered = [name for name in names if re.fullmatch(r"(caption|text|sentence)s?[_ ]?\d+", name.lower())]
     if requested == "auto" and numbered and not any(name.lower() in CAPTION_COLUMNS for name in names):
         return tuple(numbered)
@@ -117,13 +120,13 @@ def guess_caption_columns(path: Path, records: Sequence[Values], config: DataCon
         return sum(len(text.split()) for values in records for text in caption_texts(values.get(name)))
 
     names.sort(key=word_count, reverse=True)  # if no name is known, the column with the most words
-    return (_guess_column(path, records, names, "caption", requested),)
+    return (_guess_column(table, records, names, "caption", requested),)
 
 
-def _guess_column(path: Path, records: Sequence[Values], names: Sequence[str], role: str, requested: str) -> str:
+def _guess_column(table: str, records: Sequence[Values], names: Sequence[str], role: str, requested: str) -> str:
     if requested != "auto":
         if requested not in names:
-            raise ValueError(f"{path} has no column {requested!r}; it has {', '.join(map(repr, names))}")
+            raise ValueError(f"{table} has no column {requested!r}; it has {', '.join(map(repr, names))}")
         return requested
     usual, fits = (IMAGE_COLUMNS, _is_image) if role == "image" else (CAPTION_COLUMNS, caption_texts)
     lower = {name.strip().lower(): name for name in reversed(names)}
@@ -134,7 +137,7 @@ def _guess_column(path: Path, records: Sequence[Values], names: Sequence[str], r
     if candidates := [*both, *by_contents, *by_name]:
         return candidates[0]
     columns = ", ".join(repr(name[:40]) for name in names)
-    raise ValueError(f"{path}: which column is the {role}? Set --{role}-column to one of {columns}")
+    raise ValueError(f"{table}: which column is the {role}? Set --{role}-column to one of {columns}")
 
 
 def _is_image(value: Any) -> bool:
@@ -143,8 +146,8 @@ def _is_image(value: Any) -> bool:
 
 
 # Readers, one per format.
-def read_csv(path: Path) -> Iterator[Record | BadRow]:
-    """One record per line. A line that does not fit the header, or lacks a quotation mark, is a bad row."""
+def read_csv(path: Path) -> Iterator[Record]:
+    """One record per line. A line that does not fit the header, or lacks a quotation mark, is broken."""
     with open(path, "rb") as file:
         is_utf16 = file.read(2) in (b"\xff\xfe", b"\xfe\xff")  # "Unicode text" of Excel
     encoding, errors = ("utf-16", "replace") if is_utf16 else ("utf-8-sig", "surrogateescape")
@@ -167,8 +170,7 @@ def read_csv(path: Path) -> Iterator[Record | BadRow]:
             if fields and len(fields) == len(names):
                 yield number, dict(zip(names, map(str.strip, fields), strict=True))
             elif fields != []:  # if it has several lines, a quote is missing in the first
-                expected = f"expected {len(names)} fields ({', '.join(names)})"
-                yield BadRow("broken line", f"{path} line {number}", expected)
+                yield number, ValueError(f"expected {len(names)} fields ({', '.join(names)})")
                 lines = chain(extra, lines)
             number, text = next(lines, (0, ""))
 
@@ -188,19 +190,17 @@ def _split_fields(text: str, delimiter: str, strict: bool = False) -> list[str] 
     return [text]  # one field fits no header
 
 
-def read_json_lines(path: Path) -> Iterator[Record | BadRow]:
-    with open(path, "rb") as file:
+def read_json_lines(path: Path) -> Iterator[Record]:
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(file, 1):
             try:
                 if line.strip():
                     yield number, json.loads(line)
-            except UnicodeDecodeError:
-                yield BadRow("not UTF-8", f"{path} line {number}", "the text is not UTF-8; save the file as UTF-8")
             except (ValueError, RecursionError) as error:
-                yield BadRow("broken line", f"{path} line {number}", f"not JSON ({error})")
+                yield number, ValueError(f"not JSON ({error})")
 
 
-def read_json_table(path: Path) -> Iterator[Record | BadRow]:
+def read_json_table(path: Path) -> Iterator[Record]:
     values = load_json(path)
     if isinstance(values, dict):
         lists = [v for v in values.values() if isinstance(v, list) and v and isinstance(v[0], dict)]
@@ -221,7 +221,7 @@ def load_json(path: Path) -> Any:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 
-def read_parquet(path: Path) -> Iterator[Record | BadRow]:
+def read_parquet(path: Path) -> Iterator[Record]:
     """Rows of a Parquet file whose images are paths; columns of bytes are skipped."""
     try:
         file = pq.ParquetFile(path)
@@ -247,7 +247,7 @@ def holds_images(arrow_type: Any) -> bool:
     return bool(pa.types.is_binary(arrow_type) or pa.types.is_large_binary(arrow_type))
 
 
-READERS: dict[str, Callable[[Path], Iterator[Record | BadRow]]] = {
+READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     **dict.fromkeys((".csv", ".tsv", ".txt", ".token"), read_csv),
     ".jsonl": read_json_lines,
     ".json": read_json_table,
@@ -265,7 +265,8 @@ def list_caption_dataset(path: Path, dataset: str, config: DataConfig) -> Listin
     files = sorted([*path.glob("annotations/captions_*.json"), *path.glob("captions_*.json")])
     if not files:
         raise FileNotFoundError(f"{path} has neither annotations/captions_*.json nor dataset_coco.json")
-    return Listing(str(path), chain.from_iterable(_coco_rows(file, load_json(file), path) for file in files))
+    listings = (find_images(path, _coco_rows(file, load_json(file))) for file in files)
+    return Listing(str(path), chain.from_iterable(listing.relative_to(str(path)) for listing in listings))
 
 
 def list_known_dataset(path: Path, config: DataConfig) -> Listing | None:
@@ -287,30 +288,27 @@ def list_captions(path: Path) -> Listing | None:
     values = load_json(path)
     if not isinstance(values, dict) or not isinstance(values.get("images"), list):
         return None
-    if "annotations" not in values:
-        return find_images(path.parent, _karpathy_rows(path, values))
-    root = path.parent.parent if path.parent.name == "annotations" else path.parent
-    return Listing(str(root), _coco_rows(path, values, root))
+    rows = _coco_rows if "annotations" in values else _karpathy_rows
+    return find_images(path.parent, rows(path, values))
 
 
-def _coco_rows(path: Path, values: Any, root: Path) -> Iterator[Row | BadRow]:
+def _coco_rows(path: Path, values: Any) -> Iterator[Row | BadRow]:
     """The official annotations: a list of images and a list of captions, joined by the image's id."""
     images, annotations = (_objects(path, values, key) for key in ("images", "annotations"))
-    split = re.search(r"(train|val|test)(\d*)", path.stem)
-    files = {item["id"]: item.get("file_name") for item in images if isinstance(item.get("id"), int | str)}
+    split = re.search(r"train|val|test", path.stem)
+    files = {item["id"]: str(item.get("file_name") or "") for item in images if isinstance(item.get("id"), int | str)}
     captions: dict[Any, list[str]] = {image_id: [] for image_id in files}
+    unknown = list[BadRow]()
     del values, images
     for number, annotation in enumerate(annotations, 1):
         image_id = annotation.get("image_id")
         if isinstance(image_id, int | str) and image_id in captions:
             captions[image_id] += caption_texts(annotation.get("caption"))
         else:
-            location = f"{path} annotation {number}"
-            yield BadRow("broken line", location, f"its image_id {image_id!r} is none of the images")
-    folder = _image_folder(root, split[0] if split else "", files.values())
-    for image_id, file in files.items():
-        image = os.path.join(folder, file) if isinstance(file, str) else ""
-        yield Row(image, captions[image_id], 0, str(path), split[1] if split else "")
+            reason = f"its image_id {image_id!r} is none of the images"
+            unknown.append(BadRow("broken line", f"{path} annotation {number}", reason))
+    yield from (Row(file, captions[i], 0, str(path), split[0] if split else "") for i, file in files.items())
+    yield from unknown
 
 
 def _objects(path: Path, values: Any, key: str) -> list[dict[str, Any]]:
@@ -318,14 +316,6 @@ def _objects(path: Path, values: Any, key: str) -> list[dict[str, Any]]:
     if not isinstance(items, list):
         raise ValueError(f"{path} has no list {key!r}: not COCO captions")
     return [item for item in items if isinstance(item, dict)]
-
-
-def _image_folder(root: Path, split: str, files: Iterable[Any]) -> str:
-    """The folder, relative to the root, that contains the first files."""
-    first = list(islice((file for file in files if isinstance(file, str)), 5))
-    names = [name for name in (split, "train2017", "val2017", "train2014", "val2014") if name]
-    folders = [*(folder for name in names for folder in (name, f"images/{name}")), "", "images", "Images"]
-    return next((f for f in folders if any((root / f / file).is_file() for file in first)), folders[0])
 
 
 def _karpathy_rows(path: Path, values: Any) -> Iterator[Row | BadRow]:
@@ -344,15 +334,14 @@ def _list_flickr(path: Path, dataset: str, config: DataConfig) -> Listing:
     """Flickr8k or Flickr30k: token files or Kaggle's CSVs, and lists of the splits."""
     patterns = ("*.t*", "*.csv", "*/*.t*", "*/*.csv")
     files = sorted(file for pattern in patterns for file in path.glob(pattern) if file.is_file())
-    tokens = [file for file in files if re.search(r"(\.|^)token(\.txt)?$", file.name)]
-    tokens = [file for file in tokens if "lemma" not in file.name] or tokens
-    csvs = [file for file in files if re.fullmatch(r"captions\.(txt|csv)|results\.csv", file.name)]
-    csvs = csvs or sorted(path.glob("*annotations*.csv"))
-    if not tokens and not csvs:
+    names = (r"(?!.*lemma)(.*\.)?token(\.txt)?", r"captions\.(txt|csv)|results\.csv", r".*annotations.*\.csv")
+    captions = next((file for name in names for file in files if re.fullmatch(name, file.name)), None)
+    if captions is None:
         expected = f"a .token file, captions.txt, results.csv or dataset_{dataset}.json"
         raise FileNotFoundError(f"{path} has none of the files of {dataset}: {expected}")
     config = replace(config, image_column="auto", caption_column="auto")  # the flags are about other sources
-    listing = find_images(path, _token_rows(tokens[0])) if tokens else list_table(csvs[0], config)
+    is_table = captions.suffix == ".csv" or captions.stem == "captions"
+    listing = list_table(captions, config) if is_table else find_images(path, _token_rows(captions))
     splits = {}  # from lists such as Flickr_8k.trainImages.txt, train.txt, dev.txt
     for file in files:
         if split := re.search(r"(?:^|[._])(train|val|dev|test)(?:images)?\.txt$", file.name, re.I):

@@ -16,7 +16,7 @@ from m1clip.config import PRESETS, ModelConfig, TextConfig, TrainConfig, VisionC
 from m1clip.console import Console
 from m1clip.data.batches import stored_size
 from m1clip.data.pixel_cache import PixelCache, decode_rows
-from m1clip.data.sources import Source
+from m1clip.data.splits import Source
 from m1clip.format import duration
 from m1clip.training.device_plan import default_plan
 from m1clip.training.setup import evenly_spaced

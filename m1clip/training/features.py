@@ -26,9 +26,8 @@ from m1clip.data.batches import (
     group_ids,
     stored_size,
 )
-from m1clip.data.index import RowIndices
+from m1clip.data.index import ProgressFactory, RowIndices
 from m1clip.data.pixel_cache import Notes, RowStore
-from m1clip.data.rows import ProgressFactory
 from m1clip.data.splits import Split
 from m1clip.files import cache_folder
 from m1clip.format import file_size

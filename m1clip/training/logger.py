@@ -19,7 +19,7 @@ from m1clip import devices, losses, sensors
 from m1clip.config import TrainConfig
 from m1clip.console import Console
 from m1clip.data.batches import Batch, BatchStream, Images
-from m1clip.data.rows import BadRows
+from m1clip.data.index import BadRows
 from m1clip.evals.embeddings import embedding_statistics
 from m1clip.evals.evaluate import Evaluation
 from m1clip.evals.retrieval import Retrieval

@@ -18,8 +18,7 @@ from m1clip import sensors
 from m1clip.config import RECIPES, Recipe, TrainConfig, check_config, recipe_defaults, with_defaults
 from m1clip.console import Console
 from m1clip.data.batches import BatchStream, stored_size
-from m1clip.data.sources import Source, open_sources
-from m1clip.data.splits import Split, Splits, open_splits
+from m1clip.data.splits import Source, Split, Splits, open_sources, open_splits
 from m1clip.devices import Plan
 from m1clip.format import duration, file_size
 from m1clip.model.clip import CLIP, load, load_tokenizer
