@@ -8,13 +8,13 @@ import torch
 
 from fakes import fake_gpu
 from helpers import QuietConsole, make_state, random_pairs, train_run
-from m1clip import devices
+from m1clip import devices, parity
 from m1clip import run as runs
 from m1clip.config import TrainConfig
 from m1clip.devices import Plan
 from m1clip.model import rng
 from m1clip.model.clip import CLIP
-from m1clip.training import device_plan, parity, timing
+from m1clip.training import device_check, device_plan, timing
 from m1clip.training.device_plan import open_store
 from m1clip.training.step import LOSS_SCALE, TrainState, train_step
 
@@ -124,7 +124,7 @@ def test_an_impossible_device_is_an_error(monkeypatch, requested, message):
 
 def test_a_device_that_computes_the_same_matches(tiny, monkeypatch):
     fake_gpu(monkeypatch)
-    result = parity.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"))
+    result = device_check.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"))
     assert (result.mismatch, result.worst) == (None, 0)
     assert result.tensors > 100
     assert str(result).startswith(f"{result.tensors} tensors match the CPU: outputs within 0.002")
@@ -142,7 +142,7 @@ def test_a_device_that_computes_the_same_matches(tiny, monkeypatch):
 )
 def test_a_device_that_computes_something_else_is_caught_with_the_module(tiny, monkeypatch, module, fault, message):
     fake_gpu(monkeypatch, module, fault)
-    result = parity.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"))
+    result = device_check.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"))
     assert result.mismatch
     assert str(result).startswith(message)
 
@@ -157,9 +157,9 @@ def test_wrong_attention_is_blamed_on_the_attention(tiny, monkeypatch):
 
     fake_gpu(monkeypatch)
     monkeypatch.setattr(devices, "attention", attention)
-    assert parity.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps")).mismatch is None
+    assert device_check.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps")).mismatch is None
     wrong_call = len(calls) + len(calls) // 2 + 1  # the next time, the first call on mps
-    result = parity.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"))
+    result = device_check.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"))
     expected = "the input of vision.blocks.0.attn.out (computed in vision.blocks.0.attn) differs"
     assert str(result).startswith(expected)
 
@@ -184,7 +184,7 @@ def test_the_dropout_of_the_training_step_is_compared_too(tiny, monkeypatch):
     fake_gpu(monkeypatch)
     monkeypatch.setattr(rng, "uniform", wrong)
     config = TrainConfig(model=tiny, batch_size=8, patch_dropout=0.5)
-    result = parity.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"), config)
+    result = device_check.compare_with_cpu(CLIP(tiny), random_pairs(8), Plan("mps"), config)
     assert str(result).startswith("the loss of a training step differs")
 
 
@@ -198,7 +198,7 @@ def test_a_fault_that_only_shows_with_many_rows_is_caught(tiny, monkeypatch):
         return text_BE.roll(1, 0) if len(tokens_BL) > 4 and passes.count(len(tokens_BL)) == 2 else text_BE
 
     monkeypatch.setattr(CLIP, "embed_tokens", rolled)
-    result = parity.compare_with_cpu(CLIP(tiny), random_pairs(12), Plan("mps"))
+    result = device_check.compare_with_cpu(CLIP(tiny), random_pairs(12), Plan("mps"))
     assert str(result).startswith("the embedding of 12 captions differs from the CPU's")
 
 
@@ -206,7 +206,7 @@ def test_parity_leaves_the_weights_unchanged(tiny, monkeypatch):
     fake_gpu(monkeypatch)
     model, config = CLIP(tiny), TrainConfig(model=tiny, optimizer="muon")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    assert parity.compare_with_cpu(model, random_pairs(8), Plan("mps"), config).mismatch is None
+    assert device_check.compare_with_cpu(model, random_pairs(8), Plan("mps"), config).mismatch is None
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
     assert all(weight.grad is None for weight in model.parameters())
 
@@ -221,7 +221,7 @@ def test_any_error_on_the_device_rejects_it(tiny_run, monkeypatch, error):
         return {"the gradient of w": torch.ones(1)}
 
     calls = []
-    monkeypatch.setattr(parity, "record", run)
+    monkeypatch.setattr(device_check, "record", run)
     choice = choose(replace(tiny_run, device="mps"))
     assert choice.plan.device == "cpu"
     assert choice.reason.startswith("mps is not used, because it failed: ")

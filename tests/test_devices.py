@@ -11,7 +11,7 @@ from m1clip.devices import Plan
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import create_run
-from m1clip.training import parity, timing
+from m1clip.training import device_check, timing
 from m1clip.training.checkpoint import Progress, load_checkpoint, save_checkpoint
 from m1clip.training.step import TrainState, train_step
 
@@ -142,7 +142,7 @@ def test_a_gpu_computes_what_the_cpu_does(name):
     require_device(name)
     config = get_preset("nano")
     batch = timing.random_batch(config, 8, config.model.text.context_length)
-    result = parity.compare_with_cpu(CLIP(config.model), batch, Plan(name), config)
+    result = device_check.compare_with_cpu(CLIP(config.model), batch, Plan(name), config)
     assert result.mismatch is None
 
 

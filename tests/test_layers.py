@@ -14,7 +14,7 @@ from m1clip.config import TrainConfig
 ROOT = Path(__file__).parent.parent / "m1clip"
 FILES = sorted(ROOT.rglob("*.py"))
 
-BOTTOM = {"config", "run", "files", "format", "console", "devices", "sensors", "losses", "images"}
+BOTTOM = {"config", "run", "files", "format", "console", "devices", "sensors", "losses", "images", "parity"}
 # What a sub-package or file may import of ours, beside itself. "" is the package: version and lazy names.
 MAY_IMPORT = {
     **{name: {"files", "format", "config"} - {name} for name in BOTTOM},

@@ -114,8 +114,8 @@ def check_machine() -> Iterator[Check]:
 def check_devices(preset: str) -> Iterator[Check]:
     from m1clip import devices
     from m1clip.model.clip import CLIP
+    from m1clip.training.device_check import compare_with_cpu
     from m1clip.training.device_plan import open_store
-    from m1clip.training.parity import compare_with_cpu
     from m1clip.training.timing import random_batch
 
     config, available, fast = get_preset(preset), devices.available(), sensors.fast_cores()

@@ -411,7 +411,7 @@ def check_parity(
     plan = choice.plan
     if os.environ.get(SKIP_PARITY) == "1" or set(devices.tower_devices(plan.device)) == {"cpu"}:
         return choice
-    from m1clip.training.parity import compare_with_cpu
+    from m1clip.training.device_check import compare_with_cpu
 
     with console.progress(f"comparing {plan.device} with the CPU", None):
         result = compare_with_cpu(model, batch, plan, config)
