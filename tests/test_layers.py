@@ -22,15 +22,14 @@ MAY_IMPORT = {
     "files": set[str](),
     "config": {"format"},
     "parity": BOTTOM,
-    "plots": set[str](),
-    "document": {"format", "files", "plots"},
+    "document": {"format", "files"},
     "data": BOTTOM,
     "model": BOTTOM,
     "evals": BOTTOM | {"model", "data", "parity"},
     "training": BOTTOM | {"evals", "model", "data", "parity", ""},
     "api": BOTTOM | {"training", "evals", "model", "data"},
-    "bench": BOTTOM | {"training", "evals", "model", "data", "parity", "plots", "document", ""},
-    "monitor": {"config", "run", "files", "format", "plots", "document"},  # never torch
+    "bench": BOTTOM | {"training", "evals", "model", "data", "parity", "document", ""},
+    "monitor": {"config", "run", "files", "format", "document"},  # never torch
     "commands": BOTTOM | {"api", "monitor", "bench", "training", "evals", "model", "data", "parity", "document", ""},
     "cli": {"format", "commands", ""},
     "__main__": {"cli"},
