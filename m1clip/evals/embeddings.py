@@ -52,9 +52,7 @@ def effective_rank(x_NE: Tensor) -> float:
     return float(torch.special.entr(fraction_K).sum().exp())
 
 
-def accuracy_by_difficulty(
-    image_NE: Tensor, text_NE: Tensor, captions: Sequence[str]
-) -> dict[str, dict[str, float | int]]:
+def accuracy_by_difficulty(image_NE: Tensor, text_NE: Tensor, captions: Sequence[str]) -> dict[str, dict[str, float]]:
     """How often the correct caption or image wins, in both directions, by the tf-idf similarity of the negatives.
 
     pairwise   against one negative (chance 1/2)
@@ -95,8 +93,7 @@ def tfidf_similarity(captions: Sequence[str]) -> NDArray[np.float32]:
     for row, count in enumerate(counts):
         for word, times in count.items():
             tfidf_NV[row, column[word]] = times * np.log((1 + len(captions)) / documents[word])
-    norm_N1 = np.linalg.norm(tfidf_NV, axis=1, keepdims=True)
-    unit_NV = tfidf_NV / np.maximum(norm_N1, 1e-9)
+    unit_NV = tfidf_NV / np.maximum(np.linalg.norm(tfidf_NV, axis=1, keepdims=True), 1e-9)
     similarity: NDArray[np.float32] = unit_NV @ unit_NV.T
     return similarity
 
