@@ -95,11 +95,9 @@ def _mps_works() -> bool:
 
 def default_device(requested: str) -> tuple[torch.device, str]:
     """A device without measuring any, and the reason: the requested one, or a GPU if there is one."""
-    found = available()
     if requested == "auto":
-        if len(found) == 1:
-            return torch_device("cpu"), "PyTorch finds no GPU"
-        return torch_device(found[-1]), "the GPU; --device cpu uses the CPU"
+        name = available()[-1]
+        return torch_device(name), "PyTorch finds no GPU" if name == "cpu" else "the GPU; --device cpu uses the CPU"
     if "=" in requested:
         raise ValueError(f"{requested!r} is a placement for training; name one device here")
     return torch_device(tower_devices(requested)[0]), f"requested with --device {requested}"
@@ -339,13 +337,12 @@ def attention_kind() -> str:
 
 
 def attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> Tensor:
-    if q_BHLd.device.type != "mps":
-        return F.scaled_dot_product_attention(q_BHLd, k_BHLd, v_BHLd, is_causal=causal)
     # On MPS, strided q, k, v give wrong results (pytorch#181133, #163597), and so do 8 or fewer tokens.
-    q_BHLd, k_BHLd, v_BHLd = q_BHLd.contiguous(), k_BHLd.contiguous(), v_BHLd.contiguous()
-    if q_BHLd.shape[2] > 8:
-        return F.scaled_dot_product_attention(q_BHLd, k_BHLd, v_BHLd, is_causal=causal)
-    return plain_attention(q_BHLd, k_BHLd, v_BHLd, causal)
+    if q_BHLd.device.type == "mps":
+        q_BHLd, k_BHLd, v_BHLd = q_BHLd.contiguous(), k_BHLd.contiguous(), v_BHLd.contiguous()
+        if q_BHLd.shape[2] <= 8:
+            return plain_attention(q_BHLd, k_BHLd, v_BHLd, causal)
+    return F.scaled_dot_product_attention(q_BHLd, k_BHLd, v_BHLd, is_causal=causal)
 
 
 def plain_attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> Tensor:

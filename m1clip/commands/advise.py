@@ -46,9 +46,8 @@ def main(args: Args) -> None:
         from m1clip.training import memory, timing
         from m1clip.training.advice import advise, predict_run
         from m1clip.training.device_plan import measure_missing
-        from m1clip.training.timing import open_store
 
-    config, store = args.config(), open_store()
+    config, store = args.config(), timing.open_store()
     batch_size, tokens, rows = config.batch_size, config.model.text.context_length, store.steps()
     cost = timing.step_cost(config, batch_size, tokens, store)
     if args.measure:
