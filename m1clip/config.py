@@ -397,12 +397,9 @@ FIXED_ON_RESUME = (
     *("best_metric", "recipe", "init", "vision", "text", "freeze", "lora_rank"),
 )
 """Settings that data order, weights and optimizer state depend on."""
-PRETRAINED_SHAPE = {
-    "init": ("model.vision", "model.text", "model.embed_dim"),
-    "vision": ("model.vision",),
-    "text": ("model.text",),
-}
-"""Settings that come with pretrained weights."""
+# Settings that come with pretrained weights.
+PRETRAINED_SHAPE: dict[str, tuple[str, ...]] = {"vision": ("model.vision",), "text": ("model.text",)}
+PRETRAINED_SHAPE |= {"init": ("model.vision", "model.text", "model.embed_dim")}
 
 
 def check_exclusive(given: Set[str]) -> None:
