@@ -56,12 +56,10 @@ def torch_device(name: str) -> torch.device:
 
 def tower_devices(requested: str) -> tuple[str, str]:
     """Devices of the vision and the text tower; a device that this machine lacks is an error."""
-    if "=" not in requested:
-        names = {"vision": requested, "text": requested}
-    else:
-        names = dict(part.strip().split("=", 1) for part in requested.split(",") if "=" in part)
-        if set(names) != {"vision", "text"} or requested.count(",") != 1:
-            raise ValueError(f"a placement is vision=DEVICE,text=DEVICE, not {requested!r}")
+    placement = requested if "=" in requested else f"vision={requested},text={requested}"
+    names = dict(part.strip().split("=", 1) for part in placement.split(",") if "=" in part)
+    if set(names) != {"vision", "text"} or placement.count(",") != 1:
+        raise ValueError(f"a placement is vision=DEVICE,text=DEVICE, not {requested!r}")
     found = available()
     for name in names.values():
         kind, _, number = name.partition(":")
@@ -79,18 +77,11 @@ def available() -> list[str]:
     names = ["cpu"]
     if torch.cuda.is_available():
         names.append("cuda")
-    if torch.backends.mps.is_available() and _mps_works():
-        names.append("mps")
+    if torch.backends.mps.is_available():
+        with suppress(RuntimeError):  # a virtual Mac has a GPU that cannot allocate memory (actions/runner-images#9918)
+            torch.zeros(1, device="mps")
+            names.append("mps")
     return names
-
-
-def _mps_works() -> bool:
-    """Virtual Macs report a GPU that cannot allocate memory (actions/runner-images#9918)."""
-    try:
-        torch.zeros(1, device="mps")
-    except RuntimeError:
-        return False
-    return True
 
 
 def default_device(requested: str) -> tuple[torch.device, str]:
@@ -103,8 +94,7 @@ def default_device(requested: str) -> tuple[torch.device, str]:
     return torch_device(tower_devices(requested)[0]), f"requested with --device {requested}"
 
 
-DEFAULT_THREADS = torch.get_num_threads()
-"""PyTorch's default; on Apple silicon the performance cores (pytorch#123038)."""
+DEFAULT_THREADS = torch.get_num_threads()  # on Apple silicon the performance cores (pytorch#123038)
 
 
 def retain_freed_memory() -> None:
