@@ -14,8 +14,7 @@ from typing import Any
 
 UMASK = os.umask(0o022)
 os.umask(UMASK)  # it can only be read by setting it
-PARTIAL = re.compile(r"\.(.+)\.\d+(\.new|\.old)?")
-"""Name of a file or folder that is still being written, or that is being replaced."""
+PARTIAL = re.compile(r"\.(.+)\.\d+(\.new|\.old)?")  # a file or folder that is being written or replaced
 
 
 def cache_folder() -> Path:

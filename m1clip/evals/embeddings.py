@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MAX_STATISTICS_PAIRS, MAX_PAIRS = 512, 1000  # of embedding_statistics and accuracy_by_difficulty
-TIERS = {"easy": (0.0, 0.5), "medium": (0.5, 0.9), "hard": (0.9, 1.0)}
-"""Quantiles of a pair's negatives, from the least to the most similar."""
+TIERS = {"easy": (0.0, 0.5), "medium": (0.5, 0.9), "hard": (0.9, 1.0)}  # quantiles of the negatives by similarity
 NEGATIVES = 10
 MAX_WORDS = 77
 # In scripts without spaces each character is a word.

@@ -14,9 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 from m1clip.data.splits import Split
-from m1clip.evals.retrieval import Relevance
+from m1clip.evals.retrieval import CHUNK, Relevance
 
-CHUNK = 1024
 TOP_K = 5
 QUERIES = 8  # queries in each group
 MAX_SIZE = 160  # pixels of the stored images
