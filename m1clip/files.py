@@ -28,7 +28,7 @@ def cache_folder() -> Path:
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a file, one per line; none without a file. A line cut by a crash is skipped."""
-    with suppress(FileNotFoundError), open(path, errors="replace") as file:
+    with suppress(FileNotFoundError, NotADirectoryError), open(path, errors="replace") as file:
         for line in file:
             with suppress(ValueError):
                 record = json.loads(line)
