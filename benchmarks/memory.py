@@ -57,7 +57,7 @@ def measure(preset: str, batch_size: int, chunk: int, checkpointing: int) -> dic
     state = TrainState(CLIP(config.model), config)
     state.chunk = chunk
     batch = random_batch(config, batch_size, config.model.text.context_length)
-    before_gb, start = sensors.memory_gb(), time.perf_counter()
+    before_gb, start = sensors.memory_use().rss_gb, time.perf_counter()
     train_step(state, batch)
     seconds = round(time.perf_counter() - start, 1)
     return {"before_gb": before_gb, "peak_gb": sensors.peak_gb(), "seconds": seconds}

@@ -155,7 +155,7 @@ def run_worker(library: str, folder: str, threads: int) -> None:
     from transformers import AutoTokenizer, CLIPModel  # noqa: F401
 
     retain_freed_memory()  # for all libraries
-    before_gb = sensors.memory_gb()
+    before_gb = sensors.memory_use().rss_gb
     tensors = torch.load(Path(folder) / "batch.pt")
     create = {"m1clip": m1clip_step, "open_clip": open_clip_step, "transformers": transformers_step}[library]
     step = create(Path(folder), tensors)

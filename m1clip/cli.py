@@ -61,8 +61,7 @@ def run_command(argv: list[str]) -> int:
         module = import_module(f"m1clip.commands.{name.replace(' ', '_')}")
         from m1clip.commands import parse_flags  # imports tyro
 
-        code: int | None = module.main(parse_flags(module.Args, f"m1clip {name}", flags))
-        return code or 0
+        return int(module.main(parse_flags(module.Args, f"m1clip {name}", flags)) or 0)
     except BrokenPipeError:  # the reader has closed the pipe, as in `m1clip info | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

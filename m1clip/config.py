@@ -310,9 +310,8 @@ def check_model(model: ModelConfig) -> None:
         require(vision.stem == "patch" or power_of_two, f"a conv stem needs a patch_size of 2, 4, 8, 16 …, not {patch}")
     for name, tower in (("vision", vision), ("text", text)):
         if isinstance(tower, VisionConfig | TextConfig):
-            require(
-                tower.width % tower.heads == 0, f"{name} width {tower.width} is not divisible by {tower.heads} heads"
-            )
+            width, heads = tower.width, tower.heads
+            require(width % heads == 0, f"{name} width {width} is not divisible by {heads} heads")
     if isinstance(text, HFConfig):
         require("model_type" in text.hf, "the text encoder's config.json has no model_type")
 
@@ -398,22 +397,16 @@ FIXED_ON_RESUME = (
     *("best_metric", "recipe", "init", "vision", "text", "freeze", "lora_rank"),
 )
 """Settings that data order, weights and optimizer state depend on."""
-PRETRAINED_SHAPE = {
-    "init": ("model.vision", "model.text", "model.embed_dim"),
-    "vision": ("model.vision",),
-    "text": ("model.text",),
-}
-"""Settings that come with pretrained weights."""
+# Settings that come with pretrained weights.
+PRETRAINED_SHAPE: dict[str, tuple[str, ...]] = {"vision": ("model.vision",), "text": ("model.text",)}
+PRETRAINED_SHAPE |= {"init": ("model.vision", "model.text", "model.embed_dim")}
 
 
 def check_exclusive(given: Set[str]) -> None:
     """Refuse arguments of a training command that contradict each other."""
-    for one, other in (("resume", "overwrite"), ("resume", "config"), ("resume", "preset"), ("config", "preset")):
+    pairs = [("resume", "overwrite"), ("resume", "config"), ("resume", "preset"), ("config", "preset")]
+    for one, other in (*pairs, ("budget", "epochs"), ("budget", "steps")):
         require(not {one, other} <= given, f"--{one} and --{other} cannot be combined")
-    for end in ("epochs", "steps"):
-        require(
-            not {"budget", end} <= given, f"--budget sets the length of the run; --{end} cannot be combined with it"
-        )
 
 
 def select_settings(config: TrainConfig, paths: Iterable[str]) -> dict[str, Any]:
@@ -451,12 +444,9 @@ def _requested_preset(settings: Mapping[str, Any]) -> TrainConfig:
 # Presets and recipe defaults.
 
 _FINETUNE: dict[str, Any] = {"optimizer": "adamw", "warmup": 0.1, "crop_scale": 0.5, "hflip": True}
+_HEADS_ONLY: dict[str, Any] = {"head_dropout": 0.5, "label_smoothing": 0.1, "ema": 0.98, "eval_every": 18}
 RECIPES: dict[str, dict[str, Any]] = {
-    "frozen": {
-        **_FINETUNE,
-        **{"batch_size": 1024, "lr": 3e-3, "epochs": 36, "weight_decay": 1.0, "eval_every": 18},
-        **{"head_dropout": 0.5, "label_smoothing": 0.1, "ema": 0.98},
-    },
+    "frozen": {**_FINETUNE, **_HEADS_ONLY, "batch_size": 1024, "lr": 3e-3, "epochs": 36, "weight_decay": 1.0},
     "lora": {**_FINETUNE, "batch_size": 64, "lr": 1e-3, "epochs": 3, "weight_decay": 0.0},
     "full": {**_FINETUNE, "batch_size": 64, "lr": 3e-4, "epochs": 3, "patience": 2},
 }
@@ -498,8 +488,6 @@ _PRESETS: dict[str, tuple[TowerShape, TowerShape, int, dict[str, Any]]] = {
     "1b": ((224, 14, 1280, 32, 16), (49408, 77, 1024, 24, 16), 1024, {"batch_size": 4, "lr": 3e-4}),
 }
 PRESETS = {
-    name: override(
-        TrainConfig(model=ModelConfig(VisionConfig(*vision), TextConfig(*text), embed_dim), preset=name), settings
-    )
-    for name, (vision, text, embed_dim, settings) in _PRESETS.items()
+    name: override(TrainConfig(model=ModelConfig(VisionConfig(*vision), TextConfig(*text), dim), preset=name), settings)
+    for name, (vision, text, dim, settings) in _PRESETS.items()
 }

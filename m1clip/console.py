@@ -95,15 +95,11 @@ class Console:
         last, valid = records[-1], [record for record in records if not record.get("skipped")]
         valid = valid or [{"loss": float("nan"), "accuracy": 0.0}]
         loss, accuracy = (sum(record[key] for record in valid) / len(valid) for key in ("loss", "accuracy"))
-        metrics = (
-            f"loss {loss:.3f}, accuracy {percent(accuracy)} [dim](chance {last['chance_loss']:.2f}, "
-            f"{percent(last['chance_accuracy'])})[/] {last['pairs_per_s']:.0f} pairs/s"
-        )
+        chance, speed = f"{last['chance_loss']:.2f}, {percent(last['chance_accuracy'])}", last["pairs_per_s"]
+        metrics = f"loss {loss:.3f}, accuracy {percent(accuracy)} [dim](chance {chance})[/] {speed:.0f} pairs/s"
         self.training_bar.update(self.training_bar.task_ids[0], completed=step, total=total, description=metrics)
 
-    def print_epoch(
-        self, epoch: int, epochs: int | None, means: dict[str, Any], scores: Mapping[str, float] | None
-    ) -> None:
+    def print_epoch(self, epoch: int, epochs: int | None, means: dict[str, Any], scores: dict[str, Any] | None) -> None:
         recalls = [percent(scores[key]) for key in ("i2t_r1", "t2i_r1")] if scores else ["", ""]
         loss = UNKNOWN if means["loss"] is None else f"{means['loss']:.3f}"
         speed = (f"{means['temperature']:.4f}", f"{means['pairs_per_s']:.0f}", f"{means['seconds']:.1f}")

@@ -56,12 +56,10 @@ def torch_device(name: str) -> torch.device:
 
 def tower_devices(requested: str) -> tuple[str, str]:
     """Devices of the vision and the text tower; a device that this machine lacks is an error."""
-    if "=" not in requested:
-        names = {"vision": requested, "text": requested}
-    else:
-        names = dict(part.strip().split("=", 1) for part in requested.split(",") if "=" in part)
-        if set(names) != {"vision", "text"} or requested.count(",") != 1:
-            raise ValueError(f"a placement is vision=DEVICE,text=DEVICE, not {requested!r}")
+    placement = requested if "=" in requested else f"vision={requested},text={requested}"
+    names = dict(part.strip().split("=", 1) for part in placement.split(",") if "=" in part)
+    if set(names) != {"vision", "text"} or placement.count(",") != 1:
+        raise ValueError(f"a placement is vision=DEVICE,text=DEVICE, not {requested!r}")
     found = available()
     for name in names.values():
         kind, _, number = name.partition(":")
@@ -79,34 +77,24 @@ def available() -> list[str]:
     names = ["cpu"]
     if torch.cuda.is_available():
         names.append("cuda")
-    if torch.backends.mps.is_available() and _mps_works():
-        names.append("mps")
+    if torch.backends.mps.is_available():
+        with suppress(RuntimeError):  # a virtual Mac has a GPU that cannot allocate memory (actions/runner-images#9918)
+            torch.zeros(1, device="mps")
+            names.append("mps")
     return names
-
-
-def _mps_works() -> bool:
-    """Virtual Macs report a GPU that cannot allocate memory (actions/runner-images#9918)."""
-    try:
-        torch.zeros(1, device="mps")
-    except RuntimeError:
-        return False
-    return True
 
 
 def default_device(requested: str) -> tuple[torch.device, str]:
     """A device without measuring any, and the reason: the requested one, or a GPU if there is one."""
-    found = available()
     if requested == "auto":
-        if len(found) == 1:
-            return torch_device("cpu"), "PyTorch finds no GPU"
-        return torch_device(found[-1]), "the GPU; --device cpu uses the CPU"
+        name = available()[-1]
+        return torch_device(name), "PyTorch finds no GPU" if name == "cpu" else "the GPU; --device cpu uses the CPU"
     if "=" in requested:
         raise ValueError(f"{requested!r} is a placement for training; name one device here")
     return torch_device(tower_devices(requested)[0]), f"requested with --device {requested}"
 
 
-DEFAULT_THREADS = torch.get_num_threads()
-"""PyTorch's default; on Apple silicon the performance cores (pytorch#123038)."""
+DEFAULT_THREADS = torch.get_num_threads()  # on Apple silicon the performance cores (pytorch#123038)
 
 
 def retain_freed_memory() -> None:
@@ -339,13 +327,12 @@ def attention_kind() -> str:
 
 
 def attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> Tensor:
-    if q_BHLd.device.type != "mps":
-        return F.scaled_dot_product_attention(q_BHLd, k_BHLd, v_BHLd, is_causal=causal)
     # On MPS, strided q, k, v give wrong results (pytorch#181133, #163597), and so do 8 or fewer tokens.
-    q_BHLd, k_BHLd, v_BHLd = q_BHLd.contiguous(), k_BHLd.contiguous(), v_BHLd.contiguous()
-    if q_BHLd.shape[2] > 8:
-        return F.scaled_dot_product_attention(q_BHLd, k_BHLd, v_BHLd, is_causal=causal)
-    return plain_attention(q_BHLd, k_BHLd, v_BHLd, causal)
+    if q_BHLd.device.type == "mps":
+        q_BHLd, k_BHLd, v_BHLd = q_BHLd.contiguous(), k_BHLd.contiguous(), v_BHLd.contiguous()
+        if q_BHLd.shape[2] <= 8:
+            return plain_attention(q_BHLd, k_BHLd, v_BHLd, causal)
+    return F.scaled_dot_product_attention(q_BHLd, k_BHLd, v_BHLd, is_causal=causal)
 
 
 def plain_attention(q_BHLd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, causal: bool) -> Tensor:

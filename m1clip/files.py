@@ -14,8 +14,7 @@ from typing import Any
 
 UMASK = os.umask(0o022)
 os.umask(UMASK)  # it can only be read by setting it
-PARTIAL = re.compile(r"\.(.+)\.\d+(\.new|\.old)?")
-"""Name of a file or folder that is still being written, or that is being replaced."""
+PARTIAL = re.compile(r"\.(.+)\.\d+(\.new|\.old)?")  # a file or folder that is being written or replaced
 
 
 def cache_folder() -> Path:
@@ -28,10 +27,8 @@ def cache_folder() -> Path:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, one per line; a line cut by a crash is skipped."""
-    if not path.exists():
-        return
-    with open(path, errors="replace") as file:
+    """The JSON objects of a file, one per line; none without a file. A line cut by a crash is skipped."""
+    with suppress(FileNotFoundError, NotADirectoryError), open(path, errors="replace") as file:
         for line in file:
             with suppress(ValueError):
                 record = json.loads(line)

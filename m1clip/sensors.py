@@ -49,10 +49,9 @@ def chip() -> str | None:
     """Name of the processor, such as Apple M1."""
     if sysctl := _macos_output("sysctl", "-n", "machdep.cpu.brand_string"):
         return sysctl.strip()
-    with suppress(OSError), open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+    with suppress(OSError):
+        if name := re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return name[1].strip()
     return platform.processor() or platform.machine() or None
 
 
@@ -71,10 +70,6 @@ def memory_use() -> MemoryUse:
     info = psutil.Process().memory_info()
     mapped = getattr(info, "shared", None)
     return MemoryUse(info.rss / 1e9, None if mapped is None else mapped / 1e9)
-
-
-def memory_gb() -> float:
-    return round(memory_use().rss_gb, 3)
 
 
 def peak_gb() -> float:
@@ -119,7 +114,7 @@ class PeakMemory:
     gb = 0.0
 
     def __enter__(self) -> "PeakMemory":
-        self.start, self.stopped = memory_gb(), threading.Event()
+        self.start_gb, self.stopped = memory_use().rss_gb, threading.Event()
         self.thread = threading.Thread(target=self._sample, daemon=True)
         self.thread.start()
         return self
@@ -128,7 +123,7 @@ class PeakMemory:
         is_last = False
         while not is_last:
             is_last = self.stopped.wait(0.002)
-            self.gb = max(self.gb, memory_gb() - self.start)
+            self.gb = max(self.gb, memory_use().rss_gb - self.start_gb)
 
     def __exit__(self, *error: object) -> None:
         self.stopped.set()
@@ -139,7 +134,7 @@ def readings(folder: Path) -> dict[str, Any]:
     """Current memory, load, temperature and disk space; CPU use is since the last call."""
     swap = psutil.swap_memory()
     return {
-        "rss_gb": memory_gb(),
+        "rss_gb": round(memory_use().rss_gb, 3),
         "peak_rss_gb": peak_gb(),
         "available_gb": round(available_gb(), 3),
         "swap_used_gb": round(swap.used / 1e9, 3),

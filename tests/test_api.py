@@ -142,7 +142,7 @@ def test_a_resumed_run_may_be_longer_but_not_different(train, tmp_path):
         ({"config": TrainConfig(), "preset": "tiny"}, "--config and --preset cannot be combined"),
         ({"config": TrainConfig(), "resume": True}, "--resume and --config cannot be combined"),
         ({"resume": True, "overwrite": True}, "--resume and --overwrite cannot be combined"),
-        ({"budget": "10m", "epochs": 3}, "--epochs cannot be combined with it"),
+        ({"budget": "10m", "epochs": 3}, "--budget and --epochs cannot be combined"),
         ({"vision": "timm:x", "model.vision.width": 3}, "--model.vision.width cannot change it"),
         ({"name": "a/b"}, "plain folder name"),
     ],

@@ -60,7 +60,7 @@ def call(capsys, *argv: str) -> tuple[int, str, str]:
         ("train --text hf:x --model.text.layers 64", "--model.text.layers cannot change it"),
         ("train --config nowhere.json", "no configuration at nowhere.json"),
         ("train --config c.json --preset tiny", "--config and --preset cannot be combined"),
-        ("train --budget 10m --epochs 3", "--epochs cannot be combined with it"),
+        ("train --budget 10m --epochs 3", "--budget and --epochs cannot be combined"),
         ("train --resume", "no run in runs/"),
         ("train --resume --name gone", "no run 'gone'"),
         ("train --resume --overwrite", "--resume and --overwrite cannot be combined"),

@@ -49,11 +49,8 @@ class Classifier:
     def embed_images(self, images_BHWC):
         return F.one_hot(images_BHWC[:, 0, 0, 0].long(), 3).float()
 
-    def tokenize(self, texts):
-        return torch.tensor([LABELS.index(text.split()[-1].lower()) for text in texts])
-
-    def embed_tokens(self, tokens_B):
-        return F.one_hot(tokens_B, 3).float()
+    def encode_text(self, texts):
+        return F.one_hot(torch.tensor([LABELS.index(text.split()[-1].lower()) for text in texts]), 3).float()
 
 
 def labeled_split() -> Split:

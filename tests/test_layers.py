@@ -21,15 +21,14 @@ MAY_IMPORT = {
     "format": set[str](),
     "files": set[str](),
     "config": {"format"},
-    "plots": set[str](),
-    "document": {"format", "files", "plots"},
+    "document": {"format", "files"},
     "data": BOTTOM,
     "model": BOTTOM,
     "evals": BOTTOM | {"model", "data"},
     "training": BOTTOM | {"evals", "model", "data", ""},
     "api": BOTTOM | {"training", "evals", "model", "data"},
-    "bench": BOTTOM | {"training", "evals", "model", "data", "plots", "document", ""},
-    "monitor": {"config", "run", "files", "format", "plots", "document"},  # never torch
+    "bench": BOTTOM | {"training", "evals", "model", "data", "document", ""},
+    "monitor": {"config", "run", "files", "format", "document"},  # never torch
     "commands": BOTTOM | {"api", "monitor", "bench", "training", "evals", "model", "data", "document", ""},
     "cli": {"format", "commands", ""},
     "__main__": {"cli"},

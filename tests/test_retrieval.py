@@ -18,6 +18,10 @@ def unit_vectors(rows: int, width: int = 8, seed: int = 0) -> torch.Tensor:
     return F.normalize(torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)), dim=1)
 
 
+def one_to_one(pairs: int) -> Relevance:
+    return Relevance.from_captions([[f"caption {number}"] for number in range(pairs)])
+
+
 def repeated_captions(images: int, seed: int) -> list[list[str]]:
     """One to four captions per image, most of them shared with other images, in any case and spacing."""
     rng = random.Random(seed)
@@ -120,7 +124,7 @@ def test_chance_scores_are_those_of_many_random_rankings():
 
 @pytest.mark.parametrize(("images", "median_rank"), [(40, 20.5), (41, 21.0), (1, 1.0)])
 def test_chance_of_distinct_captions_is_exact(images, median_rank):
-    scores = retrieval(torch.eye(images), torch.eye(images))
+    scores = retrieval(torch.eye(images), torch.eye(images), one_to_one(images))
     assert scores.mean_r1 == 1.0
     assert scores.chance_text_to_image.r5 == min(1.0, 5 / images)
     assert scores.chance_image_to_text.median_rank == median_rank
@@ -137,18 +141,18 @@ def test_any_of_five_captions_counts():
 
 def test_a_collapsed_model_scores_like_a_random_one():
     same_NE = F.normalize(torch.ones(99, 4), dim=1)
-    scores = retrieval(same_NE, same_NE)
+    scores = retrieval(same_NE, same_NE, one_to_one(99))
     assert scores.image_to_text.median_rank == scores.chance_image_to_text.median_rank == 50
     assert scores.image_to_text.r1 == scores.text_to_image.r10 == 0
 
 
 def test_non_finite_embeddings_are_refused():
     with pytest.raises(FloatingPointError, match="not finite"):
-        retrieval(torch.full((9, 4), float("nan")), torch.eye(9, 4))
+        retrieval(torch.full((9, 4), float("nan")), torch.eye(9, 4), one_to_one(9))
 
 
 def test_the_record_is_flat_and_names_every_score():
-    scores = retrieval(unit_vectors(20), unit_vectors(20, seed=1))
+    scores = retrieval(unit_vectors(20), unit_vectors(20, seed=1), one_to_one(20))
     record = scores.record()
     assert record["i2t_r5"] == scores.image_to_text.r5
     assert record["chance_t2i_median_rank"] == scores.chance_text_to_image.median_rank

@@ -13,9 +13,8 @@ import numpy as np
 from m1clip import sensors
 from m1clip.bench.sweep import OperationRow, SweepSession, peak_gflops
 from m1clip.devices import Plan, tower_devices
-from m1clip.document import write_document
+from m1clip.document import COLORS, annotate, axes, legend, log_axis, save_figure, write_document
 from m1clip.format import UNKNOWN, duration, milliseconds, number
-from m1clip.plots import COLORS, annotate, axes, legend, log_axis, save_figure
 from m1clip.training.device_plan import HIGH_LOAD, RowPair, StepCost, StepRow, fit_step_time, is_significant
 from m1clip.training.memory import PEAK
 
@@ -156,7 +155,7 @@ class Sweep:
         return lines + load_warning([row.background_load for row in self.steps], "timings")
 
 
-def plot_throughput(sweep: Sweep, path: Path) -> Path:
+def plot_throughput(sweep: Sweep, path: Path) -> None:
     """Pairs/s over the batch size: one panel per model, one line per plan, crossovers of the plain plans."""
     plans = dict.fromkeys(str(row.plan) for row in sweep.steps)
     colors = dict(zip(plans, itertools.cycle(COLORS), strict=False))
@@ -179,10 +178,10 @@ def plot_throughput(sweep: Sweep, path: Path) -> Path:
         log_axis(panel, "x", sorted({row.batch_size for row in rows}))
         panel.set_ylim(bottom=0)
     legend(figure, panels)
-    return save_figure(figure, path)
+    save_figure(figure, path)
 
 
-def plot_roofline(sweep: Sweep, path: Path) -> Path:
+def plot_roofline(sweep: Sweep, path: Path) -> None:
     """GFLOP/s over FLOP per byte in fp32, under the roofs of the fastest matmul and the highest bandwidth."""
     peaks = {name: peak for (name, kind), peak in peak_gflops(sweep.operations).items() if kind == "fp32"}
     figure, panels = axes(len(peaks), 7.0, 4.6)
@@ -207,7 +206,7 @@ def plot_roofline(sweep: Sweep, path: Path) -> Path:
             log_axis(panel, axis)
         panel.set(title=device, xlabel="FLOP per byte", ylabel="GFLOP/s")
         panel.legend(frameon=False, fontsize=8, loc="lower right")
-    return save_figure(figure, path)
+    save_figure(figure, path)
 
 
 def write_sweep(sweep: Sweep, folder: Path) -> Path:
@@ -245,7 +244,7 @@ def scaling_records(sweep: Sweep, costs: list[StepCost], devices: Sequence[str],
     return records
 
 
-def plot_scaling(records: ModelRecords, devices: Sequence[str], ram_gb: float, path: Path) -> Path:
+def plot_scaling(records: ModelRecords, devices: Sequence[str], ram_gb: float, path: Path) -> None:
     """Time and memory over parameters; a model that was not run has a hollow marker."""
     figure, (times, memory) = axes(2, 5.5, 4.2)
     for index, record in enumerate(records):
@@ -263,7 +262,7 @@ def plot_scaling(records: ModelRecords, devices: Sequence[str], ram_gb: float, p
             log_axis(panel, axis)
         panel.set(xlabel="million parameters", ylabel=label)
         panel.legend(frameon=False, fontsize=8)
-    return save_figure(figure, path)
+    save_figure(figure, path)
 
 
 def write_scaling(sweep: Sweep, records: ModelRecords, devices: Sequence[str], folder: Path) -> Path:

@@ -77,9 +77,6 @@ def time_operation(operation: Operation, name: str, precision: str, seconds: flo
     device, dtype = devices.torch_device(name), devices.DTYPES[precision]
     host = [torch.randn(shape).to(dtype) for shape in operation.shapes]
 
-    def copy_inputs() -> list[Tensor]:
-        return [devices.copy_to(x, device) for x in host]
-
     def run_alone() -> None:
         operation.call(*inputs)
         devices.synchronize(device)
@@ -88,12 +85,12 @@ def time_operation(operation: Operation, name: str, precision: str, seconds: flo
         timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
         return timer.blocked_autorange(min_run_time=seconds)
 
-    inputs = copy_inputs()
+    inputs = [devices.copy_to(x, device) for x in host]
     queued, gb = time_calls(lambda: operation.call(*inputs)), operation.elements * dtype.itemsize / 1e9
     launch_ms = transfer_ms = None
     if devices.is_async(device):  # a CPU has no queue: the call is the computation
         launch_ms = 1e3 * max(0.0, time_calls(run_alone).median - queued.median)
-        transfer_ms = 1e3 * time_calls(copy_inputs).median
+        transfer_ms = 1e3 * time_calls(lambda: [devices.copy_to(x, device) for x in host]).median
     return {
         **{"launch_ms": launch_ms, "transfer_ms": transfer_ms, "compute_ms": 1e3 * queued.median},
         **{"gb_per_s": gb / queued.median, "flop_per_byte": operation.gflop / gb},

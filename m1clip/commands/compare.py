@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ import tyro
 from m1clip import run as runs
 from m1clip import sensors
 from m1clip.commands.train import TrainingArgs
-from m1clip.config import requested_config, require, to_json
+from m1clip.config import override, requested_config, require, to_json
 from m1clip.console import loading, show_rows
 from m1clip.format import number
 
@@ -54,11 +54,10 @@ def main(args: Args) -> None:
         devices.tower_devices(name)
     folder = args.runs / runs.next_name(args.runs, "compare")
     folder.mkdir(parents=True)
-    config = replace(config, steps=config.steps or 60, budget="", save_every="100h")
     # Settings left at auto would be chosen for each device separately, and more than the device would differ.
-    config = replace(config, precision="fp32") if config.precision == "auto" else config
-    config = replace(config, compile="off") if config.compile == "auto" else config
-    config = replace(config, threads=config.threads or devices.DEFAULT_THREADS)
+    defaults = {"steps": 60, "precision": "fp32", "compile": "off", "threads": devices.DEFAULT_THREADS}
+    left = {name: value for name, value in defaults.items() if getattr(config, name) in ("auto", 0)}
+    config = override(config, {**left, "budget": "", "save_every": "100h"})
     (folder / "training.json").write_text(to_json(config))
     records = sorted((train_on(folder, name) for name in names), key=lambda record: "error" in record)
     if "error" in records[0]:

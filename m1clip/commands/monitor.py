@@ -46,17 +46,15 @@ class Args(RunsFolder):
 
     def check(self) -> None:
         require(self.once or not self.json, "--json needs --once")
-        if self.once and self.web:
-            raise ValueError("--once and --web exclude each other: --once prints text, --web serves a page")
-        if self.token is not None and not re.fullmatch(r"[!-~]+", self.token):
-            raise ValueError("--token must be ASCII without spaces; `auto` generates one")
-        if not self.web and any(
-            getattr(self, name) != getattr(Args, name) for name in ("host", "port", "token", "open")
-        ):
-            raise ValueError("--host, --port, --token and --open need --web")
-        if self.host not in LOOPBACK_HOSTS and not self.token:
-            danger = f"--host {self.host} shows your runs and images to other machines"
-            raise ValueError(f"{danger}: it needs a --token (--token auto generates one)")
+        exclusive = "--once and --web exclude each other: --once prints text, --web serves a page"
+        require(not (self.once and self.web), exclusive)
+        is_ascii = self.token is None or re.fullmatch(r"[!-~]+", self.token) is not None
+        require(is_ascii, "--token must be ASCII without spaces; `auto` generates one")
+        are_default = all(getattr(self, name) == getattr(Args, name) for name in ("host", "port", "token", "open"))
+        require(self.web or are_default, "--host, --port, --token and --open need --web")
+        danger = f"--host {self.host} shows your runs and images to other machines"
+        is_safe = self.host in LOOPBACK_HOSTS or bool(self.token)
+        require(is_safe, f"{danger}: it needs a --token (--token auto generates one)")
         require(0 < self.port < 65536, f"--port must be 1–65535, not {self.port}")
 
 

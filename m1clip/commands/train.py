@@ -84,9 +84,8 @@ def main(args: Args) -> int:
         return start_background(args, resumed, requested.preset)
     with console.loading():
         from m1clip import api
-    result = api.train(
-        config=args.config, name=args.name, runs=args.runs, resume=args.resume, overwrite=args.overwrite, **settings
-    )
+    options = {name: getattr(args, name) for name in ("config", "name", "runs", "resume", "overwrite")}
+    result = api.train(**options, **settings)
     print_result(args, result)
     return 0 if result.finished else 130
 

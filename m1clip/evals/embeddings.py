@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MAX_STATISTICS_PAIRS, MAX_PAIRS = 512, 1000  # of embedding_statistics and accuracy_by_difficulty
-TIERS = {"easy": (0.0, 0.5), "medium": (0.5, 0.9), "hard": (0.9, 1.0)}
-"""Quantiles of a pair's negatives, from the least to the most similar."""
+TIERS = {"easy": (0.0, 0.5), "medium": (0.5, 0.9), "hard": (0.9, 1.0)}  # quantiles of the negatives by similarity
 NEGATIVES = 10
 MAX_WORDS = 77
 # In scripts without spaces each character is a word.
@@ -52,9 +51,7 @@ def effective_rank(x_NE: Tensor) -> float:
     return float(torch.special.entr(fraction_K).sum().exp())
 
 
-def accuracy_by_difficulty(
-    image_NE: Tensor, text_NE: Tensor, captions: Sequence[str]
-) -> dict[str, dict[str, float | int]]:
+def accuracy_by_difficulty(image_NE: Tensor, text_NE: Tensor, captions: Sequence[str]) -> dict[str, dict[str, float]]:
     """How often the correct caption or image wins, in both directions, by the tf-idf similarity of the negatives.
 
     pairwise   against one negative (chance 1/2)
@@ -95,8 +92,7 @@ def tfidf_similarity(captions: Sequence[str]) -> NDArray[np.float32]:
     for row, count in enumerate(counts):
         for word, times in count.items():
             tfidf_NV[row, column[word]] = times * np.log((1 + len(captions)) / documents[word])
-    norm_N1 = np.linalg.norm(tfidf_NV, axis=1, keepdims=True)
-    unit_NV = tfidf_NV / np.maximum(norm_N1, 1e-9)
+    unit_NV = tfidf_NV / np.maximum(np.linalg.norm(tfidf_NV, axis=1, keepdims=True), 1e-9)
     similarity: NDArray[np.float32] = unit_NV @ unit_NV.T
     return similarity
 

@@ -29,28 +29,22 @@ Edit = tuple[int, str, str]  # row, kind of the changed word, changed caption
 def embed_split_images(model: CLIP, pairs: Split, chunk: int = CHUNK) -> Tensor:
     """(N, E)"""
     outputs = []
-    for start in range(0, len(pairs), chunk):
-        _, pixels = pairs.take(np.arange(start, min(start + chunk, len(pairs))))
-        images_BHWC = devices.copy_to(torch.from_numpy(pixels), model.devices[0])
-        outputs.append(model.embed_images(model.normalize(images_BHWC)).cpu())
+    for rows_B in torch.split(torch.arange(len(pairs)), chunk):
+        images_BHWC = torch.from_numpy(pairs.take(rows_B.numpy())[1])
+        outputs.append(model.embed_images(model.normalize(devices.copy_to(images_BHWC, model.devices[0]))).cpu())
     return torch.cat(outputs)
 
 
-@torch.inference_mode()
 def embed_captions(model: CLIP, captions: Sequence[str], chunk: int = CHUNK) -> Tensor:
     """(M, E)"""
-    outputs = []
-    for start in range(0, len(captions), chunk):
-        tokens_BL = devices.copy_to(model.tokenize(captions[start : start + chunk]), model.devices[1])
-        outputs.append(model.embed_tokens(tokens_BL).cpu())
-    return torch.cat(outputs)
+    starts = range(0, len(captions), chunk)
+    return torch.cat([model.encode_text(captions[start : start + chunk]).cpu() for start in starts])
 
 
 @torch.inference_mode()
 def embed_feature_rows(model: CLIP, tower: str, features_ND: NDArray[Any]) -> Tensor:
     """(N, E) of stored features of a frozen tower."""
-    device = model.devices[0] if tower == "vision" else model.devices[1]
-    outputs = []
+    device, outputs = model.devices[0 if tower == "vision" else 1], []
     for start in range(0, len(features_ND), FEATURE_CHUNK):
         features_BD = torch.from_numpy(np.array(features_ND[start : start + FEATURE_CHUNK])).float()
         outputs.append(model.embed_features(tower, devices.copy_to(features_BD, device)).cpu())

@@ -14,9 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 from m1clip.data.splits import Split
-from m1clip.evals.retrieval import Relevance
+from m1clip.evals.retrieval import CHUNK, Relevance
 
-CHUNK = 1024
 TOP_K = 5
 QUERIES = 8  # queries in each group
 MAX_SIZE = 160  # pixels of the stored images
@@ -56,15 +55,9 @@ def example_queries(text_ME: Tensor, image_NE: Tensor, relevance: Relevance, pai
     """
     results = top_results(text_ME, image_NE, relevance)
     captions = len(relevance.owner_M)
-    groups = {
-        "errors": largest_errors(results, relevance),
-        "sample": [int(m) for m in np.linspace(0, captions - 1, min(QUERIES, captions))],
-    }
-    queries = [
-        {"group": group, **query_record(m, results, relevance, pairs)}
-        for group, members in groups.items()
-        for m in members
-    ]
+    sample = np.linspace(0, captions - 1, min(QUERIES, captions)).astype(int).tolist()
+    chosen = [*(("errors", m) for m in largest_errors(results, relevance)), *(("sample", m) for m in sample)]
+    queries = [{"group": group, **query_record(m, results, relevance, pairs)} for group, m in chosen]
     rows = {row for query in queries for row in (query["truth"], *(hit["row"] for hit in query["top"]))}
     return {"queries": queries, "shown": image_records(sorted(rows), pairs)}
 
@@ -87,8 +80,7 @@ def largest_errors(results: TopResults, relevance: Relevance) -> list[int]:
 def query_record(m: int, results: TopResults, relevance: Relevance, pairs: Split) -> dict[str, Any]:
     truth = int(relevance.owner_M[m])
     first = int(torch.searchsorted(relevance.owner_M, truth))
-    first_images = (results.row_MK[m], results.score_MK[m], results.is_correct_MK[m])
-    hits = zip(*(x_K.tolist() for x_K in first_images), strict=True)
+    hits = zip(*(x_MK[m].tolist() for x_MK in (results.row_MK, results.score_MK, results.is_correct_MK)), strict=True)
     return {
         "text": pairs.captions(truth)[m - first],
         "truth": truth,

@@ -45,15 +45,9 @@ class Retrieval:
 
     def record(self) -> dict[str, float | int]:
         """Flat, for a log line: i2t_r1 … t2i_median_rank, chance_i2t_r1 …, mean_r1, chance_r1."""
-        directions = {
-            "i2t": self.image_to_text,
-            "t2i": self.text_to_image,
-            "chance_i2t": self.chance_image_to_text,
-            "chance_t2i": self.chance_text_to_image,
-        }
-        flat = {
-            f"{name}_{key}": value for name, direction in directions.items() for key, value in asdict(direction).items()
-        }
+        directions = {"i2t": self.image_to_text, "t2i": self.text_to_image}
+        directions |= {"chance_i2t": self.chance_image_to_text, "chance_t2i": self.chance_text_to_image}
+        flat = {f"{name}_{key}": value for name, one in directions.items() for key, value in asdict(one).items()}
         counts = {"images": self.images, "captions": self.captions}
         return {**flat, "mean_r1": self.mean_r1, "chance_r1": self.chance_r1, **counts}
 
@@ -74,10 +68,6 @@ class Relevance:
         owner_M = [image for image, of_image in enumerate(captions) for _ in of_image]
         return cls(torch.tensor(owner_M), torch.tensor(key_M), len(captions))
 
-    @classmethod
-    def one_to_one(cls, pairs: int) -> "Relevance":
-        return cls(torch.arange(pairs), torch.arange(pairs), pairs)
-
     def captions_of(self, start: int, stop: int) -> Tensor:
         """(q, M) of the images start to stop: whether each caption is correct."""
         inside_M = (start <= self.owner_M) & (self.owner_M < stop)
@@ -96,22 +86,14 @@ class Relevance:
         return has_kN[inverse_q]
 
 
-def retrieval(image_NE: Tensor, text_ME: Tensor, relevance: Relevance | None = None) -> Retrieval:
-    """Both directions; by default caption i belongs to image i.
-
-    A query is answered when any correct target is among the first k.
-    """
+def retrieval(image_NE: Tensor, text_ME: Tensor, relevance: Relevance) -> Retrieval:
+    """Both directions; a query is answered when any correct target is among the first k."""
     if not (image_NE.isfinite().all() and text_ME.isfinite().all()):
         # NaN is neither above nor below anything: unnoticed, it would rank first everywhere.
         raise FloatingPointError("the embeddings are not finite; this model is broken")
-    relevance = relevance or Relevance.one_to_one(len(image_NE))
-    return Retrieval(
-        direction(ranks(image_NE, text_ME, relevance.captions_of)),
-        direction(ranks(text_ME, image_NE, relevance.images_of)),
-        *chance_scores(relevance),
-        len(image_NE),
-        len(text_ME),
-    )
+    i2t = direction(ranks(image_NE, text_ME, relevance.captions_of))
+    t2i = direction(ranks(text_ME, image_NE, relevance.images_of))
+    return Retrieval(i2t, t2i, *chance_scores(relevance), len(image_NE), len(text_ME))
 
 
 def ranks(query_QE: Tensor, target_TE: Tensor, correct: Callable[[int, int], Tensor]) -> Tensor:

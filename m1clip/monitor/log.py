@@ -55,24 +55,23 @@ class Log:
 
     def refresh(self, max_bytes: float = math.inf) -> bool:
         """Read about `max_bytes` of what was appended; return whether anything changed."""
+        before = self.offset, self.tail
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.offset - len(self.tail))
                 if file.read(len(self.tail)) != self.tail:  # another file, even if it has the same inode
                     self._clear()
                 self.size = os.fstat(file.fileno()).st_size
-                if self.size == self.size_at_end:
-                    return False
-                file.seek(self.offset)
-                return self._read_lines(file, max_bytes)
+                if self.size != self.size_at_end:
+                    file.seek(self.offset)
+                    self._read_lines(file, max_bytes)
         except OSError:  # not written yet, or deleted with the run
-            was_read = self.offset > 0
             self._clear()
-            return was_read
+        return (self.offset, self.tail) != before
 
-    def _read_lines(self, file: IO[bytes], max_bytes: float) -> bool:
-        start, at_end = self.offset, False
-        while not at_end and self.offset - start < max_bytes:
+    def _read_lines(self, file: IO[bytes], max_bytes: float) -> None:
+        stop, at_end = self.offset + max_bytes, False
+        while not at_end and self.offset < stop:
             lines = file.readlines(BLOCK_SIZE)
             at_end = not (lines and lines[-1].endswith(b"\n"))
             complete = lines[:-1] if at_end else lines
@@ -81,7 +80,6 @@ class Log:
             self._add_lines(complete)
         if at_end:
             self.size_at_end = file.tell()
-        return self.offset > start
 
     def _add_lines(self, lines: list[bytes]) -> None:
         steps: list[Record] = []
@@ -173,9 +171,7 @@ def parse_record(line: bytes) -> Record | None:
 
 
 def float_or_nan(value: Any) -> float:
-    if isinstance(value, int | float) and abs(value) < MAX_VALUE:
-        return float(value)
-    return math.nan
+    return float(value) if isinstance(value, int | float) and abs(value) < MAX_VALUE else math.nan
 
 
 def number_or_none(value: Any) -> float | int | None:
@@ -245,9 +241,7 @@ class RunView:
     def changed_settings(self) -> Record:
         """Settings that differ from the preset, with the preset's value; empty for an unknown preset."""
         preset = PRESETS.get(str(self.config.get("preset")))
-        if preset is None:
-            return {}
-        defaults, settings = flatten(json.loads(to_json(preset))), flatten(self.config)
+        defaults, settings = flatten(json.loads(to_json(preset))) if preset else {}, flatten(self.config)
         return {key: value for key, value in defaults.items() if key in settings and settings[key] != value}
 
     def retrievals(self) -> Record:

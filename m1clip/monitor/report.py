@@ -17,12 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 from PIL import Image
 
-from m1clip.document import write_document
+from m1clip.document import COLORS, axes, legend, log_axis, save_figure, write_document
 from m1clip.format import UNKNOWN, duration, number, percent
 from m1clip.monitor.curves import CURVES, downsample, gradient_norms, minutes_at
 from m1clip.monitor.log import STEP_PHASES, Array, Record, RunView, evenly_spaced, event_text, flatten, number_or_none
 from m1clip.monitor.terminal_views import gigabytes, local_time, watt_hours
-from m1clip.plots import COLORS, axes, legend, log_axis, save_figure
 
 MAX_POINTS = 1500
 PHASE_COLORS = [COLORS[index] for index in (3, 6, 5, 0, 4)]
@@ -102,10 +101,8 @@ def phase_times(run: RunView) -> Record | None:
         return None
     columns = {phase: run.log.known_column(f"{phase}_ms") for phase in STEP_PHASES}
     total = sum(float(values.sum()) for values in columns.values())
-    rows = {
-        phase: (*median_range(values), values.sum() / total if len(values) else None)
-        for phase, values in columns.items()
-    }
+    shares = {phase: values.sum() / total if len(values) else None for phase, values in columns.items()}
+    rows = {phase: (*median_range(values), shares[phase]) for phase, values in columns.items()}
     fifth = len(ms) // 5
     first, last = (ms[len(ms) // 20 : fifth], ms[-fifth:]) if len(ms) >= 100 else (ms[:0], ms[:0])
     medians = {"step": median_range(ms), "first": median_range(first)[0], "last": median_range(last)[0]}
@@ -187,14 +184,10 @@ def thousands(value: Any) -> Any:
     return value if number_or_none(value) is None else f"{value:,.10g}"
 
 
-def repeat_command(run: RunView) -> str:
-    return f"`m1clip train --config {shlex.quote(str(run.path / 'config.json'))} --name again`"
-
-
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(number, percent, duration, gigabytes, watt_hours, local_time, thousands, event_text, with_interval),
     *(wilson_interval, median_range, evenly_spaced, flatten, step_gaps),
-    *(step_seconds, elapsed_seconds, seconds_to_score, repeat_command),
+    *(step_seconds, elapsed_seconds, seconds_to_score, shlex.quote),
 )
 TEMPLATE_VALUES = {function.__name__: function for function in FUNCTIONS} | {"curves": CURVES}
 

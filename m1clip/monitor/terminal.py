@@ -84,8 +84,7 @@ class Monitor(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        for name in COLUMNS:
-            self.query_one(DataTable).add_column(name.strip(), key=name)
+        self.query_one(DataTable).add_columns(*((name.strip(), name) for name in COLUMNS))
         self.poll()
         self.set_interval(POLL_S, self.poll)
 
@@ -108,8 +107,7 @@ class Monitor(App[None]):
         return [self.shown, *(run for name, run in self.compared.items() if name != self.shown.name)]
 
     def redraw(self) -> None:
-        for view in self.query(Static):
-            view.refresh(layout=True)
+        self.query(Static).refresh(layout=True)
 
     def update_runs(self) -> None:
         """Update the table of runs; announce new runs; keep the cursor on its run."""
@@ -176,8 +174,7 @@ class Monitor(App[None]):
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         name = str(event.row_key.value)
-        compared = self.compared.pop(name, None)
-        self.shown = compared or RunView(Run(self.folder / name))
+        self.shown = self.compared.pop(name, RunView(Run(self.folder / name)))
         self.paused = False
         self.action_view("curves")
         self.poll()

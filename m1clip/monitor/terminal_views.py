@@ -128,9 +128,7 @@ def curve_plot(runs: Sequence[RunView], key: str, width: int, height: int, smoot
     return line_plot(title, lines, width, height, tick, levels)
 
 
-def line_plot(
-    title: str, lines: Sequence[Line], width: int, height: int, tick: Tick, levels: Sequence[float] = ()
-) -> Text:
+def line_plot(title: str, lines: list[Line], width: int, height: int, tick: Tick, levels: Sequence[float] = ()) -> Text:
     """A title, the lines with ticks on the left, and the range of x below; `levels` are dotted."""
     rows, x_range = height - 2, value_range([x for x, _, _ in lines])
     y_range = value_range([*(without_outliers(y) for _, y, _ in lines), np.array(levels)])

@@ -228,7 +228,7 @@ def listen(host: str, port: int) -> socket.socket:
     raise OSError(f"cannot listen on {host}, ports {port} to {candidate}: {reason}")
 
 
-def serve(folder: Path, start: Run | None, host: str, port: int, token: str | None, browse: bool) -> int:
+def serve(folder: Path, start: Run | None, host: str, port: int, token: str | None, browse: bool) -> None:
     token = secrets.token_urlsafe(12) if token == "auto" else token
     runs = RunCache(start.path.parent if start else folder, start)
     with listen(host, port) as server_socket:
@@ -245,4 +245,3 @@ def serve(folder: Path, start: Run | None, host: str, port: int, token: str | No
         runs.is_closing = lambda: server.should_exit
         with suppress(KeyboardInterrupt):
             server.run(sockets=[server_socket])
-    return 0
