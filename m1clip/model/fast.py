@@ -31,7 +31,6 @@ def make_fast(tower: AnyTower) -> AnyTower:
 
 class FastBlock(towers.Block):
     def forward(self, x: Tensor, token_B: Tensor | None = None) -> Tensor:
-        """With `token_B`, only the output at that token of each item (B, D)."""
         if token_B is not None:
             y_BD = attend_from_token(self.attn, self.ln_1(x), token_B)
             x = select_tokens(x, token_B) + self.attn.out(y_BD)
@@ -42,19 +41,7 @@ class FastBlock(towers.Block):
         return x + linear_with_recompute(self.mlp.activation, self.mlp.narrow, hidden)
 
 
-class FastTower(towers.Tower):
-    def run_blocks(self, x: Tensor, token_B: Tensor | None = None) -> Tensor:
-        *blocks, last = self.blocks
-        for block in blocks:
-            x = self.run_block(block, x)
-        return self.run_block(last, x) if token_B is None else self.run_block(last, x, token_B)
-
-
-class FastVisionTransformer(FastTower, towers.VisionTransformer):
-    pass
-
-
-class FastTextTransformer(FastTower, towers.TextTransformer):
+class FastTextTransformer(towers.TextTransformer):
     def forward(self, tokens_BL: Tensor, key_B: Tensor | None = None) -> Tensor:
         groups = min(TEXT_GROUPS, len(tokens_BL) // MIN_GROUP)
         if groups <= 1 or devices.is_async(tokens_BL.device):  # reading the lengths would wait for the queue
@@ -68,11 +55,7 @@ class FastTextTransformer(FastTower, towers.TextTransformer):
         return torch.cat(features)[order_B.argsort()]
 
 
-FAST: dict[type[nn.Module], Any] = {
-    towers.Block: FastBlock,
-    towers.VisionTransformer: FastVisionTransformer,
-    towers.TextTransformer: FastTextTransformer,
-}
+FAST: dict[type[nn.Module], Any] = {towers.Block: FastBlock, towers.TextTransformer: FastTextTransformer}
 
 
 def attend_from_token(attn: towers.Attention, x_BLD: Tensor, token_B: Tensor) -> Tensor:
