@@ -5,11 +5,14 @@
 - Wide layers recompute the norm or activation before them instead of storing its output.
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from m1clip import devices
 from m1clip.model import towers
@@ -122,3 +125,21 @@ class _LinearWithRecompute(torch.autograd.Function):
         grad_x, *grad_trainable = torch.autograd.grad(output, (x, *trainable), input_NI.view_as(output))
         grad_pre = dict(zip(trainable, grad_trainable, strict=True))
         return None, None, grad_x, grad_weight, grad_bias, *map(grad_pre.get, ctx.pre_parameters)
+
+
+@contextmanager
+def saved_for_backward(weights: Iterable[Tensor]) -> Iterator[dict[int, int]]:
+    """Bytes of each storage that autograd saves in the block, without those of `weights`."""
+    addresses = {weight.untyped_storage()._cdata for weight in weights}
+    sizes: dict[int, int] = {}
+    alive: list[Tensor] = []  # keeps addresses from being reused and counted twice
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in addresses:
+            sizes[storage._cdata] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(save, lambda tensor: tensor):
+        yield sizes
