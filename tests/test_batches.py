@@ -132,15 +132,9 @@ def test_a_stream_that_starts_in_the_middle_gives_the_same_batches(batches):
         assert torch.equal(one.text.tokens_BKL, other.text.tokens_BKL)
 
 
-def test_epochs_start_and_end_at_multiples_of_their_steps(batches):
+def test_epochs_end_at_multiples_of_their_steps(batches):
     assert batches.steps_per_epoch == 5
     assert [batches.epoch_end(step) for step in (0, 4, 5, 10)] == [0, None, 1, 2]
-    assert [batches.epoch_start(step) for step in (0, 4, 5, 12)] == [0, 0, 5, 10]
-
-
-def test_a_batch_larger_than_the_data_is_refused(batches):
-    with pytest.raises(ValueError, match="batch_size 41 is larger than the 40 training pairs"):
-        replace(batches, batch_size=41)
 
 
 def test_pixels_belong_to_their_rows(batches):

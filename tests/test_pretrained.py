@@ -173,7 +173,7 @@ def test_weights_that_do_not_fit_a_tower_are_listed(tmp_path):
     ("load", "spec", "message"),
     [
         (load_timm, "resnet50", "--vision takes timm:NAME"),
-        (load_timm, "timm:hf-hub:someone/model", "not of a hub model"),
+        (load_timm, "timm:hf-hub:someone/model", "--vision takes timm:NAME of an architecture"),
         (load_timm, "timm:vit_tiny_patsch16_224?weights=none", "timm cannot create"),
         (load_timm, "timm:test_vit?weights=nowhere.safetensors", "no file nowhere.safetensors"),
         (load_hf_text, "bert", "--text takes hf:"),

@@ -8,7 +8,7 @@ from m1clip.model import rng
 
 def test_numbers_are_uniform_and_differ_by_row_salt_and_index():
     key_B = torch.tensor([7, 8, 7])
-    numbers, other_salt = rng.uniform(key_B, 3, (100, 100)), rng.uniform(key_B, 4, (100, 100))
+    numbers, other_salt = rng.uniform(key_B, 3, 10_000), rng.uniform(key_B, 4, 10_000)
     assert numbers.mean().item() == pytest.approx(0.5, abs=0.01)
     assert numbers.std().item() == pytest.approx(12**-0.5, abs=0.01)
     assert torch.equal(numbers[0], numbers[2])

@@ -1,6 +1,5 @@
 """Training batches and their augmentation. Batch k is a function of (seed, k): a run can resume at any step.
 
-Every random number is a function of (seed, epoch, sample) alone.
 Shapes: B pairs, K captions per image, L tokens, D features, N images and M captions of the split.
 """
 
@@ -71,11 +70,11 @@ class Batch:
 
     def split(self, size: int) -> "list[Batch]":
         """Micro-batches of at most `size` pairs; duplicates concern the whole batch only."""
-        return [self._take(slice(start, start + size)) for start in range(0, len(self), size)]
-
-    def _take(self, rows: slice) -> "Batch":
-        image, text = type(self.image)(self.image[0][rows]), type(self.text)(self.text[0][rows])
-        return Batch(image, text, self.key_B[rows], None, self.rows[rows])
+        parts = []
+        for rows in (slice(start, start + size) for start in range(0, len(self), size)):
+            image, text = type(self.image)(self.image[0][rows]), type(self.text)(self.text[0][rows])
+            parts.append(Batch(image, text, self.key_B[rows], None, self.rows[rows]))
+        return parts
 
 
 @dataclass(frozen=True)
@@ -162,11 +161,6 @@ class BatchStream:
     features: FeatureTables = FeatureTables()
     mask_duplicates: bool = True
 
-    def __post_init__(self) -> None:
-        pairs = self.pairs.pairs_per_epoch
-        if self.batch_size > pairs:
-            raise ValueError(f"batch_size {self.batch_size} is larger than the {pairs} training pairs")
-
     @property
     def steps_per_epoch(self) -> int:
         """Full batches only: a smaller one has fewer negatives and another chance level."""
@@ -176,9 +170,6 @@ class BatchStream:
         """Number of the epoch that is complete after `step` steps; None within an epoch."""
         epoch, rest = divmod(step, self.steps_per_epoch)
         return None if rest else epoch
-
-    def epoch_start(self, step: int) -> int:
-        return step - step % self.steps_per_epoch
 
     def stream(self, start: int, stop: int) -> Iterator[Batch]:
         """Batches start … stop - 1; a thread prepares the next one while one is used."""
@@ -319,9 +310,8 @@ def flip_half(images_BHWC: Tensor, uniform_B: Uniform) -> Tensor:
 
 def jitter_color(images_BHWC: Tensor, uniform_3B: Uniform, strength: float) -> Tensor:
     """Multiply brightness, contrast and saturation, each by a factor in 1 ± strength."""
-    brightness, contrast, saturation = (
-        torch.from_numpy(1 + strength * (2 * draw_B - 1)).float()[:, None, None, None] for draw_B in uniform_3B
-    )
+    factor_3B111 = torch.from_numpy(1 + strength * (2 * uniform_3B - 1)).float()[..., None, None, None]
+    brightness, contrast, saturation = factor_3B111
     x_BHWC = images_BHWC.float() * brightness
     gray_BHW1 = (x_BHWC @ torch.tensor([0.299, 0.587, 0.114]))[..., None]
     saturated_BHWC = torch.lerp(gray_BHW1, x_BHWC, saturation)

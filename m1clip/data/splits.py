@@ -336,11 +336,10 @@ def open_splits(
     """
     bad_rows = sum((source.bad_rows for source in sources), BadRows())
     limits = [0.0 if flag else float("inf") for flag in on_the_fly] or [config.cache_gb] * len(sources)
-    configs = [replace(config, cache_gb=max_gb) for max_gb in limits]
-    train = [
-        replace(_open_part(source.train, stored_size, limited, bad_rows, progress, False), weight=source.weight)
-        for source, limited in zip(sources, configs, strict=True)
-    ]
+    train = []
+    for source, max_gb in zip(sources, limits, strict=True):
+        part = _open_part(source.train, stored_size, replace(config, cache_gb=max_gb), bad_rows, progress, False)
+        train.append(replace(part, weight=source.weight))
     val_pairs = [validation_subset(source.val, config) for source in sources]
     val = open_eval_split(val_pairs, image_size, config, bad_rows, progress)
     bad_rows.require_at_most(config.max_bad_rows)

@@ -21,6 +21,7 @@ from PIL import Image, ImageDraw
 Point = tuple[float, float]
 RGB = tuple[int, int, int]
 Tones = dict[str, RGB]
+Sketch = tuple["Polygon", ...]
 Draw = ImageDraw.ImageDraw
 Box = tuple[float, float, float, float]  # center x, bottom y, width (negative: mirrored) and height
 INK_WIDTH = 0.028  # of the outline around a subject, relative to its size
@@ -32,9 +33,6 @@ class Polygon(NamedTuple):
     tone: str
     inside: list[Point]
     outline: list[Point]
-
-
-Sketch = tuple[Polygon, ...]
 
 
 def ellipse(cx: float, cy: float, rx: float, ry: float) -> list[Point]:
@@ -57,11 +55,10 @@ def stroke(points: Sequence[Point], width: float) -> list[Point]:
     """The polygon of a line with round ends: along one edge, around the end, and back."""
     edge = []
     for path in (points, points[::-1]):
-        for (ax, ay), (x, y), (bx, by) in zip([path[0], *path], path, [*path[1:], path[-1]], strict=False):
-            angle = math.atan2(by - ay, bx - ax) - math.pi / 2
-            edge.append((x + width / 2 * math.cos(angle), y + width / 2 * math.sin(angle)))
-        for turn in (angle + math.pi * i / 6 for i in range(1, 6)):
-            edge.append((x + width / 2 * math.cos(turn), y + width / 2 * math.sin(turn)))
+        neighbors = zip([path[0], *path], [*path[1:], path[-1]], strict=False)
+        angles = [math.atan2(by - ay, bx - ax) - math.pi / 2 for (ax, ay), (bx, by) in neighbors]
+        corners = [*zip(path, angles, strict=True), *((path[-1], angles[-1] + math.pi * i / 6) for i in range(1, 6))]
+        edge += [(x + width / 2 * math.cos(angle), y + width / 2 * math.sin(angle)) for (x, y), angle in corners]
     return edge
 
 
@@ -149,10 +146,10 @@ class Scene:
 
     subject: str
     color: str
+    place: str
     count: int  # 1 to 4
     size: str  # small, large
     position: str  # left, middle, right
-    place: str
     time: str
     sky: str
 
@@ -309,8 +306,7 @@ class SyntheticScenes:
         if self.split == "train":
             combination += VAL_COMBINATIONS
         subject, color, place = COMBINATIONS[permute(combination, len(COMBINATIONS), SALT["val"])]
-        count, size, position, time, sky = DETAILS[detail]
-        return Scene(subject, color, count, size, position, place, time, sky)
+        return Scene(subject, color, place, *DETAILS[detail])
 
     def image(self, index: int, min_size: int = 0) -> Image.Image:
         return render_scene(self.scene(index), Random(f"{self._key}/{index}"))

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +35,9 @@ MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 class ProjectionHead(nn.Module):
     """Learns from few pairs: standardized features times a matrix; with `hidden`, a residual MLP on the result."""
 
-    mean: Tensor
-    std: Tensor
-
     def __init__(self, width: int, embed_dim: int, hidden: int, salt: int):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(width))
-        self.register_buffer("std", torch.ones(width))
+        self.mean, self.std = nn.Buffer(torch.zeros(width)), nn.Buffer(torch.ones(width))
         self.linear = nn.Linear(width, embed_dim)
         # The MLP starts at zero, and it is cheap because it works on the embedding, not on the wider features.
         self.wide = nn.Linear(embed_dim, hidden) if hidden else None
@@ -99,6 +94,9 @@ class CLIP(nn.Module):
             self.text = encoder(text, act, getattr(tokenizer, "end_id", END_ID))
         self.vision_projection = make_head(config, vision.width, salt=2001)
         self.text_projection = make_head(config, text.width, salt=2003)
+        # In units of bytes. They are never on the meta device, because no file has them.
+        colors = (255 * torch.tensor(color, device="cpu").view(3, 1, 1) for color in (vision.mean, vision.std))
+        self.mean_C11, self.std_C11 = (nn.Buffer(color, persistent=False) for color in colors)
         scale, bias = INITIAL_LOGITS[config.loss]
         self.logit_scale = nn.Parameter(torch.tensor(scale))
         self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(bias))
@@ -176,9 +174,7 @@ class CLIP(nn.Module):
 
     def normalize(self, images_BHWC: Tensor) -> Tensor:
         """Input of the vision tower from uint8 images."""
-        vision, device = self.config.vision, images_BHWC.device
-        pixels_BCHW = images_BHWC.permute(0, 3, 1, 2).float()
-        return (pixels_BCHW - _in_bytes(vision.mean, device)) / _in_bytes(vision.std, device)
+        return (images_BHWC.permute(0, 3, 1, 2).float() - self.mean_C11) / self.std_C11
 
     def clamp_logit_scale(self) -> None:
         """Keep the temperature at 0.01 or above, as CLIP does for stability."""
@@ -203,12 +199,6 @@ def make_head(config: ModelConfig, width: int, salt: int) -> ProjectionHead | nn
     if config.head == "linear":
         return nn.Linear(width, config.embed_dim, bias=False)
     return ProjectionHead(width, config.embed_dim, config.head_hidden if config.head == "mlp" else 0, salt)
-
-
-@lru_cache
-def _in_bytes(color: tuple[float, float, float], device: torch.device) -> Tensor:
-    """Channel constants times 255; cached, because a copy to a GPU at every step would make it wait."""
-    return 255 * torch.tensor(color, device=device).view(3, 1, 1)
 
 
 def load(folder: str | os.PathLike[str]) -> CLIP:

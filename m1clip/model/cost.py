@@ -4,14 +4,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from m1clip import losses
 from m1clip.config import ModelConfig
 from m1clip.model.clip import CLIP
+from m1clip.model.fast import saved_for_backward
 
 PARTS = {"vision": "vision", "text": "text", "vision_projection": "projections", "text_projection": "projections"}
 
@@ -40,20 +39,9 @@ def model_cost(config: ModelConfig, pairs: int = 2, tokens: int | None = None, c
     # Models of timm and transformers read values of their tensors, which fake ones do not have.
     with FakeTensorMode() if config.is_native else nullcontext():
         model = CLIP(config)
-        weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
-        saved: dict[int, int] = {}
-        references: list[Tensor] = []  # keeps storages alive, so that no address is used twice
-
-        def record(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in weights:
-                saved[storage._cdata] = storage.nbytes()
-                references.append(tensor)
-            return tensor
-
         pixels_BCHW = torch.empty(pairs, 3, size, size)
         tokens_BL = torch.zeros(pairs, tokens or config.text.context_length, dtype=torch.long)
-        with FlopCounterMode(display=False) as counter, saved_tensors_hooks(record, lambda tensor: tensor):
+        with FlopCounterMode(display=False) as counter, saved_for_backward(model.parameters()) as saved:
             text_BE = torch.stack([model.embed_tokens(tokens_BL) for _ in range(captions)]).mean(0)
             loss = losses.softmax_loss(model.logits(model.embed_images(pixels_BCHW), text_BE))
             forward_flop = counter.get_total_flops()

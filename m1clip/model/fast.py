@@ -5,11 +5,14 @@
 - Wide layers recompute the norm or activation before them instead of storing its output.
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from m1clip import devices
 from m1clip.model import towers
@@ -31,7 +34,6 @@ def make_fast(tower: AnyTower) -> AnyTower:
 
 class FastBlock(towers.Block):
     def forward(self, x: Tensor, token_B: Tensor | None = None) -> Tensor:
-        """With `token_B`, only the output at that token of each item (B, D)."""
         if token_B is not None:
             y_BD = attend_from_token(self.attn, self.ln_1(x), token_B)
             x = select_tokens(x, token_B) + self.attn.out(y_BD)
@@ -42,19 +44,7 @@ class FastBlock(towers.Block):
         return x + linear_with_recompute(self.mlp.activation, self.mlp.narrow, hidden)
 
 
-class FastTower(towers.Tower):
-    def run_blocks(self, x: Tensor, token_B: Tensor | None = None) -> Tensor:
-        *blocks, last = self.blocks
-        for block in blocks:
-            x = self.run_block(block, x)
-        return self.run_block(last, x) if token_B is None else self.run_block(last, x, token_B)
-
-
-class FastVisionTransformer(FastTower, towers.VisionTransformer):
-    pass
-
-
-class FastTextTransformer(FastTower, towers.TextTransformer):
+class FastTextTransformer(towers.TextTransformer):
     def forward(self, tokens_BL: Tensor, key_B: Tensor | None = None) -> Tensor:
         groups = min(TEXT_GROUPS, len(tokens_BL) // MIN_GROUP)
         if groups <= 1 or devices.is_async(tokens_BL.device):  # reading the lengths would wait for the queue
@@ -68,11 +58,7 @@ class FastTextTransformer(FastTower, towers.TextTransformer):
         return torch.cat(features)[order_B.argsort()]
 
 
-FAST: dict[type[nn.Module], Any] = {
-    towers.Block: FastBlock,
-    towers.VisionTransformer: FastVisionTransformer,
-    towers.TextTransformer: FastTextTransformer,
-}
+FAST: dict[type[nn.Module], Any] = {towers.Block: FastBlock, towers.TextTransformer: FastTextTransformer}
 
 
 def attend_from_token(attn: towers.Attention, x_BLD: Tensor, token_B: Tensor) -> Tensor:
@@ -139,3 +125,21 @@ class _LinearWithRecompute(torch.autograd.Function):
         grad_x, *grad_trainable = torch.autograd.grad(output, (x, *trainable), input_NI.view_as(output))
         grad_pre = dict(zip(trainable, grad_trainable, strict=True))
         return None, None, grad_x, grad_weight, grad_bias, *map(grad_pre.get, ctx.pre_parameters)
+
+
+@contextmanager
+def saved_for_backward(weights: Iterable[Tensor]) -> Iterator[dict[int, int]]:
+    """Bytes of each storage that autograd saves in the block, without those of `weights`."""
+    addresses = {weight.untyped_storage()._cdata for weight in weights}
+    sizes: dict[int, int] = {}
+    alive: list[Tensor] = []  # keeps addresses from being reused and counted twice
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in addresses:
+            sizes[storage._cdata] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(save, lambda tensor: tensor):
+        yield sizes

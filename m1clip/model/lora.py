@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021) with peft: add adapters, merge them, save them in peft's own format."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,11 @@ ADAPTER = "default"  # peft's name for the first adapter
 HEAD_MODULES = ("vision_projection", "text_projection")
 
 
-def add_lora(model: nn.Module, towers: Iterable[str], rank: int) -> None:
+def add_lora(model: nn.Module, towers: Sequence[str], rank: int) -> None:
     """Freeze these towers and add adapters to their linear layers and 1 × 1 convolutions."""
     require_extra("peft", "lora", "--recipe lora")
     from peft import LoraConfig, inject_adapter_in_model
 
-    towers = tuple(towers)
     trainable = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     layers = [name for name, layer in model.named_modules() if name.split(".")[0] in towers and is_linear(layer)]
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=layers)

@@ -164,10 +164,9 @@ def load_timm(spec: str) -> TimmVision:
     """The tower that `--vision timm:NAME` names, with weights from the hub or from `?weights=FILE`."""
     library, _, rest = spec.partition(":")
     name, _, weights = rest.partition("?weights=")
-    if library != "timm" or not name:
-        raise ValueError(f"--vision takes timm:NAME, such as timm:vit_small_patch16_224, not {spec!r}")
-    if ":" in name:
-        raise ValueError(f"--vision {spec}: expected the name of a timm architecture, not of a hub model")
+    if library != "timm" or not name or ":" in name:
+        example = "timm:vit_small_patch16_224"
+        raise ValueError(f"--vision takes timm:NAME of an architecture, such as {example}, not {spec!r}")
     tower = TimmVision(timm_config(name))
     if weights != "none":
         tensors = read_timm_file(Path(weights).expanduser(), tower.net) if weights else download_timm(name).state_dict()

@@ -1,9 +1,8 @@
 """Counter-based random numbers: a function of the row's key, so equal however a batch is split or resumed.
 
-There is no generator, so a checkpoint has no random state to keep. Shapes: B rows, and any others.
+There is no generator, so a checkpoint has no random state to keep. Shapes: B rows, N numbers, L tokens.
 """
 
-import math
 from functools import lru_cache
 
 import torch
@@ -13,11 +12,10 @@ UINT32 = 0xFFFFFFFF
 MASKS = 1021  # dropout masks in the table; a prime, so that keys with a common factor still reach all of them
 
 
-def uniform(key_B: Tensor, salt: int, shape: tuple[int, ...]) -> Tensor:
-    """(B, *shape) uniform numbers in [0, 1): a hash of the key, the salt and the index."""
-    index_N = torch.arange(math.prod(shape), device=key_B.device)
-    bits_BN = _hash(_seed(key_B, salt)[:, None] ^ _hash(index_N))
-    return (bits_BN / 2.0**32).float().view(len(key_B), *shape)
+def uniform(key_B: Tensor, salt: int, count: int) -> Tensor:
+    """(B, count) uniform numbers in [0, 1): a hash of the key, the salt and the index."""
+    bits_BN = _hash(_seed(key_B, salt)[:, None] ^ _hash(torch.arange(count, device=key_B.device)))
+    return (bits_BN / 2.0**32).float()
 
 
 def _seed(key_B: Tensor, salt: int) -> Tensor:
@@ -48,5 +46,5 @@ def drop_tokens(x_BLD: Tensor, rate: float, key_B: Tensor, salt: int) -> Tensor:
     """Keep a random subset of each row's tokens, in order; at least one token."""
     B, L, D = x_BLD.shape
     keep = max(1, round(L * (1 - rate)))
-    kept_BK = uniform(key_B, salt, (L,)).topk(keep, dim=1).indices.sort(dim=1).values
+    kept_BK = uniform(key_B, salt, L).topk(keep, dim=1).indices.sort(dim=1).values
     return x_BLD.gather(1, kept_BK[:, :, None].expand(B, keep, D))

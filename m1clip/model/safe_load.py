@@ -23,35 +23,30 @@ from m1clip.devices import short_error
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "state_dict_ema")
 MAX_LISTED = 8  # names of each kind in a WeightMismatch
-Names = Iterable[str]
-Misshapen = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 class WeightMismatch(ValueError):  # noqa: N818
-    """Weights that are missing, unexpected or misshapen (name, shape in the file, shape in the model)."""
+    """Names of weights by what is wrong with them: missing, unexpected, misshapen."""
 
-    def __init__(self, source: object, missing: Names, unexpected: Names = (), misshapen: Iterable[Misshapen] = ()):
-        self.missing, self.unexpected, self.misshapen = sorted(missing), sorted(unexpected), sorted(misshapen)
+    def __init__(self, source: object, **names_by_kind: Iterable[str]):
         lines = [f"the weights in {source} do not fit the model, and none were loaded:"]
-        shapes = []
-        for name, *both in self.misshapen:
-            found, expected = (" × ".join(map(str, shape)) or "scalar" for shape in both)
-            shapes.append(f"{name}  {found} in the file, {expected} in the model")
-        for kind, names in {"missing": self.missing, "unexpected": self.unexpected, "misshapen": shapes}.items():
-            more = [f"… and {len(names) - MAX_LISTED} more"] if len(names) > MAX_LISTED else []
-            lines += [f"  {kind:<11} {name}" for name in [*names[:MAX_LISTED], *more]]
+        for kind, names in names_by_kind.items():
+            listed = sorted(names)
+            more = [f"… and {len(listed) - MAX_LISTED} more"] if len(listed) > MAX_LISTED else []
+            lines += [f"  {kind:<11} {name}" for name in [*listed[:MAX_LISTED], *more]]
         super().__init__("\n".join(lines))
 
 
 def check_weights(source: object, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Raise WeightMismatch unless all names and shapes are equal."""
-    misshapen = [
-        (name, tuple(found[name].shape), tuple(expected[name].shape))
-        for name in expected.keys() & found.keys()
-        if found[name].shape != expected[name].shape
-    ]
-    if misshapen or expected.keys() != found.keys():
-        raise WeightMismatch(source, expected.keys() - found.keys(), found.keys() - expected.keys(), misshapen)
+    missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
+    misshapen = []
+    for name in expected.keys() & found.keys():
+        if found[name].shape != expected[name].shape:
+            in_file, in_model = (" × ".join(map(str, side[name].shape)) or "scalar" for side in (found, expected))
+            misshapen.append(f"{name}  {in_file} in the file, {in_model} in the model")
+    if missing or unexpected or misshapen:
+        raise WeightMismatch(source, missing=missing, unexpected=unexpected, misshapen=misshapen)
 
 
 def load_checked(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -170,26 +165,22 @@ class _TorchScriptUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Tensor:
         _, dtype, key, _, count = pid
-        if not str(key).isalnum():
-            raise pickle.UnpicklingError(f"bad storage key {key!r}")
         if key not in self.storages:
             data = bytearray(self.archive.read(f"{self.root}data/{key}"))
-            empty = torch.empty(0, dtype=dtype)
-            self.storages[key] = torch.frombuffer(data, dtype=dtype, count=count) if count else empty
+            self.storages[key] = (
+                torch.frombuffer(data, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
+            )
         return self.storages[key]
 
     def tensors(self) -> dict[str, Tensor]:
-        tensors, queue, visited = dict[str, Tensor](), [("", self.load())], set[int]()
-        while queue:
-            prefix, module = queue.pop()
-            if id(module) in visited:  # a module that contains itself would never end
-                continue
-            visited.add(id(module))
-            for name, value in vars(module).items():
+        tensors, modules = dict[str, Tensor](), [("", self.load())]
+        for prefix, module in modules:  # grows while it is read
+            while vars(module):  # left empty, or a module that contains itself would never end
+                name, value = vars(module).popitem()
                 if isinstance(value, Tensor):
                     tensors[prefix + name] = value
                 elif isinstance(value, SimpleNamespace):
-                    queue.append((f"{prefix}{name}.", value))
+                    modules.append((f"{prefix}{name}.", value))
         return tensors
 
 

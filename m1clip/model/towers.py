@@ -62,9 +62,11 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.width)
         self.mlp = MLP(config.width, config.mlp_width or 4 * config.width, activation)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, token_B: Tensor | None = None) -> Tensor:
+        """With `token_B`, only the output at that token of each item (B, D)."""
         if self.has_attention:
             x = x + self.attn(self.ln_1(x))
+        x = x if token_B is None else select_tokens(x, token_B)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -77,7 +79,7 @@ class Tower(nn.Module):
         self.ln_post = nn.LayerNorm(config.width)
         self.config, self.grad_checkpointing = config, False
 
-    def run_block(self, block: nn.Module, *inputs: Tensor) -> Tensor:
+    def run_block(self, block: nn.Module, *inputs: Tensor | None) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():
             # No random state to restore: what is dropped is a function of the row keys.
             return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -85,9 +87,10 @@ class Tower(nn.Module):
 
     def run_blocks(self, x: Tensor, token_B: Tensor | None = None) -> Tensor:
         """The last block's output; with `token_B`, of one token per item (B, D)."""
-        for block in self.blocks:
+        *blocks, last = self.blocks
+        for block in blocks:
             x = self.run_block(block, x)
-        return x if token_B is None else select_tokens(x, token_B)
+        return self.run_block(last, x, token_B)
 
     def layers_from_top(self, parameter: str) -> int:
         """Layers from a parameter to the output, its own included; 0 for the final norm."""
@@ -162,7 +165,7 @@ class BagOfWords(Tower):
         word_BL = (tokens_BL == self.end_id).cumsum(1) == 0
         word_BL[:, 0] = False  # the start token
         if self.word_dropout and key_B is not None:
-            kept_BL = word_BL & (uniform(key_B, 1000, (word_BL.shape[1],)) >= self.word_dropout)
+            kept_BL = word_BL & (uniform(key_B, 1000, word_BL.shape[1]) >= self.word_dropout)
             # Keep at least one word: the gradient of a normalized zero vector is not finite.
             word_BL = torch.where(kept_BL.any(1, keepdim=True), kept_BL, word_BL)
         weight_BL1 = (word_BL / word_BL.sum(1, keepdim=True).clamp(min=1))[..., None]

@@ -175,7 +175,7 @@ def start_session(setup: Setup, run: Run, console: Console) -> Session:
     parts = (state, progress, batches, val_features, schedule, metrics, logger, checkpoints)
     s = Session(setup, run, console, *parts, ContentionPolicy(state, console.print))
     write_run_files(s)
-    epoch_start = batches.epoch_start(progress.step)
+    epoch_start = progress.step - progress.step % batches.steps_per_epoch
     metrics.epoch_steps = [record for record in run.records("step") if record["step"] > epoch_start]
     chunk_reason = set_chunk(s, batch)
     choice = device_plan.compile_blocks(choice, state, batch, console)

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from m1clip import devices, sensors
 from m1clip.data.batches import Batch
+from m1clip.model.fast import saved_for_backward
 from m1clip.training.step import Mark, StepOutput, TrainState, embed_images, embed_texts, train_step
 
 USABLE = 0.7  # fraction of the free memory that a batch may take
@@ -26,19 +26,8 @@ def retain_freed_memory() -> None:
 
 def activation_bytes(state: TrainState, batch: Batch) -> int:
     """Bytes autograd saves for one pair between forward and backward, counted on two pairs."""
-    weights = {weight.untyped_storage().data_ptr() for weight in state.weights.values()}
-    sizes: dict[int, int] = {}
-    alive: list[Tensor] = []  # keeps addresses from being reused and counted twice
-
-    def save(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            sizes[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)
-        return tensor
-
     pairs = state.to_device(batch.split(2)[0])
-    with saved_tensors_hooks(save, lambda tensor: tensor):
+    with saved_for_backward(state.weights.values()) as sizes:
         for embed in (embed_images, embed_texts):
             embed(state.model, pairs, state.plan.precision)
     return sum(sizes.values()) // len(pairs)
