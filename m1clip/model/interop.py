@@ -11,9 +11,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from m1clip.files import atomic_folder
 from m1clip.model import safe_load
 from m1clip.model.clip import CLIP, load
 from m1clip.model.safe_load import WEIGHT_SUFFIXES, WeightMismatch, load_folder_tensors, read_json
-from m1clip.model.tokenizer import END, PAD, Tokenizer
+from m1clip.model.tokenizer import END, PAD, START, Tokenizer
 
 VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 OPENAI_VOCAB_SIZE = 49408
@@ -32,12 +30,12 @@ OPENAI_VOCAB_SIZE = 49408
 HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104}
 QUICK_GELU_NAMES = ("openai", "quickgelu", "metaclip", "dfn")  # in names of checkpoints trained with quick_gelu
 OPEN_CLIP_STEMS = ("open_clip_model", "open_clip_pytorch_model", "model", "pytorch_model")  # of weight files
-# The weight names and files of both libraries, and the keys and values of an OpenCLIP configuration that leave
-# CLIP's equations as they are; others are refused.
+# The weight names of both libraries, and the keys and values of an OpenCLIP configuration that leave CLIP's
+# equations as they are; others are refused.
 TABLES = json.loads(Path(__file__).with_name("interop.json").read_text())
 Weights = Mapping[str, Tensor]
-Hints = dict[str, Any]  # settings of a ModelConfig by path, and end_id
-HINTS = ("vision.heads", "text.heads", "activation", "vision.mean", "vision.std")
+Files = dict[str, dict[str, Any]]
+Hints = dict[str, Any]  # settings of a ModelConfig by path (vision.heads, activation, …), and end_id
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,6 @@ class Layout:
     replacements: dict[str, str]  # parts of our names and what they become, in this order
     transposed: list[str]
     ignored: str  # pattern of names without weights
-    weights_file: str  # in an exported folder
-    files: dict[str, Any]  # templates of the other files
 
     def names(self, ours: str) -> list[str]:
         """Their name of one of our weights, or of its parts along the first axis."""
@@ -129,10 +125,13 @@ def open_clip_hints(config: dict[str, Any]) -> Hints:
             unset = value in (None, False, 0, "", {})
             if not (unset or key in keys or value in values.get(key, ())):
                 raise ValueError(f"OpenCLIP models with {section} {key} = {value!r} cannot be imported")
-    heads = vision.get("width", 768) // vision.get("head_width", 64), text.get("heads", 8)
-    colors = tuple(preprocess.get("mean", OPENAI_MEAN)), tuple(preprocess.get("std", OPENAI_STD))
-    activation = "quick_gelu" if model.get("quick_gelu") else "gelu"
-    return dict(zip(HINTS, (*heads, activation, *colors), strict=True))
+    return {
+        "vision.heads": vision.get("width", 768) // vision.get("head_width", 64),
+        "text.heads": text.get("heads", 8),
+        "activation": "quick_gelu" if model.get("quick_gelu") else "gelu",
+        "vision.mean": tuple(preprocess.get("mean", OPENAI_MEAN)),
+        "vision.std": tuple(preprocess.get("std", OPENAI_STD)),
+    }
 
 
 def transformers_hints(folder: Path) -> Hints:
@@ -149,9 +148,13 @@ def transformers_hints(folder: Path) -> Hints:
     if activations not in (["gelu"] * 2, ["quick_gelu"] * 2):
         found = " and ".join(map(str, activations))
         raise ValueError(f"{folder}: hidden_act must be gelu or quick_gelu in both towers, not {found}")
-    heads = vision.get("num_attention_heads", 12), text.get("num_attention_heads", 8)
-    colors = tuple(preprocess.get("image_mean", OPENAI_MEAN)), tuple(preprocess.get("image_std", OPENAI_STD))
-    hints = dict(zip(HINTS, (*heads, activations[0], *colors), strict=True))
+    hints = {
+        "vision.heads": vision.get("num_attention_heads", 12),
+        "text.heads": text.get("num_attention_heads", 8),
+        "activation": activations[0],
+        "vision.mean": tuple(preprocess.get("image_mean", OPENAI_MEAN)),
+        "vision.std": tuple(preprocess.get("image_std", OPENAI_STD)),
+    }
     end_id = text.get("eos_token_id", OPENAI_VOCAB_SIZE - 1)
     if end_id != 2:  # which old versions of transformers wrote for every model
         hints["end_id"] = end_id
@@ -239,13 +242,19 @@ def export_clip(model: CLIP, library: str, folder: Path) -> None:
     order = list(range(text.vocab_size))
     order[end_id], order[tokenizer.end_id] = tokenizer.end_id, end_id
     weights["text.token.weight"] = weights["text.token.weight"][order]
-    layout = TRANSFORMERS if library == "transformers" else OPEN_CLIP
-    templates = {**layout.files, **TABLES["tokenizer_files"]}
-    files = fill_template(templates, export_values(model, vision, text, tokenizer))
+    if library == "transformers":
+        layout, weights_file = TRANSFORMERS, "model.safetensors"
+        files = transformers_files(model.config, vision, text, tokenizer)
+    else:
+        layout, weights_file = OPEN_CLIP, "open_clip_model.safetensors"
+        files = {"open_clip_config.json": open_clip_config(model, vision, text, tokenizer)}
+    pad = END if is_openai(tokenizer) else PAD
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": text.context_length}
+    files["tokenizer_config.json"] = {**kind, "bos_token": START, "eos_token": END, "pad_token": pad}
     files["tokenizer.json"] = tokenizer.to_clip_json()
     tensors = {name: tensor.clone().contiguous() for name, tensor in layout.from_ours(weights).items()}
     with atomic_folder(folder) as partial:
-        safe_load.save_tensors(partial / layout.weights_file, tensors, {"format": "pt"})
+        safe_load.save_tensors(partial / weights_file, tensors, {"format": "pt"})
         for name, content in files.items():
             (partial / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
 
@@ -278,24 +287,49 @@ def with_end_last(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer.from_state(state)
 
 
-def fill_template(template: Any, values: SimpleNamespace) -> Any:
-    """A template with the attribute of `values` for each "$attribute"; those that are None are left out."""
-    if isinstance(template, dict):
-        filled = {key: fill_template(item, values) for key, item in template.items()}
-        return {key: item for key, item in filled.items() if item is not None}
-    return attrgetter(template[1:])(values) if str(template).startswith("$") else template
+def is_openai(tokenizer: Tokenizer) -> bool:
+    return len(tokenizer) == OPENAI_VOCAB_SIZE and tokenizer.end_id == OPENAI_VOCAB_SIZE - 1
 
 
-def export_values(model: CLIP, vision: VisionConfig, text: TextConfig, tokenizer: Tokenizer) -> SimpleNamespace:
-    """What the templates in interop.json refer to."""
-    values = SimpleNamespace(config=model.config, vision=vision, text=text, tokenizer=tokenizer)
-    values.vision_mlp, values.text_mlp = (tower.mlp_width or 4 * tower.width for tower in (vision, text))
-    # open_clip multiplies and rounds down, so half a feature is added.
-    values.vision_mlp_ratio = (vision.mlp_width + 0.5) / vision.width if vision.mlp_width else None
-    values.text_mlp_ratio = (text.mlp_width + 0.5) / text.width if text.mlp_width else None
-    values.head_width, values.quick_gelu = vision.width // vision.heads, model.config.activation == "quick_gelu"
-    values.logit_bias = None if model.logit_bias is None else model.logit_bias.item()
-    is_openai = len(tokenizer) == OPENAI_VOCAB_SIZE and tokenizer.end_id == OPENAI_VOCAB_SIZE - 1
-    values.pad_token, values.pad_id = (END, tokenizer.end_id) if is_openai else (PAD, 0)
-    values.hf_tokenizer, values.tokenizer_kwargs = (None, None) if is_openai else ("tokenizer.json", {"clean": "lower"})
-    return values
+def transformers_files(config: ModelConfig, vision: VisionConfig, text: TextConfig, tokenizer: Tokenizer) -> Files:
+    """config.json, and what is not the default of CLIPImageProcessor: bicubic scaling, center crop, RGB in 0 to 1."""
+    projection = {"projection_dim": config.embed_dim}
+
+    def tower(kind: str, shape: VisionConfig | TextConfig) -> dict[str, Any]:
+        widths = {"hidden_size": shape.width, "intermediate_size": shape.mlp_width or 4 * shape.width}
+        blocks = {"num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
+        return {"model_type": kind, **widths, **blocks, "hidden_act": config.activation, **projection}
+
+    size, pad_id = vision.image_size, tokenizer.end_id if is_openai(tokenizer) else 0
+    ids = {"bos_token_id": tokenizer.start_id, "eos_token_id": tokenizer.end_id, "pad_token_id": pad_id}
+    tokens = {"vocab_size": text.vocab_size, "max_position_embeddings": text.context_length, **ids}
+    scaling = {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
+    colors = {"image_mean": list(vision.mean), "image_std": list(vision.std)}
+    towers = {
+        "vision_config": {**tower("clip_vision_model", vision), "image_size": size, "patch_size": vision.patch_size},
+        "text_config": {**tower("clip_text_model", text), **tokens},
+    }
+    return {
+        "config.json": {"architectures": ["CLIPModel"], "model_type": "clip", **projection, **towers},
+        "preprocessor_config.json": {"image_processor_type": "CLIPImageProcessor", **scaling, **colors},
+    }
+
+
+def open_clip_config(model: CLIP, vision: VisionConfig, text: TextConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    def tower(shape: VisionConfig | TextConfig) -> dict[str, Any]:
+        # open_clip multiplies and rounds down, so half a feature is added.
+        ratio = {"mlp_ratio": (shape.mlp_width + 0.5) / shape.width} if shape.mlp_width else {}
+        return {"width": shape.width, "layers": shape.layers, **ratio}
+
+    patches = {"image_size": vision.image_size, "patch_size": vision.patch_size}
+    vision_cfg = {**tower(vision), **patches, "head_width": vision.width // vision.heads}
+    tokens = {"context_length": text.context_length, "vocab_size": text.vocab_size}
+    text_cfg = {**tower(text), **tokens, "heads": text.heads}
+    if not is_openai(tokenizer):
+        text_cfg |= {"hf_tokenizer_name": "tokenizer.json", "tokenizer_kwargs": {"clean": "lower"}}
+    settings = {"embed_dim": model.config.embed_dim, "quick_gelu": model.config.activation == "quick_gelu"}
+    bias = {} if model.logit_bias is None else {"init_logit_bias": model.logit_bias.item()}
+    return {
+        "model_cfg": {**settings, "vision_cfg": vision_cfg, "text_cfg": text_cfg, **bias},
+        "preprocess_cfg": {"mean": list(vision.mean), "std": list(vision.std)},
+    }

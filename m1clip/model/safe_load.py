@@ -43,7 +43,7 @@ def check_weights(source: object, found: Mapping[str, Tensor], expected: Mapping
     misshapen = []
     for name in expected.keys() & found.keys():
         if found[name].shape != expected[name].shape:
-            in_file, in_model = (" × ".join(map(str, side[name].shape)) or "scalar" for side in (found, expected))
+            in_file, in_model = (" × ".join(map(str, weights[name].shape)) or "scalar" for weights in (found, expected))
             misshapen.append(f"{name}  {in_file} in the file, {in_model} in the model")
     if missing or unexpected or misshapen:
         raise WeightMismatch(source, missing=missing, unexpected=unexpected, misshapen=misshapen)
@@ -173,14 +173,17 @@ class _TorchScriptUnpickler(pickle.Unpickler):
         return self.storages[key]
 
     def tensors(self) -> dict[str, Tensor]:
-        tensors, modules = dict[str, Tensor](), [("", self.load())]
-        for prefix, module in modules:  # grows while it is read
-            while vars(module):  # left empty, or a module that contains itself would never end
-                name, value = vars(module).popitem()
+        tensors, queue, visited = dict[str, Tensor](), [("", self.load())], set[int]()
+        while queue:
+            prefix, module = queue.pop()
+            if id(module) in visited:  # a module that contains itself would never end
+                continue
+            visited.add(id(module))
+            for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     tensors[prefix + name] = value
                 elif isinstance(value, SimpleNamespace):
-                    modules.append((f"{prefix}{name}.", value))
+                    queue.append((f"{prefix}{name}.", value))
         return tensors
 
 
