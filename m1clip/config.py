@@ -374,7 +374,6 @@ def _explain(errors: Sequence[Mapping[str, Any]], kind: type) -> str:
 
 
 def override(config: T, settings: Mapping[str, Any]) -> T:
-    """The same config with these settings changed."""
     names = [field.name for field in fields(config)]  # type: ignore[arg-type]
     for path, value in sorted(settings.items()):  # model before model.head
         name, _, inner = path.partition(".")

@@ -112,15 +112,15 @@ def test_help_monitoring_and_decoding_start_without_torch():
 
 # Lines of Python by part. Growth is a decision: raise a budget in the commit that needs it.
 BUDGETS = {
-    "commands": 1_700,
-    "model": 1_800,
-    "data": 3_600,
-    "training": 3_800,
-    "evals": 600,
-    "bench": 600,
-    "monitor": 1_600,
+    "commands": 1_450,
+    "model": 1_720,
+    "data": 3_060,
+    "training": 3_260,
+    "evals": 500,
+    "bench": 480,
+    "monitor": 1_420,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_400, 15_600, 102
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_220, 14_000, 88
 
 
 def test_every_part_stays_within_its_size():

@@ -94,7 +94,6 @@ def find_crossover(pairs: list[RowPair], subject: str, axis: str) -> Crossover:
 
 
 def load_warning(loads: Sequence[float], measured: str) -> list[str]:
-    """A warning if other programs were running."""
     high = [load for load in loads if load > HIGH_LOAD]
     used = f"background load: other programs used up to {100 * max(high, default=0):.0f} % of the cores"
     return [f"{used} during {len(high)} of {len(loads)} {measured}; repeat on an idle machine"] if high else []

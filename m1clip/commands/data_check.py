@@ -77,6 +77,7 @@ def check_source(source: "Source", args: Args, number: int, console: Console) ->
     sheet = args.sheet.with_stem(f"{args.sheet.stem}-{number}") if number > 1 else args.sheet
     stats = check.image_stats(pairs, bad_rows, args.workers, console.progress)
     duplicates = check.duplicate_images(source, stats)
+    traits = zip(check.TRAITS, stats["traits"].sum(0).tolist(), strict=True)
     notable = check.notable_images(stats, duplicates)[:18]
     tiles = [check.make_tile(pairs, index, f"[{reason}] ") for index, reason in notable]
     check.contact_sheet([*check.sample_tiles(pairs, 12), *tiles], 6).save(sheet)
@@ -93,7 +94,7 @@ def check_source(source: "Source", args: Args, number: int, console: Console) ->
         "sizes": check.size_histogram(stats),
         "largest": None if not width else [width, height, pairs.location(largest)],
         "megabytes": round(int(stats["bytes"].sum()) / 1e6, 1),
-        "unusual": check.trait_counts(stats),
+        "unusual": {name: count for name, count in traits if count},
         **{kind: [list(map(pairs.location, pair)) for pair in found[:1000]] for kind, found in duplicates.items()},
         **check.caption_stats(pairs, console.progress),
         **token_stats(source, args),

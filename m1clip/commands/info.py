@@ -18,27 +18,25 @@ TEXT = "{vocab_size:,} tokens, context length {context_length}, width {width}, {
 class Args:
     """Parameters by part, FLOPs per pair and memory of a batch, computed without allocating the model."""
 
-    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[PRESET]")] = None
-    """One preset in detail; by default a table of all."""
     preset: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """The same as a flag, as in other commands."""
+    """One preset in detail; by default a table of all."""
     batch_size: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Batch size of the memory estimate; by default the preset's."""
     json: bool = False
     """Print as one line of JSON."""
 
     def check(self) -> None:
-        size = self.batch_size
-        require(size is None or size >= 1, f"--batch-size must be at least 1, not {size}")
+        require(
+            self.batch_size is None or self.batch_size > 0, f"--batch-size must be at least 1, not {self.batch_size}"
+        )
 
 
 def main(args: Args) -> None:
-    one = args.name or args.preset
     with loading():
-        presets = [describe_preset(name, args.batch_size) for name in ([one] if one else PRESETS)]
+        presets = [describe_preset(name, args.batch_size) for name in ([args.preset] if args.preset else PRESETS)]
     if args.json:
-        print(json.dumps(presets[0] if one else presets))
-    elif one:
+        print(json.dumps(presets[0] if args.preset else presets))
+    elif args.preset:
         show_preset(presets[0])
     else:
         show_presets(presets)
@@ -78,4 +76,4 @@ def show_presets(presets: list[dict[str, Any]]) -> None:
         rows.append([preset["preset"], image, *towers, *cost])
     show_rows("presets", columns, rows)
     legend = "vision and text: width × layers. GFLOP/pair: forward and backward. Memory: one float32 step with AdamW."
-    print(f"\n{legend} More: m1clip info NAME")
+    print(f"\n{legend} More: m1clip info --preset NAME")

@@ -66,7 +66,6 @@ def examine_rows(pairs: PairDataset, rows: Sequence[int]) -> tuple[ImageStats, B
 
 
 def image_traits(header: Image.Image) -> tuple[bool, ...]:
-    """Whether an image has each of TRAITS."""
     width, height = header.size
     # Pillow reads 16-bit color as 8 bits; only the tile's raw mode tells.
     tile = header.tile[0] if getattr(header, "tile", None) else None  # type: ignore[attr-defined]
@@ -154,11 +153,6 @@ def size_histogram(stats: ImageStats) -> dict[str, int]:
     ranges = [f"{low}–{high - 1}" for low, high in pairwise(SIZE_BINS)]
     names = [f"below {SIZE_BINS[0]}", *ranges, f"{SIZE_BINS[-1]} up"]
     return dict(zip(names, counts.tolist(), strict=True))
-
-
-def trait_counts(stats: ImageStats) -> dict[str, int]:
-    counts = dict(zip(TRAITS, stats["traits"].sum(0).tolist(), strict=True))
-    return {name: count for name, count in counts.items() if count}
 
 
 def notable_images(stats: ImageStats, duplicates: dict[str, list[Pair]]) -> list[tuple[int, str]]:

@@ -155,7 +155,6 @@ class Scene:
 
 
 def mix(a: RGB, b: RGB, weight: float) -> RGB:
-    """Color a, blended with b."""
     red, green, blue = (round(x + (y - x) * weight) for x, y in zip(a, b, strict=True))
     return red, green, blue
 

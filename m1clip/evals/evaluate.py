@@ -67,7 +67,6 @@ class Evaluation:
         return self.text_ME[torch.searchsorted(self.relevance.owner_M, torch.arange(len(self.image_NE)))]
 
     def record(self) -> dict[str, Any]:
-        """Everything of an evaluation that is logged."""
         first_captions = [self.pairs.captions(row)[0] for row in range(len(self.pairs))]
         return {
             **self.scores.record(),

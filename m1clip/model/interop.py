@@ -162,7 +162,6 @@ def transformers_hints(folder: Path) -> Hints:
 
 
 def build_clip(source: Path, weights: Weights, hints: Hints, tokenizer: Tokenizer) -> CLIP:
-    """A model with exactly these weights."""
     layout = find_layout(source, weights)
     if "text.token_embedding.weight" in weights:  # OpenCLIP's CustomTextCLIP
         weights = {name.removeprefix("text."): tensor for name, tensor in weights.items()}

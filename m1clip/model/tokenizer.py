@@ -163,7 +163,6 @@ class HFTokenizer(Tokenizer):
 
 
 def make_tokenizer(kind: str, captions: Iterable[str], vocab_size: int) -> Tokenizer:
-    """The tokenizer that `--tokenizer` names."""
     check_tokenizer(kind)
     if kind == "char":
         return Tokenizer.characters()

@@ -137,12 +137,6 @@ def load_checkpoint(path: Path, state: TrainState) -> Progress:
     return progress
 
 
-def set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint; it is deleted after the next save."""
-    with suppress(OSError):
-        path.rename(path.with_name(f"damaged_{path.name}"))
-
-
 def last_checkpoint(run: Run) -> str:
     """The end of a message about a run that cannot continue."""
     paths = list_checkpoints(run)

@@ -49,10 +49,7 @@ class ContentionPolicy:
             self.close()
 
     def activate(self) -> None:
-        """While one tower waits for a delayed thread, the other one computes.
-
-        libgomp lets waiting threads sleep because it now has more of them than there are cores.
-        """
+        """One tower computes while the other waits. With more threads than cores, libgomp lets waiting ones sleep."""
         self.is_active = True
         self.state.run_towers_at_once(True)
         set_time_slice(SHORT_SLICE_NS)

@@ -16,16 +16,8 @@ from torch import Tensor, nn
 from m1clip import devices
 from m1clip.config import TrainConfig
 from m1clip.console import Console
-from m1clip.data.batches import (
-    Augmentation,
-    BatchStream,
-    CaptionFeatureTable,
-    FeatureTables,
-    ImageFeatureTable,
-    augment_images,
-    group_ids,
-    stored_size,
-)
+from m1clip.data import batches
+from m1clip.data.batches import Augmentation, BatchStream, CaptionFeatureTable, FeatureTables, ImageFeatureTable
 from m1clip.data.index import ProgressFactory, RowIndices
 from m1clip.data.pixel_cache import Notes, RowStore
 from m1clip.data.splits import Split
@@ -45,12 +37,12 @@ Encode = Callable[[RowIndices], tuple[Tensor, Notes]]
 
 
 def encode_frozen(
-    setup: Setup, model: CLIP, batches: BatchStream, console: Console
+    setup: Setup, model: CLIP, stream: BatchStream, console: Console
 ) -> tuple[BatchStream, FeatureTables]:
     """Features of both splits from the frozen towers: batches of training features, validation features."""
     config, splits, deadline = setup.config, setup.splits, None
     retain_freed_memory()
-    choice = check_parity(default_plan(config), model, batches.batch(0).split(CPU_CHUNK)[0], console, config)
+    choice = check_parity(default_plan(config), model, stream.batch(0).split(CPU_CHUNK)[0], console, config)
     model.to_devices(*choice.plan.devices)
     encoder = FeatureEncoder(model, config, console.progress)
     val_features = encoder.encode(splits.val, setup.frozen, views=1)
@@ -60,7 +52,7 @@ def encode_frozen(
     views = len(features.images.views) if features.images else 0
     if deadline is not None and 0 < views < FEATURE_VIEWS:
         console.print(f"{views} of {FEATURE_VIEWS} views per image: the budget allows no more")
-    return replace(batches, features=features), val_features
+    return replace(stream, features=features), val_features
 
 
 @dataclass(frozen=True)
@@ -88,11 +80,11 @@ class FeatureEncoder:
             def encode(rows: RowIndices) -> tuple[Tensor, Notes]:
                 decoded_rows, pixels = pairs.take(rows)
                 replaced = {str(row): int(other) for row, other in zip(rows, decoded_rows, strict=True) if row != other}
-                images_BHWC = augment_images(pixels, augmentation, size, config.seed, view, rows)
+                images_BHWC = batches.augment_images(pixels, augmentation, size, config.seed, view, rows)
                 return encode_chunks(lambda chunk: tower(model.normalize(chunk)), images_BHWC, device), replaced
 
             variant = (config.seed, view, augmentation) if view else ()
-            key = digest("images", *base, variant, stored_size(size, config.crop_scale))
+            key = digest("images", *base, variant, batches.stored_size(size, config.crop_scale))
             label = "encoding images" + (f", view {view + 1} of {views}" if views > 1 else "")
             return self._build_store(key, len(pairs), width, encode, label)
 
@@ -108,7 +100,7 @@ class FeatureEncoder:
         for entry in stores[0].entries().values():
             for row, other in entry["notes"].items():
                 source_row_N[int(row)] = other
-        image_id_N = group_ids([blake2b(row.tobytes(), digest_size=16).digest() for row in arrays[0]])
+        image_id_N = batches.group_ids([blake2b(row.tobytes(), digest_size=16).digest() for row in arrays[0]])
         return ImageFeatureTable(arrays, image_id_N, source_row_N)
 
     def _encode_captions(self, pairs: Split) -> CaptionFeatureTable:
@@ -126,10 +118,9 @@ class FeatureEncoder:
         store = self._build_store(key, len(captions), width, encode, "encoding captions")
         position_M = np.argsort(order_M)  # the inverse permutation
         start_N = np.cumsum([0, *map(len, by_image)])
-        return CaptionFeatureTable(store.memmap(np.float16, width), position_M, start_N, group_ids(captions))
+        return CaptionFeatureTable(store.memmap(np.float16, width), position_M, start_N, batches.group_ids(captions))
 
     def _build_store(self, key: str, rows: int, width: int, encode: Encode, label: str) -> RowStore:
-        """The complete store of features with this key."""
         store = RowStore(cache_folder() / f"features-{key}", rows, 2 * width)
 
         def produce(chunks: list[range]) -> Iterable[tuple[bytes, Notes]]:

@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -214,7 +214,8 @@ def write_run_files(s: Session) -> None:
     run.write("data.json", {**setup.splits.record(), "views": len(images.views) if images else 0})
     run.truncate_log(step)
     for path, reason in setup.damaged.items():
-        checkpoint.set_aside(path)
+        with suppress(OSError):
+            path.rename(path.with_name(f"damaged_{path.name}"))  # deleted after the next save
         run.log("event", step, event="damaged checkpoint", checkpoint=path.name, reason=reason)
         s.console.warn(f"{path} is damaged ({reason}); resuming from {setup.checkpoint} instead")
     if setup.init.note:

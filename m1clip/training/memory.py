@@ -110,10 +110,8 @@ def memory_by_part(state: TrainState, batch: Batch, pair_bytes: int, imported: s
     `imported` was measured once the libraries were loaded; `data` is what has been memory-mapped since.
     """
     parts = {
-        "parameters": total_gb(state.model.parameters()),
+        **state_memory_gb(state),
         "gradients": total_gb(weight.grad for weight in state.weights.values() if weight.grad is not None),
-        "optimizer": optimizer_gb(state),
-        "ema": total_gb((state.ema or {}).values()),
         "activations": pair_bytes * min(state.chunk, len(batch)) / 1e9,
         "batch": total_gb((batch.image[0], batch.text[0], batch.key_B)),
         "libraries": imported.rss_gb,
@@ -126,13 +124,11 @@ def memory_by_part(state: TrainState, batch: Batch, pair_bytes: int, imported: s
     return parts
 
 
-def resident_gb(state: TrainState) -> float:
-    """What stays in memory from step to step: weights, EMA, optimizer state."""
-    return total_gb(state.weights.values()) + optimizer_gb(state) + total_gb((state.ema or {}).values())
-
-
-def optimizer_gb(state: TrainState) -> float:
-    return total_gb(value for opt in state.optimizers for entry in opt.state.values() for value in entry.values())
+def state_memory_gb(state: TrainState) -> dict[str, float]:
+    """What stays in memory from step to step."""
+    moments = (value for opt in state.optimizers for entry in opt.state.values() for value in entry.values())
+    parts = {"parameters": state.model.parameters(), "optimizer": moments, "ema": (state.ema or {}).values()}
+    return {name: total_gb(tensors) for name, tensors in parts.items()}
 
 
 def release_memory(state: TrainState) -> None:

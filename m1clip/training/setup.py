@@ -210,7 +210,6 @@ def frozen_towers(config: TrainConfig, init: InitModel) -> tuple[str, ...]:
 
 
 def check_recipe(config: TrainConfig, init: InitModel) -> None:
-    """Refuse combinations that make no sense."""
     if config.wise_ft < 1 and (not init or config.vision or config.text):
         raise ValueError("--wise-ft averages a CLIP given by --init with its fine-tuned weights; there is no --init")
     if config.recipe == "scratch" and init:

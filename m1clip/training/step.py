@@ -82,8 +82,7 @@ class TrainState:
         return batch.to(*self.model.devices)
 
     def run_towers_at_once(self, enabled: bool) -> None:
-        """Two towers on one device: in two threads, or one after the other. Each keeps its number of CPU threads,
-        so the results do not change."""
+        """Each tower keeps its number of CPU threads, so that no bit changes."""
         if self.text_thread is not None:
             self.text_thread.shutdown()
         threads = torch.get_num_threads()
@@ -172,7 +171,6 @@ class TrainState:
         return {key: value.cpu().contiguous() for key, value in tensors.items()}
 
     def load(self, weights: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-        """Restore a checkpoint."""
         tensors = dict(tensors)
         torch.set_rng_state(tensors.pop("random_state"))
         self.updates = tensors.pop("updates").to(self.device)

@@ -115,7 +115,8 @@ def peak_memory(state: TrainState, plan: Plan, batch: Batch) -> tuple[float, flo
         seconds = time_step(state, plan, batch)[0] / 1e3
     memory.retain_freed_memory()  # as in training; it was off so that the peak could be seen
     gpu_gb = sum(devices.peak_gb(device) or 0.0 for device in gpus) - before_gb
-    return memory.resident_gb(state) + gpu_gb + (peak.gb if len(gpus) < len(used) else 0.0), seconds
+    state_gb = sum(memory.state_memory_gb(state).values())
+    return state_gb + gpu_gb + (peak.gb if len(gpus) < len(used) else 0.0), seconds
 
 
 def add_sample(timing: PlanTiming, state: TrainState, batch: Batch) -> None:
@@ -162,7 +163,6 @@ def time_step(
 
 
 def random_batch(config: TrainConfig, batch_size: int, tokens: int) -> Batch:
-    """Random images and captions of `tokens` tokens."""
     rng, size = torch.Generator().manual_seed(0), config.model.vision.image_size
     tokens_BL = torch.randint(3, config.model.text.vocab_size, (batch_size, tokens), generator=rng)
     tokens_BL[:, 0], tokens_BL[:, -1] = 1, 2
