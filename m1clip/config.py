@@ -277,8 +277,6 @@ def parse_duration(text: str, name: str) -> float:
 
 
 # Validation and JSON. Configs are plain values; whoever builds one from outside input checks it.
-
-
 def check_config(config: T) -> T:
     """The config with exact types (a path as text); a setting out of range or a contradiction is a ValueError."""
     config = from_dict(type(config), asdict(config))  # type: ignore[call-overload]
@@ -371,8 +369,6 @@ def _explain(errors: Sequence[Mapping[str, Any]], kind: type) -> str:
 
 
 # Overrides: settings by dotted path, such as {"lr": 1e-3, "model.vision.width": 256}.
-
-
 def override(config: T, settings: Mapping[str, Any]) -> T:
     names = [field.name for field in fields(config)]  # type: ignore[arg-type]
     for path, value in sorted(settings.items()):  # model before model.head

@@ -58,11 +58,11 @@ def call_info(*argv: str) -> None:
 
 
 def test_info_prints_the_cost_of_a_preset(capsys):
-    call_info("vit-b16-char", "--batch-size", "3", "--json")
+    call_info("--preset", "vit-b16-char", "--batch-size", "3", "--json")
     preset, cost = json.loads(capsys.readouterr().out), model_cost(PRESETS["vit-b16-char"].model)
     assert (preset["total"], preset["batch_size"]) == (105_426_433, 3)
     assert (preset["step_gflop"], preset["memory_gb"]) == (cost.step_gflop, cost.memory_gb(3))
-    call_info("vit-b16-char")
+    call_info("--preset", "vit-b16-char")
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["total", "105,426,433"] in lines
     assert ["embedding", "512", "dimensions"] in lines
@@ -74,6 +74,6 @@ def test_info_lists_the_presets_and_refuses_unknown_ones(capsys, monkeypatch):
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
     assert [name for name in names if name in PRESETS] == ["nano", "tiny"]
     with pytest.raises(ValueError, match="did you mean nano"):
-        call_info("nanno")
+        call_info("--preset", "nanno")
     with pytest.raises(ValueError, match="--batch-size must be at least 1, not 0"):
         call_info("--batch-size", "0")

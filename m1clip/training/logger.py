@@ -304,8 +304,6 @@ def norms_by_block(state: TrainState) -> tuple[dict[str, float], dict[str, float
 
 
 # Optional trackers: the same records in tensorboard, wandb or trackio. The run folder stays authoritative.
-
-
 def check_tracker(name: str) -> None:
     if name != "none" and find_spec(name) is None:
         raise ValueError(f"--track {name} needs an extra: pip install 'm1clip[{name}]'")
