@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from operator import truediv
 from statistics import median
 
 
@@ -36,7 +37,7 @@ def time_steps(policy: str, seconds: float) -> None:
     state, batch = TrainState(CLIP(config.model), config), random_batch(config, config.batch_size, 16)
     retain_freed_memory()
     contention = ContentionPolicy(state, lambda text: print(text, file=sys.stderr))
-    samples, end = [], time.perf_counter() + seconds
+    samples, end = list[float](), time.perf_counter() + seconds
     while time.perf_counter() < end or len(samples) < 8:
         started = time.perf_counter()
         train_step(state, batch)
@@ -52,7 +53,7 @@ def run(policy: str, seconds: float, threads: int) -> float:
     command = [sys.executable, __file__, "--policy", policy, "--seconds", str(seconds)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment)
-    return median(json.loads(done.stdout))
+    return float(median(json.loads(done.stdout)))
 
 
 def main() -> None:
@@ -80,9 +81,12 @@ def main() -> None:
         idle = idle or min(median(samples) for samples in results.values())
         fair = idle * (cores + loops) / cores
         for policy, samples in results.items():
-            ratio = median(samples) / fair
+            ratio = median(map(truediv, samples, results[args.policies[0]]))
+            listed = ", ".join(f"{sample:.0f}" for sample in samples)
             print(
-                f"{loops:3} loops  {policy:9} {median(samples):7.0f} ms  {ratio:.2f} x fair ({fair:.0f} ms)  {samples}"
+                f"{loops:3} loops  {policy:9} {median(samples):6.0f} ms  {median(samples) / fair:.2f} x fair "
+                f"({fair:.0f} ms)  {ratio:.2f} x {args.policies[0]}  [{listed}]",
+                flush=True,
             )
 
 

@@ -122,10 +122,10 @@ def write_models_and_batch(config: TrainConfig, folder: Path) -> None:
     for library in LIBRARIES[1:]:
         export_clip(model, library, folder / library)
     stream = BatchStream(train, lambda texts: tokenizer(texts, length), config.batch_size, 0, size)
-    batch = stream.at(0)
+    batch = stream.batch(0)
     texts = [train.captions(int(row))[0] for row in batch.rows]
     (folder / "captions.json").write_text(json.dumps(texts))
-    torch.save({"images": batch.image.tensor, "tokens": tokenizer(texts, length)}, folder / "batch.pt")
+    torch.save({"images": batch.image[0], "tokens": tokenizer(texts, length)}, folder / "batch.pt")
     settings = {"preset": config.preset, "batch_size": config.batch_size}
     (folder / "config.json").write_text(json.dumps(settings))
 
