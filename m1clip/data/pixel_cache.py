@@ -102,7 +102,10 @@ class WorkerPool(Generic[T]):
             ) from None
 
     def close(self) -> None:
+        processes = list(self.executor._processes.values())
         self.executor.shutdown(wait=False, cancel_futures=True)
+        for process in processes:  # Python would wait for them forever after a second Ctrl-C
+            process.terminate()
 
 
 _function: Callable[[Rows], Any]
