@@ -1,7 +1,9 @@
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -218,3 +220,15 @@ def test_too_many_bad_rows_stop_on_the_fly_decoding():
     with pytest.raises(ValueError, match=r"1 truncated.*row 3"):
         images.take(np.array([0, 3]))
     images.pool.close()
+
+
+def test_closing_a_pool_ends_workers_that_are_busy():
+    pool = pixel_cache.WorkerPool(time.sleep, 2)
+    results = pool.map([0, *[600] * 20])
+    next(results)
+    workers = multiprocessing.active_children()
+    pool.close()
+    for worker in workers:
+        worker.join(120)
+    assert len(workers) == 2
+    assert not any(worker.is_alive() for worker in workers)
