@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
 import pytest
 
 from m1clip.data import pixel_cache
@@ -226,9 +227,7 @@ def test_closing_a_pool_ends_workers_that_are_busy():
     pool = pixel_cache.WorkerPool(time.sleep, 2)
     results = pool.map([0, *[600] * 20])
     next(results)
-    workers = multiprocessing.active_children()
+    workers = [psutil.Process(worker.pid) for worker in multiprocessing.active_children()]
     pool.close()
-    for worker in workers:
-        worker.join(120)
-    assert len(workers) == 2
-    assert not any(worker.is_alive() for worker in workers)
+    ended, running = psutil.wait_procs(workers, timeout=120)
+    assert (len(ended), running) == (2, [])
