@@ -29,6 +29,8 @@ from m1clip.training import timing
 from m1clip.training.device_plan import MeasurementStore, open_store
 from m1clip.training.step import TrainState
 
+QUICK = ("--quick", "--threads", "1")
+
 
 @pytest.fixture(autouse=True)
 def small_and_separate(tmp_path, monkeypatch, tiny):
@@ -285,18 +287,7 @@ def test_two_sweeps_at_once_are_refused(capsys):
 
 def test_an_interrupted_sweep_is_resumed(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "write_sweep", lambda *_: tmp_path)
-    arguments = (
-        "bench",
-        "--presets",
-        "mini",
-        "--batch-sizes",
-        "4",
-        "8",
-        "--no-operations",
-        "--quick",
-        "--threads",
-        "1",
-    )
+    arguments = ("bench", "--presets", "mini", "--batch-sizes", "4", "8", "--no-operations", *QUICK)
     real, timed = timing.time_plans, []
 
     def interrupted(config, *rest):
@@ -324,7 +315,7 @@ def test_a_comparison_that_does_not_fit_into_memory_is_skipped(capsys, monkeypat
 
 def test_bench_prints_tables_and_writes_a_page(capsys, tmp_path):
     sizes = ("--batch-sizes", "4", "8", "16")
-    code, out, _ = run_cli(capsys, "bench", "--presets", "mini", *sizes, "--quick", "--out", "here", "--threads", "1")
+    code, out, _ = run_cli(capsys, "bench", "--presets", "mini", *sizes, "--out", "here", *QUICK)
     assert code == 0
     for text in ("operations", "training steps", "vision=cpu,text=cpu", "MFU", "crossover", "advise --preset nano"):
         assert text in out
@@ -392,9 +383,7 @@ def test_scaling_times_what_fits_and_extrapolates_the_rest(capsys, monkeypatch, 
 
 def test_advise_uses_the_timings_of_bench(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "write_sweep", lambda *_: tmp_path)
-    run_cli(
-        capsys, "bench", "--presets", "mini", "--batch-sizes", "4", "16", "--no-operations", "--quick", "--threads", "1"
-    )
+    run_cli(capsys, "bench", "--presets", "mini", "--batch-sizes", "4", "16", "--no-operations", *QUICK)
     code, out, err = run_cli(capsys, "advise", "--preset", "mini", "--batch-size", "16", "--no-measure")
     assert (code, err) == (0, "")
     names = [line.split()[0] for line in out.splitlines()[2:] if line and line[0].isalpha()]

@@ -30,7 +30,7 @@ def state():
 
 @pytest.fixture
 def policy(state, monkeypatch):
-    """Checks the load at every update; `load` is what the others use."""
+    """Checks the load at every update, and keeps what it reports."""
     monkeypatch.setattr(contention, "CHECK_S", 0.0)
     policy = ContentionPolicy(state, lambda text: policy.reports.append(text))
     policy.reports = []

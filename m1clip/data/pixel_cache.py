@@ -83,6 +83,7 @@ class WorkerPool(Generic[T]):
         self.workers = workers or cores or 1
         context = multiprocessing.get_context("spawn")
         self.executor = ProcessPoolExecutor(self.workers, context, _start_worker, (function,))
+        atexit.register(self.close)  # before Python joins its children: after a second Ctrl-C it would wait forever
 
     def map(self, chunks: Iterable[Rows]) -> Iterator[T]:
         pending = deque[tuple[Rows, Future[T]]]()
@@ -102,9 +103,10 @@ class WorkerPool(Generic[T]):
             ) from None
 
     def close(self) -> None:
-        processes = list(self.executor._processes.values())
+        atexit.unregister(self.close)
+        processes = list((self.executor._processes or {}).values())  # None after a shutdown
         self.executor.shutdown(wait=False, cancel_futures=True)
-        for process in processes:  # Python would wait for them forever after a second Ctrl-C
+        for process in processes:
             process.terminate()
 
 

@@ -167,10 +167,10 @@ def _remove_val_images(sources: list[Source], progress: ProgressFactory) -> list
         return sources
     hashes = {spec: content_hashes(pairs, progress) for spec, pairs in indexed.items()}
     splits = ((source.spec, pairs) for source in sources for pairs in (source.val, source.test))
-    held_out = [hashes[spec][pairs.rows] for spec, pairs in splits if isinstance(pairs, IndexedPairs)]
+    excluded = [hashes[spec][pairs.rows] for spec, pairs in splits if isinstance(pairs, IndexedPairs)]
     for i, source in enumerate(sources):
         if isinstance(source.train, IndexedPairs):
-            rows = np.flatnonzero(~np.isin(hashes[source.spec][source.train.rows], np.concatenate(held_out)))
+            rows = np.flatnonzero(~np.isin(hashes[source.spec][source.train.rows], np.concatenate(excluded)))
             if not len(rows):
                 raise ValueError(f"every training image of {source.spec} is a validation image of another source")
             sources[i] = replace(source, train=source.train.take(rows))

@@ -20,8 +20,7 @@ from m1clip.evals.examples import example_queries
 from m1clip.evals.retrieval import Relevance, Retrieval, retrieval
 from m1clip.model.clip import CLIP
 
-CHUNK = 256
-FEATURE_CHUNK = 4096
+CHUNK, FEATURE_CHUNK = 256, 4096
 Edit = tuple[int, str, str]  # row, kind of the changed word, changed caption
 
 

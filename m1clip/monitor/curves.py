@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from m1clip.format import number, percent
-from m1clip.monitor.log import Array, Log, evenly_spaced, float_or_nan
+from m1clip.monitor.log import Array, Log, float_or_nan, subsample
 
 PAGE = Path(__file__).parent / "page"
 
@@ -93,7 +93,7 @@ def downsample(x: Array, y: Array, max_points: int) -> tuple[Array, Array]:
 
 def gradient_norms(log: Log, max_steps: int) -> tuple[list[int], list[str], Array]:
     """Steps, blocks and gradient norms (block x step) of at most `max_steps` diagnostics records."""
-    records = evenly_spaced(log.known_records("diagnostics", "grad_norms"), max_steps)
+    records = subsample(log.known_records("diagnostics", "grad_norms"), max_steps)
     blocks = list(records[-1]["grad_norms"]) if records else []
     norms = [[float_or_nan(record["grad_norms"].get(block)) for record in records] for block in blocks]
     return [record["step"] for record in records], blocks, np.array(norms)

@@ -194,7 +194,7 @@ def clean_value(value: Any, depth: int) -> Any:
     return {key: clean_value(item, depth - 1) for key, item in value.items()} if isinstance(value, dict) else {}
 
 
-def evenly_spaced(items: Sequence[Any], count: int) -> list[Any]:
+def subsample(items: Sequence[Any], count: int) -> list[Any]:
     """At most `count` items at equal distances, with the first and the last."""
     return [items[index] for index in np.linspace(0, len(items) - 1, min(count, len(items))).astype(int)]
 

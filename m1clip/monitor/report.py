@@ -20,7 +20,7 @@ from PIL import Image
 from m1clip.document import COLORS, axes, legend, log_axis, save_figure, write_document
 from m1clip.format import UNKNOWN, duration, number, percent
 from m1clip.monitor.curves import CURVES, downsample, gradient_norms, minutes_at
-from m1clip.monitor.log import STEP_PHASES, Array, Record, RunView, evenly_spaced, event_text, flatten, number_or_none
+from m1clip.monitor.log import STEP_PHASES, Array, Record, RunView, event_text, flatten, number_or_none, subsample
 from m1clip.monitor.terminal_views import gigabytes, local_time, watt_hours
 
 MAX_POINTS = 1500
@@ -186,7 +186,7 @@ def thousands(value: Any) -> Any:
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(number, percent, duration, gigabytes, watt_hours, local_time, thousands, event_text, with_interval),
-    *(wilson_interval, median_range, evenly_spaced, flatten, step_gaps),
+    *(wilson_interval, median_range, subsample, flatten, step_gaps),
     *(step_seconds, elapsed_seconds, seconds_to_score, shlex.quote),
 )
 TEMPLATE_VALUES = {function.__name__: function for function in FUNCTIONS} | {"curves": CURVES}
@@ -253,7 +253,7 @@ def draw_gradient_flow(run: RunView, path: Path) -> None:
     log_norms = np.log10(np.where(norms > 0, norms, np.nan))
     heatmap = panel.imshow(log_norms, aspect="auto", cmap="cividis", interpolation="nearest")
     panel.set_yticks(range(len(blocks)), blocks, fontsize=8)
-    ticks = evenly_spaced(range(len(steps)), 8)
+    ticks = subsample(range(len(steps)), 8)
     panel.set_xticks(ticks, [f"{steps[tick]:,}" for tick in ticks])
     panel.set_xlabel("step")
     panel.grid(visible=False)
@@ -282,7 +282,7 @@ def write_image(jpeg: str | None, path: Path) -> str | None:
     try:
         data = base64.b64decode(jpeg or "", validate=True)
         Image.open(io.BytesIO(data)).verify()
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, SyntaxError, Image.DecompressionBombError):  # SyntaxError: a broken PNG
         return None
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)

@@ -41,9 +41,8 @@ class ContentionPolicy:
         if contended > START and is_applicable and not self.is_active:
             self.activate()
             if not self.is_reported:
-                self.report(
-                    f"other processes use {share:.0%} of the CPU: both towers run at once, waiting threads sleep"
-                )
+                load = f"other processes use {share:.0%} of the CPU"
+                self.report(f"{load}: both towers run at once, waiting threads sleep")
                 self.is_reported = True
         elif contended < STOP:
             self.close()
@@ -55,7 +54,7 @@ class ContentionPolicy:
         set_time_slice(SHORT_SLICE_NS)
 
     def close(self) -> None:
-        """Back to the fastest way on an idle machine."""
+        """Run the towers one after the other again."""
         if self.is_active:
             self.is_active = False
             self.state.run_towers_at_once(False)

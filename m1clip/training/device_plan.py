@@ -307,7 +307,8 @@ def advise(
         levels = [estimate.confidence for estimate in estimates.values()]
         confidence = min(levels, key=LEVELS.index) if is_clear else "low"
     if requested:
-        flags = "requested with " + " ".join(f"--{name} {value}" for name, value in requested.items())
+        typed = {key: ("off", "on")[value] if isinstance(value, bool) else value for key, value in requested.items()}
+        flags = "requested with " + " ".join(f"--{key} {value}" for key, value in typed.items())
         reason = flags if "device" in requested else f"{reason}; {flags}"
     step = estimates.get(reference)
     if best is None:
