@@ -112,15 +112,15 @@ def test_help_monitoring_and_decoding_start_without_torch():
 
 # Lines of Python by part. Growth is a decision: raise a budget in the commit that needs it.
 BUDGETS = {
-    "commands": 1_450,
-    "model": 1_720,
-    "data": 3_060,
-    "training": 3_260,
-    "evals": 500,
+    "commands": 1_650,
+    "model": 2_150,
+    "data": 3_600,
+    "training": 3_400,
+    "evals": 700,
     "bench": 480,
     "monitor": 1_420,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_220, 14_000, 88
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_450, 15_600, 94
 
 
 def test_every_part_stays_within_its_size():
@@ -156,13 +156,13 @@ def test_functions_fit_a_screen():
 
 
 def test_the_number_of_settings_and_flags_is_bounded():
-    assert len(fields(TrainConfig)) <= 51  # 50 and `model`, which has fields of its own
+    assert len(fields(TrainConfig)) <= 54  # 53 and `model`, which has fields of its own
     done = subprocess.run(
         [sys.executable, "-m", "m1clip", "train", "--help"], capture_output=True, text=True, check=True
     )
     flags = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("│ --")}
     assert {"--lr", "--batch-size", "--model.vision.width"} <= flags
-    assert len(flags) <= 70
+    assert len(flags) <= 73
 
 
 TRACE = """
