@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from m1clip import devices
-from m1clip.config import TrainConfig, get_preset
+from m1clip.config import Preprocess, TrainConfig, get_preset
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.data.convert import convert_dataset
@@ -53,7 +53,7 @@ def main() -> None:
     if not (args.out / "shards" / "manifest.jsonl").exists():
         convert_dataset(sources, args.out / "shards", "shards", 1000, 0.01, no_progress)
     start = time.perf_counter()
-    images = len(open_splits(sources, base, 64, 64).train)
+    images = len(open_splits(sources, base, Preprocess(64), Preprocess(64)).train)
     print(f"decoding {images:,} JPEGs into the cache: {images / (time.perf_counter() - start):.0f} images/s\n")
     shards = replace(base, data=f"{args.out}/shards/*.tar", cache_gb=0.0)
     streams: dict[str, Stream] = {

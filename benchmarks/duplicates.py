@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from m1clip.config import get_preset
+from m1clip.config import Preprocess, get_preset
 from m1clip.console import Console
 from m1clip.data.batches import BatchStream
 from m1clip.data.index import BadRows
@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace, seed: int, mask: bool) -> tuple[float, int
     config = replace(get_preset("nano"), seed=seed, epochs=args.epochs)
     console, size = Console(), config.model.vision.image_size
     train, val = (
-        open_eval_split([pairs], size, config, BadRows(), console.progress)
+        open_eval_split([pairs], Preprocess(size), config, BadRows(), console.progress)
         for pairs in (LabeledScenes(12000, seed, words=args.words), LabeledScenes(1000, seed, "val", args.words))
     )
     setup = prepare(config, {}, args.out, None, console, time.monotonic(), is_final=True)

@@ -37,7 +37,7 @@ from peers import list_snapshots
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
-from m1clip.config import TrainConfig, from_json
+from m1clip.config import Preprocess, TrainConfig, from_json
 from m1clip.data.splits import open_sources, open_splits
 from m1clip.model.clip import load
 from m1clip.training.step import TrainState, train_step
@@ -306,7 +306,7 @@ def prepare_files(args: Args, image_size: int) -> dict[str, str]:
     if Path(files["val"]).exists():
         return files
     config = TrainConfig(data=args.data)
-    data = open_splits(open_sources(config), config, image_size, image_size)
+    data = open_splits(open_sources(config), config, Preprocess(image_size), Preprocess(image_size))
     rows: dict[str, list[tuple[str, list[str]]]] = {"train": [], "val": []}
     for name, split in (("train", data.train), ("val", data.val)):
         (folder / name).mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from m1clip import devices, sensors
-from m1clip.config import PRESETS, TrainConfig, VisionConfig
+from m1clip.config import PRESETS, Preprocess, TrainConfig, VisionConfig
 from m1clip.data.batches import Batch, BatchStream, Images, Tokens
 from m1clip.data.splits import open_sources, open_splits
 from m1clip.devices import Plan
@@ -114,7 +114,7 @@ def measure(preset: str, batch_size: int, args: Args) -> list[list[str]]:
 def write_models_and_batch(config: TrainConfig, folder: Path) -> None:
     """The same model in the format of each library, and one batch of real pairs."""
     size, length = config.model.vision.image_size, config.model.text.context_length
-    train = open_splits(open_sources(config), config, size, size).train
+    train = open_splits(open_sources(config), config, Preprocess(size), Preprocess(size)).train
     tokenizer = make_tokenizer(config.tokenizer, sample_captions(train), config.model.text.vocab_size)
     torch.manual_seed(0)
     model = CLIP(config.model, tokenizer)

@@ -101,7 +101,7 @@ def evaluate(
     clip, sources = load(folder), open_sources(config, console.progress)
     datasets = [select_split(source, split, config) for source in sources]
     bad_rows = sum((source.bad_rows for source in sources), BadRows())
-    pairs = open_eval_split(datasets, clip.config.vision.image_size, config, bad_rows, console.progress)
+    pairs = open_eval_split(datasets, clip.config.vision.preprocess, config, bad_rows, console.progress)
     bad_rows.require_at_most(config.max_bad_rows)
     choice = check_parity(PlanChoice(Plan(str(chosen)), reason), clip, first_pairs(clip, pairs), console)
     evaluation = evaluate_model(clip.to_devices(*choice.plan.devices), pairs)

@@ -17,6 +17,8 @@ from tyro.conf import Suppress  # keeps a field out of `m1clip train --help`; it
 from m1clip.format import did_you_mean
 
 T = TypeVar("T")
+ResizeMode = Literal["shortest", "longest", "squash"]
+Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 Recipe = Literal["auto", "scratch", "frozen", "lora", "full"]
 Positive = Annotated[int, Ge(1)]
 NonNegative = Annotated[int, Ge(0)]
@@ -31,7 +33,30 @@ def require(condition: bool, message: str) -> None:
 
 
 @dataclass(frozen=True)
-class VisionConfig:
+class Preprocess:
+    """How an image becomes square RGB bytes, in the words of open_clip's preprocess_cfg and of timm."""
+
+    size: int
+    resize_mode: ResizeMode = "shortest"
+    interpolation: Interpolation = "bicubic"
+    crop_pct: float = 1.0
+
+
+class ImageInput:
+    """What all configurations of vision towers have in common."""
+
+    image_size: int
+    resize_mode: ResizeMode
+    interpolation: Interpolation
+    crop_pct: float
+
+    @property
+    def preprocess(self) -> Preprocess:
+        return Preprocess(self.image_size, self.resize_mode, self.interpolation, self.crop_pct)
+
+
+@dataclass(frozen=True)
+class VisionConfig(ImageInput):
     """Vision transformer, as in OpenAI CLIP and OpenCLIP."""
 
     image_size: Positive = 224
@@ -54,6 +79,12 @@ class VisionConfig:
     """Channel standard deviations the pixels are divided by."""
     mlp_width: Suppress[NonNegative] = 0
     """Hidden width of the MLPs; 0 means 4 x width."""
+    resize_mode: Suppress[ResizeMode] = "shortest"
+    """Resize the shortest edge and crop the center, squash to a square, or resize the longest edge and pad."""
+    interpolation: Suppress[Interpolation] = "bicubic"
+    """Interpolation of the resize."""
+    crop_pct: Suppress[Annotated[float, Gt(0), Le(1)]] = 1.0
+    """Image size divided by the length that the shortest edge is resized to."""
 
     @property
     def tokens(self) -> int:
@@ -81,7 +112,7 @@ class TextConfig:
 
 
 @dataclass(frozen=True)
-class TimmConfig:
+class TimmConfig(ImageInput):
     """An image encoder of the timm library; all values come from timm."""
 
     timm: str
@@ -93,6 +124,9 @@ class TimmConfig:
     std: tuple[float, float, float]
     stages: tuple[str, ...] = ()
     """Stages whose mean outputs are appended to the final features."""
+    resize_mode: ResizeMode = "shortest"
+    interpolation: Interpolation = "bicubic"
+    crop_pct: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,52 @@
 """PIL images as square RGB bytes, the input of every vision tower: one transform for model and data."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from m1clip.config import Preprocess
+
 Pixels = NDArray[np.uint8]
 
 
-def center_crop(image: Image.Image, size: int) -> Pixels:
-    """Upright RGB (size, size, 3): the largest central square, resized bicubically as in CLIP."""
-    image = to_rgb(ImageOps.exif_transpose(image))
-    crop = min(image.size)
-    left, top = ((length - crop) / 2 for length in image.size)
-    box = (left, top, left + crop, top + crop)
-    return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box))
+def preprocess(image: Image.Image, settings: Preprocess) -> Pixels:
+    """Upright RGB (size, size, 3) with the pixels that open_clip and torchvision compute."""
+    image, size = to_rgb(ImageOps.exif_transpose(image)), settings.size
+    resample = Image.Resampling[settings.interpolation.upper()]
+    if settings.resize_mode == "squash":
+        return np.asarray(image.resize((size, size), resample))
+    if settings.resize_mode == "longest":
+        return np.asarray(_pad(image.resize(_fit(image.size, size, max), resample), size))
+    box = center_box(image.size, size, round(size / settings.crop_pct))
+    return np.asarray(image.resize((size, size), resample, box))
+
+
+def center_box(image_size: tuple[int, int], size: int, edge: int) -> tuple[float, float, float, float]:
+    """The part of an image that a center crop keeps after its shorter edge has been resized to `edge`.
+
+    Resizing only this box gives the same pixels as resizing everything and cropping.
+    """
+    spans = []
+    for length, resized in zip(image_size, _fit(image_size, edge, min), strict=True):
+        start = round((resized - size) / 2)
+        spans.append((start * length / resized, min(length, (start + size) * length / resized)))
+    (left, right), (top, bottom) = spans
+    return left, top, right, bottom
+
+
+def _fit(image_size: tuple[int, int], edge: int, choose: Callable[[tuple[int, int]], int]) -> tuple[int, int]:
+    """The size of the same shape whose shorter (`min`) or longer (`max`) edge is `edge`."""
+    reference, rounded = choose(image_size), int if choose is min else round  # as torchvision and open_clip round
+    width, height = (max(1, rounded(edge * length / reference)) for length in image_size)
+    return width, height
+
+
+def _pad(image: Image.Image, size: int) -> Image.Image:
+    padded = Image.new("RGB", (size, size))
+    padded.paste(image, ((size - image.width) // 2, (size - image.height) // 2))
+    return padded
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from m1clip.config import Preprocess
 from m1clip.data.batches import (
     Augmentation,
     BatchStream,
@@ -35,7 +36,7 @@ ALL = Augmentation(crop_scale=0.5, hflip=True, color_jitter=0.3)
 
 def make_part(count: int, image_size: int, seed: int = 0, weight: float = 1.0) -> SplitPart:
     pairs, rows = SyntheticScenes(count, seed), np.arange(count)
-    return SplitPart(pairs, rows, decode_rows(pairs, image_size, rows.tolist()).pixels, weight)
+    return SplitPart(pairs, rows, decode_rows(pairs, Preprocess(image_size), rows.tolist()).pixels, weight)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from m1clip.config import Preprocess
 from m1clip.data.decode import BadImage, decode, read_header, supports_heic
-from m1clip.images import center_crop
+from m1clip.images import preprocess
 from photos import SCENES, jpeg
 
 
@@ -68,8 +69,8 @@ def test_the_exif_orientation_is_applied_once(format, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encode(scene(), format, exif=exif)
-    expected = center_crop(Image.open(io.BytesIO(data)), 48)  # by Pillow's exif_transpose
-    assert np.abs(center_crop(decode(data), 48).astype(int) - expected).max() <= 2
+    expected = preprocess(Image.open(io.BytesIO(data)), Preprocess(48))  # by Pillow's exif_transpose
+    assert np.abs(preprocess(decode(data), Preprocess(48)).astype(int) - expected).max() <= 2
 
 
 def test_the_first_frame_of_an_animation_is_decoded():
@@ -92,7 +93,7 @@ def test_a_large_jpeg_is_decoded_at_a_smaller_scale():
     data = encode(SCENES.image(3).resize((1600, 1200)), "JPEG", quality=95)
     small = decode(data, 2 * 64)
     assert 128 <= min(small.size) < 300
-    assert np.abs(center_crop(small, 64).astype(int) - center_crop(decode(data), 64)).mean() < 1
+    assert np.abs(preprocess(small, Preprocess(64)).astype(int) - preprocess(decode(data), Preprocess(64))).mean() < 1
 
 
 @pytest.mark.parametrize("part", [0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99])

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from m1clip.config import Preprocess
 from m1clip.data import pixel_cache
 from m1clip.data.decode import BadImage
 from m1clip.data.pixel_cache import PixelCache, build_pixel_cache, decode_rows, decode_to_memory
 from m1clip.data.splits import OnTheFlyImages
 from m1clip.data.synthetic import SyntheticScenes
 from m1clip.files import cache_folder
+
+SIZE = Preprocess(16)
 
 
 @pytest.fixture(autouse=True)
@@ -49,17 +52,17 @@ class BrokenScenes:
 
 def test_images_are_decoded_once_and_verified_afterwards():
     progress = []
-    first = build_pixel_cache(SyntheticScenes(20), 16, 1, 1, progress.append)
+    first = build_pixel_cache(SyntheticScenes(20), SIZE, 1, 1, progress.append)
     assert (sum(progress), first.pixels().shape) == (20, (20, 16, 16, 3))
     written_at = first.data.stat().st_mtime_ns
-    again = build_pixel_cache(SyntheticScenes(20), 16, 1, 1, progress.append)
+    again = build_pixel_cache(SyntheticScenes(20), SIZE, 1, 1, progress.append)
     assert sum(progress) == 40
     assert again.data.stat().st_mtime_ns == written_at
-    assert np.array_equal(first.pixels(), decode_rows(SyntheticScenes(20), 16, range(20)).pixels)
+    assert np.array_equal(first.pixels(), decode_rows(SyntheticScenes(20), SIZE, range(20)).pixels)
 
 
 def test_a_damaged_byte_is_detected_and_only_its_chunk_decoded_again(monkeypatch):
-    cache = build_pixel_cache(SyntheticScenes(20), 16, 1, 1)
+    cache = build_pixel_cache(SyntheticScenes(20), SIZE, 1, 1)
     expected = np.array(cache.pixels())
     with open(cache.data, "r+b") as file:
         file.seek(9 * 16 * 16 * 3 + 5)  # in the second chunk
@@ -67,24 +70,25 @@ def test_a_damaged_byte_is_detected_and_only_its_chunk_decoded_again(monkeypatch
     decoded = []
     monkeypatch.setattr(pixel_cache, "decode_rows", lambda *args: decoded.append(args[2]) or decode_rows(*args))
     del cache
-    assert np.array_equal(build_pixel_cache(SyntheticScenes(20), 16, 1, 1).pixels(), expected)
+    assert np.array_equal(build_pixel_cache(SyntheticScenes(20), SIZE, 1, 1).pixels(), expected)
     assert decoded == [range(8, 16)]
 
 
 @pytest.mark.parametrize("damage", ["data cut", "data gone", "journal cut", "journal gone"])
 def test_an_incomplete_cache_is_completed(damage):
-    cache = build_pixel_cache(SyntheticScenes(20), 16, 1, 1)
+    cache = build_pixel_cache(SyntheticScenes(20), SIZE, 1, 1)
     expected = np.array(cache.pixels())
     file = cache.journal if "journal" in damage else cache.data
     if "gone" in damage:
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:-30])
-    assert np.array_equal(build_pixel_cache(SyntheticScenes(20), 16, 1, 1).pixels(), expected)
+    assert np.array_equal(build_pixel_cache(SyntheticScenes(20), SIZE, 1, 1).pixels(), expected)
 
 
 BUILD = """
 import time
+from m1clip.config import Preprocess
 from m1clip.data import pixel_cache
 from m1clip.data.synthetic import SyntheticScenes
 pixel_cache.CHUNK_ROWS = 8
@@ -94,7 +98,7 @@ class SlowScenes(SyntheticScenes):
         time.sleep(0.02)
         return super().image(index)
 
-pixel_cache.build_pixel_cache(SlowScenes(200), 16, 1, 1, lambda n: print(n, flush=True))
+pixel_cache.build_pixel_cache(SlowScenes(200), Preprocess(16), 1, 1, lambda n: print(n, flush=True))
 """
 
 
@@ -105,37 +109,37 @@ def test_a_killed_build_continues():
         child.stdout.readline()
     child.kill()
     child.wait()
-    cache = PixelCache(SyntheticScenes(200), 16)
+    cache = PixelCache(SyntheticScenes(200), SIZE)
     assert 5 <= len(cache.entries()) < 25
     written, progress = cache.data.stat().st_size, []
-    cache = build_pixel_cache(SyntheticScenes(200), 16, 1, 1, progress.append)
+    cache = build_pixel_cache(SyntheticScenes(200), SIZE, 1, 1, progress.append)
     assert sum(progress) == 200
     assert written < cache.data.stat().st_size == 200 * 16 * 16 * 3
-    assert np.array_equal(cache.pixels(), decode_rows(SyntheticScenes(200), 16, range(200)).pixels)
+    assert np.array_equal(cache.pixels(), decode_rows(SyntheticScenes(200), SIZE, range(200)).pixels)
 
 
 @pytest.mark.slow
 def test_two_processes_do_not_decode_the_same_images_twice():
     child = subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.PIPE, text=True)
     child.stdout.readline()
-    cache = build_pixel_cache(SyntheticScenes(200), 16, 1, 1)  # waits for the other process
+    cache = build_pixel_cache(SyntheticScenes(200), SIZE, 1, 1)  # waits for the other process
     assert child.wait() == 0
     assert len([line for line in cache.journal.read_text().splitlines() if line]) == 25
-    expected = decode_rows(SyntheticScenes(200), 16, range(0, 200, 20)).pixels
+    expected = decode_rows(SyntheticScenes(200), SIZE, range(0, 200, 20)).pixels
     assert np.array_equal(cache.pixels()[::20], expected)
 
 
 def test_worker_processes_decode_what_the_main_process_does():
     progress = []
-    pixels = [decode_to_memory(SyntheticScenes(20), 16, workers, progress.append)[0] for workers in (1, 2)]
+    pixels = [decode_to_memory(SyntheticScenes(20), SIZE, workers, progress.append)[0] for workers in (1, 2)]
     assert np.array_equal(*pixels)
     assert sum(progress) == 40
 
 
 def test_rows_that_cannot_be_decoded_are_listed():
     bad = dict.fromkeys((3, 4, 39), ("truncated", "the file ends before the image does"))
-    assert build_pixel_cache(BrokenScenes(), 16, 1, 1).bad_images() == bad
-    assert decode_to_memory(BrokenScenes(), 16, 1, lambda done: None).bad == bad
+    assert build_pixel_cache(BrokenScenes(), SIZE, 1, 1).bad_images() == bad
+    assert decode_to_memory(BrokenScenes(), SIZE, 1, lambda done: None).bad == bad
 
 
 def test_a_bad_row_whose_cause_may_be_gone_is_tried_again(monkeypatch):
@@ -147,9 +151,9 @@ def test_a_bad_row_whose_cause_may_be_gone_is_tried_again(monkeypatch):
         return SyntheticScenes(40).image(index)
 
     monkeypatch.setattr(BrokenScenes, "image", image)
-    assert list(build_pixel_cache(BrokenScenes(), 16, 1, 1).bad_images()) == [3]
+    assert list(build_pixel_cache(BrokenScenes(), SIZE, 1, 1).bad_images()) == [3]
     installed = True
-    assert not build_pixel_cache(BrokenScenes(), 16, 1, 1).bad_images()
+    assert not build_pixel_cache(BrokenScenes(), SIZE, 1, 1).bad_images()
 
 
 def test_a_failed_build_releases_its_lock(monkeypatch):
@@ -158,9 +162,9 @@ def test_a_failed_build_releases_its_lock(monkeypatch):
 
     monkeypatch.setattr(pixel_cache, "decode_rows", fail)
     with pytest.raises(OSError, match="no"):
-        build_pixel_cache(SyntheticScenes(20), 16, 1, 1)
+        build_pixel_cache(SyntheticScenes(20), SIZE, 1, 1)
     monkeypatch.setattr(pixel_cache, "decode_rows", decode_rows)
-    assert build_pixel_cache(SyntheticScenes(20), 16, 1, 1) is not None  # otherwise it would wait for ever
+    assert build_pixel_cache(SyntheticScenes(20), SIZE, 1, 1) is not None  # otherwise it would wait for ever
 
 
 @dataclass(frozen=True)
@@ -173,41 +177,41 @@ class DeadlyScenes(BrokenScenes):
 
 def test_a_killed_worker_is_one_sentence():
     with pytest.raises(RuntimeError, match=r"a worker process was killed near image \d+"):
-        build_pixel_cache(DeadlyScenes(), 16, 1, 2)
+        build_pixel_cache(DeadlyScenes(), SIZE, 1, 2)
 
 
 def test_a_dataset_above_the_limit_is_not_cached():
-    assert build_pixel_cache(SyntheticScenes(20), 16, 10e-6, 1) is None
+    assert build_pixel_cache(SyntheticScenes(20), SIZE, 10e-6, 1) is None
     assert not list(cache_folder().glob("pixels-*"))
 
 
 def test_the_oldest_unused_cache_is_removed_first():
     dataset_gb = 20 * 16 * 16 * 3 / 1e9
-    used, unused = (build_pixel_cache(SyntheticScenes(20, seed), 16, 1, 1) for seed in (0, 1))
+    used, unused = (build_pixel_cache(SyntheticScenes(20, seed), SIZE, 1, 1) for seed in (0, 1))
     for age, cache in enumerate((used, unused)):
         os.utime(cache.folder, (1e9 + age, 1e9 + age))
     unused.close()
-    assert build_pixel_cache(SyntheticScenes(20, 2), 16, 2.5 * dataset_gb, 1) is not None
+    assert build_pixel_cache(SyntheticScenes(20, 2), SIZE, 2.5 * dataset_gb, 1) is not None
     assert used.folder.exists()
     assert not unused.folder.exists()
 
 
 def test_a_cache_that_only_used_entries_could_make_room_for_is_not_built():
     dataset_gb = 20 * 16 * 16 * 3 / 1e9
-    used = build_pixel_cache(SyntheticScenes(20), 16, 1, 1)
-    assert build_pixel_cache(SyntheticScenes(20, 1), 16, 1.5 * dataset_gb, 1) is None
+    used = build_pixel_cache(SyntheticScenes(20), SIZE, 1, 1)
+    assert build_pixel_cache(SyntheticScenes(20, 1), SIZE, 1.5 * dataset_gb, 1) is None
     assert [path.name for path in cache_folder().glob("pixels-*")] == [used.folder.name]
 
 
 def test_a_full_disk_is_refused_with_a_solution(monkeypatch):
     monkeypatch.setattr(pixel_cache, "free_bytes", lambda folder: 1000)
     with pytest.raises(OSError, match=r"M1CLIP_CACHE.*--cache-gb 0"):
-        build_pixel_cache(SyntheticScenes(20), 16, 1, 1)
+        build_pixel_cache(SyntheticScenes(20), SIZE, 1, 1)
 
 
 def test_on_the_fly_images_are_those_of_the_cache_and_a_bad_row_is_replaced_by_the_next():
-    expected = decode_rows(BrokenScenes(), 16, range(40)).pixels
-    images = OnTheFlyImages(BrokenScenes(), 16, 2, max_bad_rows=0.1)
+    expected = decode_rows(BrokenScenes(), SIZE, range(40)).pixels
+    images = OnTheFlyImages(BrokenScenes(), SIZE, 2, max_bad_rows=0.1)
     rows, pixels = images.take(np.array([5, 3, 39, 0]))
     images.pool.close()
     assert rows.tolist() == [5, 5, 0, 0]
@@ -216,7 +220,7 @@ def test_on_the_fly_images_are_those_of_the_cache_and_a_bad_row_is_replaced_by_t
 
 
 def test_too_many_bad_rows_stop_on_the_fly_decoding():
-    images = OnTheFlyImages(BrokenScenes(), 16, 1, max_bad_rows=0.01)
+    images = OnTheFlyImages(BrokenScenes(), SIZE, 1, max_bad_rows=0.01)
     with pytest.raises(ValueError, match=r"1 truncated.*row 3"):
         images.take(np.array([0, 3]))
     images.pool.close()

@@ -19,7 +19,16 @@ from helpers import QuietConsole, train_run
 from m1clip import cli, devices
 from m1clip.commands import parse_flags
 from m1clip.commands import train as command
-from m1clip.config import RECIPES, TrainConfig, check_config, from_json, get_preset, recipe_defaults, to_json
+from m1clip.config import (
+    RECIPES,
+    Preprocess,
+    TrainConfig,
+    check_config,
+    from_json,
+    get_preset,
+    recipe_defaults,
+    to_json,
+)
 from m1clip.data import pixel_cache
 from m1clip.data.batches import BatchStream
 from m1clip.data.index import no_progress
@@ -209,7 +218,7 @@ def test_new_heads_of_a_pretrained_clip_compute_the_same_at_first(pretrained):
 def frozen_split(config: TrainConfig):
     """Config, model and splits of a run with frozen towers."""
     config, init = load_init(replace(config, recipe="frozen"), None)
-    splits = open_splits(open_sources(config), config, 32, 40)
+    splits = open_splits(open_sources(config), config, Preprocess(32), Preprocess(40))
     return config, build_model(config, init, init.tokenizer), splits
 
 

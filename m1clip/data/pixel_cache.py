@@ -26,11 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from m1clip import images
+from m1clip.config import Preprocess
 from m1clip.data import decode
 from m1clip.data.index import Advance, BadImages, PairDataset
 from m1clip.files import cache_folder, lock_folder, read_jsonl
 from m1clip.format import file_size
-from m1clip.images import Pixels, center_crop
+from m1clip.images import Pixels, preprocess
 
 CHUNK_ROWS = 256
 TASKS_PER_WORKER = 4  # queued, running or done but not yet consumed: bounds the memory
@@ -49,11 +50,11 @@ class Decoded(NamedTuple):
     bad: BadImages
 
 
-def decode_rows(pairs: PairDataset, image_size: int, rows: Rows) -> Decoded:
-    pixels, bad = np.zeros((len(rows), image_size, image_size, 3), np.uint8), BadImages()
+def decode_rows(pairs: PairDataset, settings: Preprocess, rows: Rows) -> Decoded:
+    pixels, bad = np.zeros((len(rows), settings.size, settings.size, 3), np.uint8), BadImages()
     for i, row in enumerate(rows):
         try:
-            pixels[i] = center_crop(pairs.image(row, 2 * image_size), image_size)
+            pixels[i] = preprocess(pairs.image(row, 2 * settings.size), settings)
         except decode.BadImage as error:
             bad[row] = (error.kind, str(error))
     return Decoded(pixels, bad)
@@ -227,12 +228,12 @@ class RowStore:
 
 
 class PixelCache(RowStore):
-    def __init__(self, pairs: PairDataset, image_size: int):
-        self.image_size = image_size
+    def __init__(self, pairs: PairDataset, settings: Preprocess):
+        self.image_size = settings.size
         # The key includes the decoding code: other code makes other pixels.
         code = "".join(Path(str(module.__file__)).read_text() for module in (images, decode))
-        key = sha256(f"{pairs.fingerprint}/{len(pairs)}/{image_size}/{code}".encode()).hexdigest()[:16]
-        super().__init__(cache_folder() / f"pixels-{key}", len(pairs), image_size**2 * 3)
+        key = sha256(f"{pairs.fingerprint}/{len(pairs)}/{settings}/{code}".encode()).hexdigest()[:16]
+        super().__init__(cache_folder() / f"pixels-{key}", len(pairs), settings.size**2 * 3)
 
     def is_final(self, entry: Notes) -> bool:
         return not any(kind in RETRIED for kind, _ in entry["notes"].values())
@@ -246,23 +247,23 @@ class PixelCache(RowStore):
 
 
 def build_pixel_cache(
-    pairs: PairDataset, image_size: int, max_gb: float, workers: int, progress: Advance = lambda done: None
+    pairs: PairDataset, settings: Preprocess, max_gb: float, workers: int, progress: Advance = lambda done: None
 ) -> PixelCache | None:
     """The complete cache, or None if it would exceed the size limit."""
-    if len(pairs) * image_size**2 * 3 > max_gb * 1e9:
+    if len(pairs) * settings.size**2 * 3 > max_gb * 1e9:
         return None
-    cache = PixelCache(pairs, image_size)
+    cache = PixelCache(pairs, settings)
 
     def produce(chunks: list[range]) -> Iterator[tuple[bytes, Notes]]:
-        for decoded in map_chunks(partial(decode_rows, pairs, image_size), chunks, workers):
+        for decoded in map_chunks(partial(decode_rows, pairs, settings), chunks, workers):
             yield decoded.pixels.tobytes(), decoded.bad
 
     return cache if cache.build(produce, max_gb * 1e9, progress) else None
 
 
-def decode_to_memory(pairs: PairDataset, image_size: int, workers: int, progress: Advance) -> Decoded:
+def decode_to_memory(pairs: PairDataset, settings: Preprocess, workers: int, progress: Advance) -> Decoded:
     pixels, bad, rows = list[Pixels](), BadImages(), row_chunks(len(pairs), CHUNK_ROWS)
-    for chunk in map_chunks(partial(decode_rows, pairs, image_size), rows, workers):
+    for chunk in map_chunks(partial(decode_rows, pairs, settings), rows, workers):
         pixels.append(chunk.pixels)
         bad |= chunk.bad
         progress(len(chunk.pixels))

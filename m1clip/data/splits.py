@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from m1clip.config import DataConfig
+from m1clip.config import DataConfig, Preprocess
 from m1clip.data import pixel_cache
 from m1clip.data.decode import BadImage
 from m1clip.data.index import BadRows, IndexedPairs, IndexWriter, PairDataset, ProgressFactory, RowIndices, no_progress
@@ -180,10 +180,10 @@ def _remove_val_images(sources: list[Source], progress: ProgressFactory) -> list
 class OnTheFlyImages:
     """Images decoded by worker processes on request. A bad row is replaced by the next good one."""
 
-    def __init__(self, pairs: PairDataset, image_size: int, workers: int, max_bad_rows: float):
-        self.pairs, self.image_size, self.max_bad_rows = pairs, image_size, max_bad_rows
+    def __init__(self, pairs: PairDataset, settings: Preprocess, workers: int, max_bad_rows: float):
+        self.pairs, self.image_size, self.max_bad_rows = pairs, settings.size, max_bad_rows
         self.bad_rows, self.bad = BadRows(len(pairs), len(pairs)), set[int]()
-        self.pool = pixel_cache.WorkerPool(partial(pixel_cache.decode_rows, pairs, image_size), workers)
+        self.pool = pixel_cache.WorkerPool(partial(pixel_cache.decode_rows, pairs, settings), workers)
 
     def take(self, rows: RowIndices) -> tuple[RowIndices, Pixels]:
         rows, todo = np.array(rows), np.arange(len(rows))
@@ -325,12 +325,12 @@ class Splits:
 def open_splits(
     sources: Sequence[Source],
     config: DataConfig,
-    image_size: int,
-    stored_size: int,
+    evaluated: Preprocess,
+    stored: Preprocess,
     progress: ProgressFactory = no_progress,
     on_the_fly: Sequence[bool] = (),
 ) -> Splits:
-    """Validation images at `image_size`, training images at `stored_size`, which leaves a margin for crops.
+    """Validation images as the model sees them, training images as `stored`, with a margin for random crops.
 
     A resumed run passes `on_the_fly` of its data.json, one flag per source: the order of rows depends on it.
     """
@@ -338,10 +338,10 @@ def open_splits(
     limits = [0.0 if flag else float("inf") for flag in on_the_fly] or [config.cache_gb] * len(sources)
     train = []
     for source, max_gb in zip(sources, limits, strict=True):
-        part = _open_part(source.train, stored_size, replace(config, cache_gb=max_gb), bad_rows, progress, False)
+        part = _open_part(source.train, stored, replace(config, cache_gb=max_gb), bad_rows, progress, False)
         train.append(replace(part, weight=source.weight))
     val_pairs = [validation_subset(source.val, config) for source in sources]
-    val = open_eval_split(val_pairs, image_size, config, bad_rows, progress)
+    val = open_eval_split(val_pairs, evaluated, config, bad_rows, progress)
     bad_rows.require_at_most(config.max_bad_rows)
     if not all(len(part.rows) for part in (*train, *val.parts)):
         raise ValueError(f"{config.data}: a split has no image that can be decoded; see `m1clip data check`")
@@ -353,22 +353,27 @@ def open_splits(
 
 
 def open_eval_split(
-    pairs: Sequence[PairDataset], image_size: int, config: DataConfig, bad_rows: BadRows, progress: ProgressFactory
+    pairs: Sequence[PairDataset], settings: Preprocess, config: DataConfig, bad_rows: BadRows, progress: ProgressFactory
 ) -> Split:
     """One split of several datasets, cached, or decoded to memory if the cache limit is too small."""
-    return Split([_open_part(dataset, image_size, config, bad_rows, progress, is_eval=True) for dataset in pairs])
+    return Split([_open_part(dataset, settings, config, bad_rows, progress, is_eval=True) for dataset in pairs])
 
 
 def _open_part(
-    pairs: PairDataset, image_size: int, config: DataConfig, bad_rows: BadRows, progress: ProgressFactory, is_eval: bool
+    pairs: PairDataset,
+    settings: Preprocess,
+    config: DataConfig,
+    bad_rows: BadRows,
+    progress: ProgressFactory,
+    is_eval: bool,
 ) -> SplitPart:
     with progress("decoding images", len(pairs)) as advance:
-        if cache := pixel_cache.build_pixel_cache(pairs, image_size, config.cache_gb, config.workers, advance):
+        if cache := pixel_cache.build_pixel_cache(pairs, settings, config.cache_gb, config.workers, advance):
             pixels, bad = cache.pixels(), cache.bad_images()
         elif is_eval:
-            pixels, bad = pixel_cache.decode_to_memory(pairs, image_size, config.workers, advance)
+            pixels, bad = pixel_cache.decode_to_memory(pairs, settings, config.workers, advance)
         else:
-            images = OnTheFlyImages(pairs, image_size, config.workers, config.max_bad_rows)
+            images = OnTheFlyImages(pairs, settings, config.workers, config.max_bad_rows)
             return SplitPart(pairs, np.arange(len(pairs)), images)
     bad_rows.add_images(pairs, bad)
     good_rows = np.setdiff1d(np.arange(len(pairs)), list(bad)).astype(np.int64)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from m1clip.config import HFConfig, ModelConfig, TimmConfig, TrainConfig, check_model, from_json, to_json
 from m1clip.files import atomic_folder
-from m1clip.images import center_crop
+from m1clip.images import preprocess
 from m1clip.model.fast import make_fast
 from m1clip.model.lora import merged_state_dict
 from m1clip.model.pretrained import HFText, TimmVision
@@ -158,7 +158,7 @@ class CLIP(nn.Module):
     def encode_image(self, images: Image.Image | Sequence[Image.Image]) -> Tensor:
         """Unit vectors of PIL images of any size; one image gives one row."""
         images = [images] if isinstance(images, Image.Image) else images
-        images_BHWC = np.stack([center_crop(image, self.config.vision.image_size) for image in images])
+        images_BHWC = np.stack([preprocess(image, self.config.vision.preprocess) for image in images])
         return self.embed_images(self.normalize(torch.from_numpy(images_BHWC).to(self.devices[0])))
 
     @torch.no_grad()

@@ -167,15 +167,16 @@ def adapt_to_data(candidate: Candidate, data: DataSummary) -> Candidate:
 
 def decoding_time(sources: Sequence[Source], config: TrainConfig) -> float:
     """Seconds to decode all images that are not cached, from a sample."""
-    size = stored_size(config.model.vision.image_size, config.crop_scale)
-    missing = [source for source in sources if PixelCache(source.train, size).missing_bytes]
+    seen = config.model.vision.preprocess
+    stored = replace(seen, size=stored_size(seen.size, config.crop_scale))
+    missing = [source for source in sources if PixelCache(source.train, stored).missing_bytes]
     if not missing:
         return 0.0
     largest = max((source.train for source in missing), key=len)
     rows = list(evenly_spaced(len(largest), SAMPLE // 2))
-    decode_rows(largest, size, rows[:2])  # warm-up: lazy imports
+    decode_rows(largest, stored, rows[:2])  # warm-up: lazy imports
     started = time.perf_counter()
-    decode_rows(largest, size, rows)
+    decode_rows(largest, stored, rows)
     per_image = (time.perf_counter() - started) / len(rows) / (config.workers or os.cpu_count() or 1)
     return per_image * sum(len(source.train) for source in missing)
 

@@ -97,9 +97,9 @@ def prepare(
     check_recipe(config, init)
     check_disk_space(config, runs, resumed)
     before = resumed.read("data.json") if resumed and (resumed.path / "data.json").exists() else {}
-    size = config.model.vision.image_size
-    stored = stored_size(size, config.crop_scale)
-    splits = open_splits(sources, config, size, stored, console.progress, before.get("on_the_fly", ()))
+    evaluated = config.model.vision.preprocess
+    stored = replace(evaluated, size=stored_size(evaluated.size, config.crop_scale))
+    splits = open_splits(sources, config, evaluated, stored, console.progress, before.get("on_the_fly", ()))
     pairs, identity = splits.train.pairs_per_epoch, splits.train.identity
     config = settle(config, init, pairs)
     if config.batch_size > pairs:
