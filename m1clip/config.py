@@ -130,6 +130,22 @@ class TimmConfig(ImageInput):
 
 
 @dataclass(frozen=True)
+class TokenizerSettings:
+    """What a tokenizer.json does not say about the captions of a library's text encoder."""
+
+    clip_tokens: bool = False
+    """Captions are cleaned and enclosed in start and end tokens as in CLIP; others bring their own rules."""
+    clean: Literal["none", "lower", "whitespace", "canonicalize", "strip_punctuation"] = "none"
+    """open_clip's cleaning of captions; strip_punctuation is that of SigLIP in transformers."""
+    pad_id: int = 0
+    pad_left: bool = False
+    fixed_length: bool = False
+    """Pad to the context length: the encoder attends to the padding."""
+    zeroed_id: int | None = None
+    """Token that is replaced by 0 (strip_sep_token of open_clip)."""
+
+
+@dataclass(frozen=True)
 class HFConfig:
     """A text encoder of the transformers library, such as BERT; all values come from its folder."""
 
@@ -142,14 +158,45 @@ class HFConfig:
     """Size of a caption's feature vector."""
 
     @property
-    def pad_id(self) -> int:
-        return int(self.hf.get("pad_token_id") or 0)
+    def tokenizer(self) -> TokenizerSettings:
+        return TokenizerSettings(pad_id=int(self.hf.get("pad_token_id") or 0))
+
+
+@dataclass(frozen=True)
+class LibraryVisionConfig(ImageInput):
+    """The image encoder of a CLIP of open_clip or transformers, projection included; all values come from the model."""
+
+    library: Literal["open_clip", "transformers"]
+    settings: dict[str, Any]
+    """What the library builds it from: embed_dim, vision_cfg and quick_gelu, or a config.json."""
+    image_size: int
+    width: int
+    """Size of an image's embedding."""
+    mean: tuple[float, float, float] = OPENAI_MEAN
+    std: tuple[float, float, float] = OPENAI_STD
+    resize_mode: ResizeMode = "shortest"
+    interpolation: Interpolation = "bicubic"
+    crop_pct: float = 1.0
+
+
+@dataclass(frozen=True)
+class LibraryTextConfig:
+    """The text encoder of a CLIP of open_clip or transformers, projection included; all values come from the model."""
+
+    library: Literal["open_clip", "transformers"]
+    settings: dict[str, Any]
+    """What the library builds it from: embed_dim, text_cfg, quick_gelu and hf_config, or a config.json."""
+    vocab_size: int
+    context_length: int
+    width: int
+    """Size of a caption's embedding."""
+    tokenizer: TokenizerSettings
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    vision: VisionConfig | TimmConfig = VisionConfig()
-    text: TextConfig | HFConfig = TextConfig()
+    vision: VisionConfig | TimmConfig | LibraryVisionConfig = VisionConfig()
+    text: TextConfig | HFConfig | LibraryTextConfig = TextConfig()
     embed_dim: Positive = 512
     """Size of the joint image-text embedding."""
     activation: Suppress[Literal["gelu", "quick_gelu"]] = "gelu"
@@ -202,7 +249,9 @@ class TrainConfig(DataConfig):
     recipe: Recipe = "auto"
     """scratch; frozen (train heads on features encoded once); lora; full; auto chooses and says why."""
     init: str = ""
-    """Start from a CLIP: a run or model folder, an OpenCLIP, OpenAI or transformers checkpoint, or a hub name."""
+    """Start from a CLIP: run, model folder, checkpoint, open_clip:NAME/TAG, hf:NAME; `m1clip models` lists them."""
+    model_name: str = ""
+    """Architecture of the checkpoint given to --init, by its name in open_clip, such as ViT-B-16-SigLIP."""
     vision: str = ""
     """Pretrained image encoder: timm:NAME, or timm:NAME?weights=FILE (needs m1clip[timm])."""
     text: str = ""
@@ -325,6 +374,9 @@ def check_config(config: T) -> T:
     require(bag or not config.word_dropout, "word_dropout needs --model.text.encoder bag_of_words")
     both = config.init and (config.vision or config.text)
     require(not both, "--init provides both towers; --vision and --text cannot be combined with it")
+    require(
+        bool(config.init) or not config.model_name, "--model-name is the architecture of a checkpoint: add --init FILE"
+    )
     if config.preset != "budget":
         get_preset(config.preset)
     _ = config.budget_s, config.save_interval
@@ -374,7 +426,7 @@ def from_dict(kind: type[T], values: Any) -> T:
         raise ValueError(_explain(error.errors(), kind)) from None
 
 
-_TOWERS = (VisionConfig, TimmConfig, TextConfig, HFConfig)
+_TOWERS = (VisionConfig, TimmConfig, LibraryVisionConfig, TextConfig, HFConfig, LibraryTextConfig, TokenizerSettings)
 _UNION_MEMBERS = {*(tower.__name__ for tower in _TOWERS), "constrained-int", "literal['auto']"}
 _PHRASES = {"Input should be ": "", "greater than or equal to": "at least", "less than or equal to": "at most"}
 _PHRASES |= {"greater than": "above", "less than inf": "finite", "less than": "below"}
@@ -423,7 +475,7 @@ def with_defaults(config: TrainConfig, defaults: Mapping[str, Any], given: Mappi
 FIXED_ON_RESUME = (
     *("model", "data", "val_size", "image_column", "caption_column", "template", "allow", "seed", "batch_size"),
     *("captions_per_image", "crop_scale", "hflip", "color_jitter", "tokenizer", "optimizer", "ema"),
-    *("best_metric", "recipe", "init", "vision", "text", "freeze", "lora_rank"),
+    *("best_metric", "recipe", "init", "model_name", "vision", "text", "freeze", "lora_rank"),
 )
 """Settings that data order, weights and optimizer state depend on."""
 # Settings that come with pretrained weights.

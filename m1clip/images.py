@@ -19,21 +19,10 @@ def preprocess(image: Image.Image, settings: Preprocess) -> Pixels:
         return np.asarray(image.resize((size, size), resample))
     if settings.resize_mode == "longest":
         return np.asarray(_pad(image.resize(_fit(image.size, size, max), resample), size))
-    box = center_box(image.size, size, round(size / settings.crop_pct))
-    return np.asarray(image.resize((size, size), resample, box))
-
-
-def center_box(image_size: tuple[int, int], size: int, edge: int) -> tuple[float, float, float, float]:
-    """The part of an image that a center crop keeps after its shorter edge has been resized to `edge`.
-
-    Resizing only this box gives the same pixels as resizing everything and cropping.
-    """
-    spans = []
-    for length, resized in zip(image_size, _fit(image_size, edge, min), strict=True):
-        start = round((resized - size) / 2)
-        spans.append((start * length / resized, min(length, (start + size) * length / resized)))
-    (left, right), (top, bottom) = spans
-    return left, top, right, bottom
+    # Not the box of Pillow's resize: that is rounded to float32, and some pixels would differ.
+    image = image.resize(_fit(image.size, round(size / settings.crop_pct), min), resample)
+    left, top = (round((length - size) / 2) for length in image.size)
+    return np.asarray(image.crop((left, top, left + size, top + size)))
 
 
 def _fit(image_size: tuple[int, int], edge: int, choose: Callable[[tuple[int, int]], int]) -> tuple[int, int]:

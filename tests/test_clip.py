@@ -216,7 +216,7 @@ def test_a_missing_file_is_named(model, tmp_path, name):
 def test_weights_of_another_shape_are_named(model, tmp_path):
     model.save(tmp_path / "m")
     edit_config(tmp_path / "m", embed_dim=48)
-    shapes = r"misshapen +text_projection.weight +24 × 32 in the file, 48 × 32 in the model"
+    shapes = r"misshapen \(such as text_projection.weight +24 × 32 in the file, 48 × 32 in the model"
     with pytest.raises(ValueError, match=shapes):
         m1clip.load(tmp_path / "m")
 
@@ -225,7 +225,7 @@ def test_weights_of_another_depth_are_named(model, tmp_path):
     model.save(tmp_path / "m")
     text = json.loads((tmp_path / "m" / "config.json").read_text())["text"]
     edit_config(tmp_path / "m", text={**text, "layers": 3})
-    with pytest.raises(ValueError, match=r"missing +text\.blocks\.2.*\n.*\n(.*\n)*.*and \d+ more"):
+    with pytest.raises(ValueError, match=r"12 missing \(such as text\.blocks\.2"):
         m1clip.load(tmp_path / "m")
 
 

@@ -84,7 +84,7 @@ def test_a_shape_that_cannot_be_built_is_refused(settings, words):
     ("settings", "words"),
     [
         ({"epoch": 3}, r"unknown key epoch; did you mean epochs\?"),
-        ({"crop": 0.5}, "unknown key crop; did you mean crop_scale"),
+        ({"crop": 0.5}, "unknown key crop; did you mean crop_pct or crop_scale"),
         ({"model": {"vision": {"widht": 3}}}, "unknown key model.vision.widht; did you mean width"),
         ({"model": {"text": {"hed": 3}}}, "unknown key model.text.hed; did you mean head"),
         ({"epochs": "many"}, "epochs must be a valid integer, not 'many'"),

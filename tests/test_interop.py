@@ -22,9 +22,10 @@ from safetensors.torch import load_file, save_file
 import m1clip
 from m1clip.config import PRESETS, ModelConfig, TextConfig, VisionConfig
 from m1clip.model.clip import CLIP
-from m1clip.model.interop import OPEN_CLIP, VOCABULARY, export_clip, exportable_towers, import_clip, infer_config
+from m1clip.model.interop import OPEN_CLIP, export_clip, exportable_towers
+from m1clip.model.pretrained_clip import import_clip, infer_config
 from m1clip.model.safe_load import WeightMismatch, load_tensors
-from m1clip.model.tokenizer import Tokenizer
+from m1clip.model.tokenizer import VOCABULARY, Tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::torch.jit.TracerWarning")
 TOLERANCE = 1e-5
@@ -235,7 +236,7 @@ def test_the_activation_comes_from_the_configuration_the_file_name_or_the_caller
     assert (settings, note) == (("quick_gelu", 4, 2), "")
 
 
-def test_weights_that_do_not_fit_are_listed(theirs, tmp_path):
+def test_weights_that_do_not_fit_are_counted_with_an_example(theirs, tmp_path):
     path = save_checkpoint(theirs, "safetensors", tmp_path)
     weights = load_file(path)
     weights.pop("visual.transformer.resblocks.1.mlp.c_fc.bias")
@@ -244,13 +245,13 @@ def test_weights_that_do_not_fit_are_listed(theirs, tmp_path):
     save_file(weights, path)
     with pytest.raises(WeightMismatch) as error:
         import_clip(str(path))
-    assert [" ".join(line.split()) for line in str(error.value).splitlines()[1:]] == [
-        "missing visual.transformer.resblocks.1.mlp.c_fc.bias",
-        "unexpected visual.attn_pool.query",
-        "misshapen text_projection 64 × 48 in the file, 64 × 40 in the model",
-    ]
+    assert str(error.value).partition("do not fit the model: ")[2] == (
+        "1 missing (such as visual.transformer.resblocks.1.mlp.c_fc.bias), "
+        "1 unexpected (such as visual.attn_pool.query), "
+        "1 misshapen (such as text_projection  64 × 48 in the file, 64 × 40 in the model)"
+    )
     save_file({name: value for name, value in weights.items() if name.startswith("visual.")}, path)
-    with pytest.raises(WeightMismatch, match=r"missing +token_embedding.weight"):
+    with pytest.raises(WeightMismatch, match=r"missing \(such as ln_final|missing \(such as positional"):
         import_clip(str(path))
 
 
@@ -261,11 +262,11 @@ def test_damaged_files_and_other_models_are_refused(theirs, tmp_path):
         with pytest.raises(ValueError, match=r"damaged|cannot be read"):
             import_clip(str(path))
     save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "other.safetensors")
-    with pytest.raises(WeightMismatch, match=r"unexpected +fc.weight"):
+    with pytest.raises(ValueError, match="is not a CLIP of OpenAI, open_clip or transformers"):
         import_clip(str(tmp_path / "other.safetensors"))
     resnet = {name: torch.zeros(2, 2) for name in ("visual.conv1.weight", "visual.layer1.0.conv1.weight")}
     save_file(resnet, tmp_path / "rn50.safetensors")
-    with pytest.raises(ValueError, match="ResNet"):
+    with pytest.raises(ValueError, match="is a CLIP with a ResNet; --model-name"):
         import_clip(str(tmp_path / "rn50.safetensors"))
     with pytest.raises(FileNotFoundError, match="hub name"):
         import_clip(str(tmp_path / "nowhere.pt"))
@@ -301,44 +302,12 @@ def test_a_damaged_archive_never_hangs_or_crashes(theirs, tmp_path):
             load_tensors(tmp_path / "damaged.pt")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"vision_cfg": {"timm_model_name": "vit_base_patch16_224"}},
-        {"text_cfg": {"no_causal_mask": True}},
-        {"text_cfg": {"pool_type": "last"}},
-        {"vision_cfg": {"pool_type": "avg"}},
-        {"vision_cfg": {"norm_kwargs": {"eps": 1e-3}}},
-        {"preprocess_cfg": {"resize_mode": "squash"}},
-    ],
-)
-def test_an_open_clip_configuration_that_changes_the_equations_is_refused(change, theirs, tmp_path):
-    path = save_checkpoint(theirs, "safetensors", tmp_path)
-    towers = {"vision_cfg": {"width": 128, "pool_type": "tok"}, "text_cfg": {"heads": 1, "no_causal_mask": False}}
-    config = {"model_cfg": towers, "preprocess_cfg": {"mean": [0.5, 0.5, 0.5], "resize_mode": "shortest"}}
-    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
-    assert import_clip(str(path))[0].config.vision.mean == (0.5, 0.5, 0.5)
-    for section, values in change.items():
-        (config if section == "preprocess_cfg" else towers)[section] |= values
-        (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
-        with pytest.raises(ValueError, match=f"{section} {next(iter(values))} = "):
-            import_clip(str(path))
-
-
-@pytest.mark.parametrize(
-    ("section", "change", "message"),
-    [
-        ("text_config", {"hidden_act": "gelu"}, "not quick_gelu and gelu"),
-        ("vision_config", {"layer_norm_eps": 1e-3}, "layer_norm_eps must be 1e-5, not 0.001"),
-        ("text_config", {"eos_token_id": 7}, "end token 7"),
-    ],
-)
-def test_a_transformers_configuration_that_changes_the_equations_is_refused(section, change, message, tmp_path):
+def test_a_configuration_of_transformers_with_another_end_token_than_its_tokenizer_is_refused(tmp_path):
     export_clip(random_clip(SMALL_VOCAB, Tokenizer.characters()), "transformers", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config[section] |= change
+    config["text_config"]["eos_token_id"] = 7
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="end token 7"):
         import_clip(str(tmp_path))
 
 

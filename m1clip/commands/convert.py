@@ -34,6 +34,8 @@ class Args:
     """Output folder; by default beside the model, named after the library."""
     tokenizer: str = ""
     """Vocabulary of a checkpoint without one (bpe_simple_vocab_16e6.txt.gz or merges.txt)."""
+    model_name: str = ""
+    """Architecture of a checkpoint by its name in open_clip, such as ViT-B-16-SigLIP."""
     quick_gelu: bool = False
     """The checkpoint was trained with quick_gelu, but has no configuration that says so."""
     runs: Path = Path("runs")
@@ -51,8 +53,9 @@ def main(args: Args) -> None:
     if out.exists() and not args.overwrite:
         raise FileExistsError(f"{out} exists; --overwrite replaces it, --out DIR writes elsewhere")
     with loading():
-        from m1clip.model.interop import export_clip, import_clip
-    model, note = import_clip(spec, args.tokenizer, args.quick_gelu)
+        from m1clip.model.interop import export_clip
+        from m1clip.model.pretrained_clip import import_clip
+    model, note = import_clip(spec, args.tokenizer, args.quick_gelu, args.model_name)
     if note:
         print(f"{spec}: {note}", file=sys.stderr)
     if args.to == "m1clip":

@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +16,24 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from m1clip.config import HFConfig, ModelConfig, TimmConfig, TrainConfig, check_model, from_json, to_json
+from m1clip.config import (
+    HFConfig,
+    LibraryTextConfig,
+    LibraryVisionConfig,
+    ModelConfig,
+    TextConfig,
+    TimmConfig,
+    TrainConfig,
+    VisionConfig,
+    check_model,
+    from_json,
+    to_json,
+)
 from m1clip.files import atomic_folder
 from m1clip.images import preprocess
 from m1clip.model.fast import make_fast
 from m1clip.model.lora import merged_state_dict
-from m1clip.model.pretrained import HFText, TimmVision
+from m1clip.model.pretrained import HFText, PretrainedTower, TimmVision
 from m1clip.model.rng import dropout_mask
 from m1clip.model.safe_load import load_checked, save_tensors
 from m1clip.model.tokenizer import HFTokenizer, Tokenizer
@@ -76,8 +89,8 @@ class ProjectionHead(nn.Module):
 
 
 class CLIP(nn.Module):
-    vision: VisionTransformer | TimmVision
-    text: TextTransformer | BagOfWords | HFText
+    vision: VisionTransformer | PretrainedTower
+    text: TextTransformer | BagOfWords | PretrainedTower
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None = None):
         super().__init__()
@@ -86,12 +99,8 @@ class CLIP(nn.Module):
             raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but vocab_size is {config.text.vocab_size}")
         self.config, self.tokenizer = config, tokenizer
         vision, text, act = config.vision, config.text, config.activation
-        self.vision = TimmVision(vision) if isinstance(vision, TimmConfig) else VisionTransformer(vision, act)
-        if isinstance(text, HFConfig):
-            self.text = HFText(text)
-        else:
-            encoder = TextTransformer if text.encoder == "transformer" else BagOfWords
-            self.text = encoder(text, act, getattr(tokenizer, "end_id", END_ID))
+        self.vision = make_vision(vision, act)
+        self.text = make_text(text, act, getattr(tokenizer, "end_id", END_ID))
         self.vision_projection = make_head(config, vision.width, salt=2001)
         self.text_projection = make_head(config, text.width, salt=2003)
         # In units of bytes. They are never on the meta device, because no file has them.
@@ -103,9 +112,11 @@ class CLIP(nn.Module):
         for tower in (self.vision, self.text):
             if isinstance(tower, Tower):
                 init_tower(make_fast(tower))
-        for head in (self.vision_projection, self.text_projection):
+        for head, tower_config in ((self.vision_projection, vision), (self.text_projection, text)):
             if isinstance(head, ProjectionHead):
                 head.initialize()
+            elif isinstance(tower_config, LibraryVisionConfig | LibraryTextConfig):
+                nn.init.eye_(head.weight)
             else:
                 nn.init.normal_(head.weight, std=head.in_features**-0.5)
 
@@ -195,6 +206,27 @@ class CLIP(nn.Module):
         self.tokenizer.save(folder / "tokenizer.json")
 
 
+def make_vision(config: VisionConfig | TimmConfig | LibraryVisionConfig, activation: str) -> Any:
+    if isinstance(config, VisionConfig):
+        return VisionTransformer(config, activation)
+    if isinstance(config, TimmConfig):
+        return TimmVision(config)
+    from m1clip.model.library import LibraryVision
+
+    return LibraryVision(config)
+
+
+def make_text(config: TextConfig | HFConfig | LibraryTextConfig, activation: str, end_id: int) -> Any:
+    if isinstance(config, TextConfig):
+        encoder = TextTransformer if config.encoder == "transformer" else BagOfWords
+        return encoder(config, activation, end_id)
+    if isinstance(config, HFConfig):
+        return HFText(config)
+    from m1clip.model.library import LibraryText
+
+    return LibraryText(config)
+
+
 def make_head(config: ModelConfig, width: int, salt: int) -> ProjectionHead | nn.Linear:
     if config.head == "linear":
         return nn.Linear(width, config.embed_dim, bias=False)
@@ -219,6 +251,7 @@ def load(folder: str | os.PathLike[str]) -> CLIP:
 
 
 def load_tokenizer(config: ModelConfig, path: Path) -> Tokenizer:
-    if isinstance(config.text, HFConfig):
-        return HFTokenizer.load(path, config.text.pad_id)
-    return Tokenizer.load(path)
+    if isinstance(config.text, TextConfig):
+        return Tokenizer.load(path)
+    settings = config.text.tokenizer
+    return (Tokenizer if settings.clip_tokens else HFTokenizer).load(path, settings)

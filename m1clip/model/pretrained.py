@@ -38,13 +38,23 @@ def require_extra(library: str, extra: str, reason: str) -> None:
 
 class PretrainedTower(nn.Module):
     net: Any
-    layer_numbers: Any  # dict: the layer of each parameter of `net`, counted from the input
     blocks: tuple[nn.Module, ...] = ()  # torch.compile is only tried on our own blocks
     patch_dropout, grad_checkpointing = 0.0, False  # not supported here
 
     def train(self, mode: bool = True) -> "PretrainedTower":
         super().train(False)
         return self
+
+    @cached_property
+    def layer_numbers(self) -> dict[str, int]:
+        """The layer of each parameter of `net`, from the input: each numbered block or stage is a layer."""
+        numbers, last = dict[str, int](), ""
+        for name, _ in self.net.named_parameters():
+            block = re.match(r".*?\.\d+\.", name)
+            starts_layer = block is not None and block[0] != last
+            last = block[0] if block else last
+            numbers[name] = max(numbers.values(), default=0) + starts_layer
+        return numbers
 
     def layers_from_top(self, parameter: str) -> int:
         """Layers from a parameter to the output, its own included."""
@@ -76,11 +86,12 @@ class HFText(PretrainedTower):
 
     def __init__(self, config: HFConfig):
         super().__init__()
-        self.config, self.net = config, create_hf(config.hf)
+        # Some encoders have a pooling layer, which is not used.
+        self.config, self.net = config, create_hf(parse_hf_config(config.hf), {"add_pooling_layer": False}, {})
         self.train()
 
     def forward(self, tokens_BL: Tensor, key_B: Tensor | None = None) -> Tensor:
-        mask_BL = tokens_BL != self.config.pad_id
+        mask_BL = tokens_BL != self.config.tokenizer.pad_id
         output = self.net(input_ids=tokens_BL, attention_mask=mask_BL.long(), output_hidden_states=True)
         last_BLD = output.last_hidden_state
         mask_BL1 = mask_BL[:, :, None]
@@ -88,13 +99,6 @@ class HFText(PretrainedTower):
         means = [(layer_BLD * mask_BL1).sum(1) / count_B1 for layer_BLD in output.hidden_states]
         max_BD = last_BLD.masked_fill(~mask_BL1, -torch.inf).amax(1)
         return torch.cat([*means, last_BLD[:, 0], max_BD], dim=1)
-
-    @cached_property
-    def layer_numbers(self) -> dict[str, int]:
-        lists = {name: len(m) for name, m in self.net.named_modules() if isinstance(m, nn.ModuleList)}
-        layers = re.escape(max(lists, key=lambda name: lists[name]))  # the longest list holds the layers
-        matches = {name: re.match(rf"{layers}\.(\d+)\.", name) for name, _ in self.net.named_parameters()}
-        return {name: 1 + int(match[1]) if match else 0 for name, match in matches.items()}
 
 
 def image_features(net: Any, stages: Sequence[str], pixels_BCHW: Tensor) -> Tensor:
@@ -122,12 +126,19 @@ def stage_names(net: Any) -> tuple[str, ...]:
     return tuple(name for name in ("layer1", "layer2", "layer3", "layer4") if hasattr(net, name))
 
 
+def avoid_fused_attention() -> None:
+    """Where fused attention is wrong for the strided tensors that timm passes to it."""
+    if devices.attention_kind() == "eager" and find_spec("timm"):
+        import timm
+
+        timm.layers.set_fused_attn(False)
+
+
 def create_timm(name: str, pretrained: bool = False) -> Any:
     require_extra("timm", "timm", f"timm:{name}")
     import timm
 
-    if devices.attention_kind() == "eager":
-        timm.layers.set_fused_attn(False)  # timm passes strided tensors to the fused attention
+    avoid_fused_attention()
     try:
         return timm.create_model(name, num_classes=0, pretrained=pretrained)
     except (RuntimeError, ValueError, TypeError) as error:
@@ -136,28 +147,28 @@ def create_timm(name: str, pretrained: bool = False) -> Any:
         raise ValueError(f"timm cannot create {name!r} ({error}){hint}") from None
 
 
-def create_hf(config: Mapping[str, Any]) -> Any:
-    hf_config, reason = parse_hf_config(config), ""
+def create_hf(hf_config: Any, *variants: Mapping[str, Any]) -> Any:
+    """A model of transformers with random weights, with the first of these options that it knows."""
     from transformers import AutoModel
 
-    # Some encoders have only eager attention, and some have no pooling layer.
-    for attention, options in product((devices.attention_kind(), "eager"), ({"add_pooling_layer": False}, {})):
+    reason = ""
+    for attention, options in product((devices.attention_kind(), "eager"), variants):  # some have only eager attention
         try:
             return AutoModel.from_config(hf_config, attn_implementation=attention, trust_remote_code=False, **options)
         except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
             reason = str(error)
-    raise ValueError(f"transformers cannot create a {config['model_type']} encoder: {reason}")
+    raise ValueError(f"transformers cannot create a {hf_config.model_type} model: {reason}")
 
 
 def parse_hf_config(config: Mapping[str, Any]) -> Any:
     """The transformers config object, which knows each architecture's names for width and layers."""
-    require_extra("transformers", "hf", f"a {config['model_type']} text tower")
+    require_extra("transformers", "hf", f"a {config['model_type']} model")
     from transformers import AutoConfig
 
     try:
         return AutoConfig.for_model(**config)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"transformers has no {config['model_type']} encoder: {error}") from None
+        raise ValueError(f"transformers has no model of type {config['model_type']}: {error}") from None
 
 
 def load_timm(spec: str) -> TimmVision:
@@ -235,7 +246,7 @@ def load_hf_text(spec: str) -> tuple[HFText, HFTokenizer]:
     weights = {name: t for name, t in weights.items() if name in expected or not re.search(TASK_HEADS, name)}
     check_weights(folder, weights, expected)
     tower.net.load_state_dict(weights)
-    return tower, HFTokenizer.load(folder / "tokenizer.json", tower.config.pad_id)
+    return tower, HFTokenizer.load(folder / "tokenizer.json", tower.config.tokenizer)
 
 
 def hf_text_config(folder: Path) -> HFConfig:

@@ -6,12 +6,17 @@ safetensors and torch's zip archives are read as tensors only, and every name an
 import json
 import math
 import pickle
+import socket
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from safetensors import SafetensorError
@@ -22,19 +27,16 @@ from m1clip.devices import short_error
 
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "state_dict_ema")
-MAX_LISTED = 8  # names of each kind in a WeightMismatch
+CONNECT_TIMEOUT_S = 3.0
 
 
 class WeightMismatch(ValueError):  # noqa: N818
     """Names of weights by what is wrong with them: missing, unexpected, misshapen."""
 
     def __init__(self, source: object, **names_by_kind: Iterable[str]):
-        lines = [f"the weights in {source} do not fit the model, and none were loaded:"]
-        for kind, names in names_by_kind.items():
-            listed = sorted(names)
-            more = [f"… and {len(listed) - MAX_LISTED} more"] if len(listed) > MAX_LISTED else []
-            lines += [f"  {kind:<11} {name}" for name in [*listed[:MAX_LISTED], *more]]
-        super().__init__("\n".join(lines))
+        listed = {kind: sorted(names) for kind, names in names_by_kind.items()}
+        counts = [f"{len(names)} {kind} (such as {names[0]})" for kind, names in listed.items() if names]
+        super().__init__(f"the weights in {source} do not fit the model: {', '.join(counts)}")
 
 
 def check_weights(source: object, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -97,7 +99,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def download_from_hub(name: str, owner_optional: bool = False) -> Path:
+def download_from_hub(name: str, owner_optional: bool = False, weights: bool = True) -> Path:
     """A snapshot of a Hugging Face model: configuration, tokenizer, and safetensors if there are any."""
     repo = name.removeprefix("hf-hub:").removeprefix("hf:")
     slashes = (0, 1) if owner_optional else (1,)
@@ -106,16 +108,51 @@ def download_from_hub(name: str, owner_optional: bool = False) -> Path:
         raise FileNotFoundError(f"there is no model {name!r}; expected {expected}")
     from huggingface_hub import snapshot_download
 
-    try:
-        for weights in ("*.safetensors", "*pytorch_model*.bin"):
-            patterns = ["*.json", "merges.txt", "vocab.txt", weights]
+    with hub_errors(f"there is no file or folder {name!r}, and"):
+        for file in ("*.safetensors", "*pytorch_model*.bin") if weights else ("*.model",):
+            patterns = ["*.json", "merges.txt", "vocab.txt", "*.model", file]
             folder = Path(snapshot_download(repo, allow_patterns=patterns))
-            if any(folder.glob(weights)):
+            if any(folder.glob(file)):
                 break
-        return folder
+    return folder
+
+
+@contextmanager
+def hub_errors(context: str) -> Iterator[None]:
+    """A FileNotFoundError of one sentence for whatever goes wrong; at once where there is no network."""
+    try:
+        with offline_without_network():
+            yield
     except Exception as error:  # offline, through several libraries
-        reason = f"and it cannot be downloaded ({short_error(error)})"
-        raise FileNotFoundError(f"there is no file or folder {name!r}, {reason}") from None
+        reason = "there is no network" if not hub_is_reachable() else short_error(error)
+        raise FileNotFoundError(f"{context} it cannot be downloaded ({reason})") from None
+
+
+@contextmanager
+def offline_without_network() -> Iterator[None]:
+    """Without a network the hub's clients use their cache only: they would retry for minutes."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not hub_is_reachable()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+@cache
+def hub_is_reachable() -> bool:
+    from huggingface_hub import constants
+
+    if getproxies():  # which resolves names itself
+        return True
+    url = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((url.hostname or "", url.port or 443), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _load_safetensors(path: Path) -> dict[str, Tensor]:

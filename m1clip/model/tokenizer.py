@@ -6,10 +6,11 @@ All three are a `tokenizer.json` of the tokenizers library; the start and end to
 import gzip
 import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from string import ascii_lowercase
+from string import ascii_lowercase, punctuation
 from typing import Any, Self
 
 import numpy as np
@@ -19,19 +20,22 @@ from numpy.typing import NDArray
 from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 
+from m1clip.config import TokenizerSettings
+
 PAD, START, END, UNK = "<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|unknown|>"
 # Padded lengths. Only a few, because MPS compiles a graph for each new shape; beyond is the context length.
-BUCKETS = (8, 16, 24, 32, 48, 64)
+BUCKETS = (8, 16, 24, 32, 48, 64, 128, 256)
+VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"  # of OpenAI
 CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 CLIP_MERGES = 49152 - 256 - 2  # OpenAI's file has more; CLIP uses these
 BPE_CAPTIONS = 50_000  # captions that BPE is learned from
 
 
 class Tokenizer:
-    pad_id = 0
+    settings = TokenizerSettings(clip_tokens=True)
 
-    def __init__(self, core: tokenizers.Tokenizer):
-        self.core = core
+    def __init__(self, core: tokenizers.Tokenizer, settings: TokenizerSettings | None = None):
+        self.core, self.settings = core, settings or self.settings
         start, end = core.token_to_id(START), core.token_to_id(END)
         if start is None or end is None:
             raise ValueError(f"the tokenizer has no {START} or no {END}")
@@ -142,24 +146,28 @@ class Tokenizer:
 
     def pad(self, ids: Sequence[Sequence[int] | NDArray[np.int32]], length: int) -> Tensor:
         """(B, L), where L is the smallest bucket that holds the longest text."""
-        longest = max(map(len, ids))
-        width = next((bucket for bucket in BUCKETS if longest <= bucket < length), length)
-        padded_BL = np.full((len(ids), width), self.pad_id, np.int64)
+        longest, settings = max(map(len, ids)), self.settings
+        buckets = () if settings.fixed_length else BUCKETS
+        width = next((bucket for bucket in buckets if longest <= bucket < length), length)
+        padded_BL = np.full((len(ids), width), settings.pad_id, np.int64)
         for row_L, text_ids in zip(padded_BL, ids, strict=True):
-            row_L[: len(text_ids)] = text_ids
+            start = width - len(text_ids) if settings.pad_left else 0
+            row_L[start : start + len(text_ids)] = text_ids
         return torch.from_numpy(padded_BL)
 
 
 class HFTokenizer(Tokenizer):
-    """The tokenizer of a BERT-like encoder, which cleans text and adds special tokens by itself."""
+    """The tokenizer of another encoder, such as BERT, which adds special tokens by itself."""
 
-    def __init__(self, core: tokenizers.Tokenizer, pad_id: int):
+    def __init__(self, core: tokenizers.Tokenizer, settings: TokenizerSettings):
         core.no_padding()
         core.no_truncation()
-        self.core, self.pad_id = core, pad_id
+        self.core, self.settings = core, settings
 
     def encode_full(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self.core.encode_batch_fast(list(texts))]
+        clean_text, zeroed = CLEANERS[self.settings.clean], self.settings.zeroed_id
+        encodings = self.core.encode_batch_fast([clean_text(text) for text in texts])
+        return [[0 if id_ == zeroed else id_ for id_ in encoding.ids] for encoding in encodings]
 
 
 def make_tokenizer(kind: str, captions: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -171,6 +179,22 @@ def make_tokenizer(kind: str, captions: Iterable[str], vocab_size: int) -> Token
     return Tokenizer.from_clip_vocabulary(Path(kind))
 
 
+def find_clip_tokenizer(path: Path, tokenizer: str) -> Tokenizer:
+    """CLIP's: from the given vocabulary, from beside the weights, or OpenAI's from an installed open_clip."""
+    if tokenizer not in ("", "bpe", "char"):
+        return Tokenizer.from_clip_vocabulary(Path(tokenizer))
+    folder = path if path.is_dir() else path.parent
+    if (folder / "tokenizer.json").is_file():
+        return Tokenizer.from_clip_json(folder / "tokenizer.json")
+    package = find_spec("open_clip")
+    installed = [Path(location) for location in (package and package.submodule_search_locations) or ()]
+    for file in (folder / "merges.txt", *(parent / VOCABULARY for parent in (folder, *installed))):
+        if file.is_file():
+            return Tokenizer.from_clip_vocabulary(file)
+    files = f"tokenizer.json, merges.txt or {VOCABULARY}"
+    raise FileNotFoundError(f"{path} has no tokenizer; put {files} beside it, or use --tokenizer FILE")
+
+
 def check_tokenizer(kind: str) -> None:
     if kind not in ("char", "bpe") and not Path(kind).is_file():
         raise ValueError(f"tokenizer must be bpe, char or a CLIP vocabulary; there is no file {kind!r}")
@@ -178,8 +202,25 @@ def check_tokenizer(kind: str) -> None:
 
 def clean(text: str) -> str:
     """Fix encodings, HTML entities and white space, and lower the case, as OpenAI's CLIP does."""
+    return clean_white_space(text).lower()  # in Python, because Rust lowers a final sigma differently
+
+
+def clean_white_space(text: str) -> str:
     if not (text.isascii() and text.isprintable() and "&" not in text):
         import ftfy  # slow to import, and most captions do not need it
 
         text = html.unescape(html.unescape(ftfy.fix_text(text)))
-    return " ".join(text.split()).lower()  # in Python, because Rust lowers a final sigma differently
+    return " ".join(text.split())
+
+
+def strip_punctuation(text: str) -> str:
+    return " ".join(text.lower().translate(str.maketrans("", "", punctuation)).split())
+
+
+CLEANERS: dict[str, Callable[[str], str]] = {
+    "none": str,
+    "lower": clean,
+    "whitespace": clean_white_space,
+    "canonicalize": lambda text: strip_punctuation(clean_white_space(text).replace("_", " ")),
+    "strip_punctuation": strip_punctuation,
+}

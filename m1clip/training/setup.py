@@ -248,10 +248,10 @@ def load_init(config: TrainConfig, resumed: Run | None) -> tuple[TrainConfig, In
     if resumed or not config.is_pretrained:
         return config, InitModel()
     if config.init:
-        from m1clip.model.interop import import_clip
+        from m1clip.model.pretrained_clip import import_clip
 
         requested = config.model
-        clip, note = import_clip(config.init, config.tokenizer, requested.activation == "quick_gelu")
+        clip, note = import_clip(config.init, config.tokenizer, requested.activation == "quick_gelu", config.model_name)
         if requested.loss == "sigmoid" and clip.config.loss == "softmax":
             raise ValueError("--init was trained with the softmax loss; --model.loss sigmoid cannot continue it")
         if requested.head != "linear" and clip.config.head == "linear":

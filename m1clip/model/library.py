@@ -1,0 +1,190 @@
+"""Towers of open_clip's and transformers' CLIPs that ours cannot compute: the library's own modules; their tokenizers.
+
+Such a tower includes the model's projection; our projection head behind it starts as the identity.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import tokenizers
+import torch
+from torch import Tensor
+
+from m1clip import devices
+from m1clip.config import LibraryTextConfig, LibraryVisionConfig, TokenizerSettings
+from m1clip.devices import short_error
+from m1clip.model.pretrained import (
+    UNUSED_HF_KEYS,
+    PretrainedTower,
+    avoid_fused_attention,
+    create_hf,
+    parse_hf_config,
+    require_extra,
+)
+from m1clip.model.safe_load import download_from_hub, hub_errors, read_json
+from m1clip.model.tokenizer import HFTokenizer, Tokenizer, find_clip_tokenizer
+
+Settings = Mapping[str, Any]
+# open_clip builds both towers at once; the one that is not used is this small.
+TINY_VISION = {"layers": 1, "width": 8, "head_width": 8, "patch_size": 8, "image_size": 8}
+TINY_TEXT = {"context_length": 1, "vocab_size": 1, "width": 8, "heads": 1, "layers": 1}
+# Parts of a dual encoder of transformers that a tower does not need.
+OTHER_PARTS = {"vision": ("text_", "logit_", "temperature"), "text": ("vision_", "visual_", "logit_", "temperature")}
+WITHOUT_MASK = ("siglip", "siglip2")  # trained with captions padded to their full length, and no attention mask
+
+
+class LibraryVision(PretrainedTower):
+    def __init__(self, config: LibraryVisionConfig):
+        super().__init__()
+        self.config, self.net = config, build_net(config, "vision")
+        self.train()
+
+    def forward(self, pixels_BCHW: Tensor, key_B: Tensor | None = None) -> Tensor:
+        if self.config.library == "open_clip":
+            return first_output(self.net(devices.to_channels_last(pixels_BCHW)))
+        inputs = {"pixel_values": pixels_BCHW}
+        if self.config.settings["model_type"] == "siglip2":
+            inputs = naflex_patches(pixels_BCHW, self.net.config.vision_config.patch_size)
+        output = self.net.get_image_features(**inputs)
+        return output.pooler_output
+
+
+class LibraryText(PretrainedTower):
+    def __init__(self, config: LibraryTextConfig):
+        super().__init__()
+        self.config, self.net = config, build_net(config, "text")
+        self.train()
+
+    def forward(self, tokens_BL: Tensor, key_B: Tensor | None = None) -> Tensor:
+        if self.config.library == "open_clip":
+            return first_output(self.net(tokens_BL))
+        mask = {}
+        if self.config.settings["model_type"] not in WITHOUT_MASK:
+            mask["attention_mask"] = (tokens_BL != self.config.tokenizer.pad_id).long()
+        return self.net.get_text_features(input_ids=tokens_BL, **mask).pooler_output
+
+
+def first_output(output: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """The embedding; towers of CoCa also return their tokens."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def naflex_patches(pixels_BCHW: Tensor, patch: int) -> dict[str, Tensor]:
+    """SigLIP 2's input for images of any shape, here of square ones: patches, their mask, and their grid."""
+    B, C, H, W = pixels_BCHW.shape
+    patches = pixels_BCHW.unfold(2, patch, patch).unfold(3, patch, patch)  # B, C, rows, columns, height, width
+    patches_BLX = patches.permute(0, 2, 3, 4, 5, 1).reshape(B, -1, patch * patch * C)
+    grid = torch.tensor([[H // patch, W // patch]] * B, device=pixels_BCHW.device)
+    mask = torch.ones(patches_BLX.shape[:2], dtype=torch.int32, device=pixels_BCHW.device)
+    return {"pixel_values": patches_BLX, "pixel_attention_mask": mask, "spatial_shapes": grid}
+
+
+def build_net(config: LibraryVisionConfig | LibraryTextConfig, tower: str) -> Any:
+    """The library's module with random weights, from the stored settings alone: nothing is downloaded."""
+    avoid_fused_attention()
+    return (build_open_clip if config.library == "open_clip" else build_transformers)(config.settings, tower)
+
+
+def build_open_clip(settings: Settings, tower: str) -> Any:
+    require_extra("open_clip", "openclip", f"this {tower} tower of open_clip")
+    import open_clip
+
+    vision_cfg = {**settings.get("vision_cfg", TINY_VISION), "timm_model_pretrained": False}
+    text_cfg = {**settings.get("text_cfg", TINY_TEXT), "hf_model_pretrained": False}
+    name = str(vision_cfg.get("timm_model_name") or "")
+    if not re.fullmatch(r"[\w.]*", name):
+        raise ValueError(f"timm_model_name must be a name of timm, not {name!r}")
+    with TemporaryDirectory() as folder:
+        if "hf_config" in settings:  # open_clip reads it from a folder or from the hub
+            (Path(folder) / "config.json").write_text(json.dumps(settings["hf_config"]))
+            text_cfg["hf_model_name"] = folder
+        quick_gelu = bool(settings.get("quick_gelu"))
+        model = open_clip.CustomTextCLIP(settings["embed_dim"], vision_cfg, text_cfg, quick_gelu)
+    return model.visual if tower == "vision" else model.text
+
+
+def build_transformers(settings: Settings, tower: str) -> Any:
+    hf_config = parse_hf_config(settings)
+    other: Any = hf_config.text_config if tower == "vision" else hf_config.vision_config
+    other.num_hidden_layers = 1  # of the tower that is removed
+    net = create_hf(hf_config, {})
+    for name, _ in [*net.named_children(), *net.named_parameters(recurse=False)]:
+        if name.startswith(OTHER_PARTS[tower]):
+            delattr(net, name)
+    return net
+
+
+def open_clip_tokenizer(path: Path, tokenizer: str, text_cfg: Settings) -> Tokenizer:
+    """The tokenizer of a text tower of open_clip that is not ours."""
+    options, name = text_cfg.get("tokenizer_kwargs") or {}, text_cfg.get("hf_tokenizer_name")
+    fixed_length = not text_cfg.get("hf_model_name")
+    if not name:
+        settings = TokenizerSettings(clip_tokens=True, fixed_length=fixed_length)
+        return Tokenizer(find_clip_tokenizer(path, tokenizer).core, settings)
+    folder = given_folder(tokenizer) or (path if path.is_dir() else path.parent)
+    if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
+        with hub_errors(f"the tokenizer {name} is not beside {path} (--tokenizer FOLDER names it), and"):
+            folder = download_from_hub(name, owner_optional=True, weights=False)
+    theirs = load_hf_tokenizer(folder)
+    settings = TokenizerSettings(
+        clean=options.get("clean", "whitespace"),
+        pad_id=theirs.pad_token_id or 0,
+        pad_left=theirs.padding_side == "left",
+        fixed_length=fixed_length,
+        zeroed_id=theirs.sep_token_id if options.get("strip_sep_token") else None,
+    )
+    return HFTokenizer(copy_core(theirs), settings)
+
+
+def given_folder(tokenizer: str) -> Path | None:
+    """The folder that --tokenizer names, or the one of the tokenizer.json that it names."""
+    if tokenizer in ("", "bpe", "char"):
+        return None
+    path = Path(tokenizer).expanduser()
+    return path if path.is_dir() else path.parent
+
+
+def transformers_tokenizer(folder: Path, tokenizer: str, config: Settings) -> tuple[Tokenizer, int]:
+    """The tokenizer of a dual encoder of transformers, and the longest caption it is meant for."""
+    theirs, kind = load_hf_tokenizer(given_folder(tokenizer) or folder), config["model_type"]
+    settings = TokenizerSettings(
+        clean="strip_punctuation" if type(theirs).__name__ == "SiglipTokenizer" else "none",
+        pad_id=theirs.pad_token_id or 0,
+        pad_left=theirs.padding_side == "left",
+        fixed_length=kind in WITHOUT_MASK,
+    )
+    return HFTokenizer(copy_core(theirs), settings), int(min(theirs.model_max_length, 10_000))
+
+
+def load_hf_tokenizer(folder: Path) -> Any:
+    require_extra("transformers", "hf", f"the tokenizer in {folder}")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        raise ValueError(f"the tokenizer in {folder} cannot be loaded: {short_error(error)}") from None
+
+
+def copy_core(theirs: Any) -> tokenizers.Tokenizer:
+    """The fast tokenizer within one of transformers; one of sentencepiece is converted, as T5's is."""
+    core = getattr(theirs, "backend_tokenizer", None)
+    if core is None:
+        from transformers import T5Tokenizer
+
+        core = T5Tokenizer(vocab_file=theirs.vocab_file, extra_ids=0).backend_tokenizer
+    return tokenizers.Tokenizer.from_str(core.to_str())
+
+
+def find_hf_config(path: Path, name: str) -> Settings:
+    """The config.json of a text tower of transformers in an open_clip model: beside the weights, or from the hub."""
+    beside = (path if path.is_dir() else path.parent) / "config.json"
+    config = read_json(beside) if beside.is_file() else {}
+    if "hidden_size" not in config and "d_model" not in config:  # that of another model, such as transformers' CLIP
+        with hub_errors(f"the config.json of the text tower {name} is not beside {path}, and"):
+            config = read_json(download_from_hub(name, owner_optional=True, weights=False) / "config.json")
+    return {key: value for key, value in config.items() if key not in UNUSED_HF_KEYS}
