@@ -18,6 +18,7 @@ COMMANDS = {
     "report": "write a report of a run, or a comparison of several, with figures",
     "eval": "retrieval scores of a run or saved model, with chance",
     "convert": "convert a model to transformers or open_clip, or one of theirs to m1clip",
+    "models": "list the pretrained models that training can start from, and the extra each needs",
     "info": "list presets: parameters, FLOPs per pair, memory of a batch",
     "bench": "benchmark this machine's devices on real training steps; tables, figures, report",
     "bench scaling": "time and memory of model sizes up to 1 B parameters, measured or extrapolated",

@@ -14,7 +14,7 @@ from m1clip.config import TrainConfig
 ROOT = Path(__file__).parent.parent / "m1clip"
 FILES = sorted(ROOT.rglob("*.py"))
 
-BOTTOM = {"config", "run", "files", "format", "console", "devices", "sensors", "losses", "images", "parity"}
+BOTTOM = {"config", "run", "files", "format", "console", "devices", "sensors", "losses", "images", "parity", "hub"}
 # What a sub-package or file may import of ours, beside itself. "" is the package: version and lazy names.
 MAY_IMPORT = {
     **{name: {"files", "format", "config"} - {name} for name in BOTTOM},
@@ -113,7 +113,7 @@ def test_help_monitoring_and_decoding_start_without_torch():
 # Lines of Python by part. Growth is a decision: raise a budget in the commit that needs it.
 BUDGETS = {
     "commands": 1_650,
-    "model": 2_150,
+    "model": 2_450,
     "data": 3_600,
     "training": 3_400,
     "evals": 700,

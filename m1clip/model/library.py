@@ -14,7 +14,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from m1clip import devices
+from m1clip import devices, hub
 from m1clip.config import LibraryTextConfig, LibraryVisionConfig, TokenizerSettings
 from m1clip.devices import short_error
 from m1clip.model.pretrained import (
@@ -25,7 +25,7 @@ from m1clip.model.pretrained import (
     parse_hf_config,
     require_extra,
 )
-from m1clip.model.safe_load import download_from_hub, hub_errors, read_json
+from m1clip.model.safe_load import download_from_hub, read_json
 from m1clip.model.tokenizer import HFTokenizer, Tokenizer, find_clip_tokenizer
 
 Settings = Mapping[str, Any]
@@ -127,7 +127,7 @@ def open_clip_tokenizer(path: Path, tokenizer: str, text_cfg: Settings) -> Token
         return Tokenizer(find_clip_tokenizer(path, tokenizer).core, settings)
     folder = given_folder(tokenizer) or (path if path.is_dir() else path.parent)
     if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
-        with hub_errors(f"the tokenizer {name} is not beside {path} (--tokenizer FOLDER names it), and"):
+        with hub.downloading(f"{path} has no tokenizer beside it, --tokenizer names none, and {name}"):
             folder = download_from_hub(name, owner_optional=True, weights=False)
     theirs = load_hf_tokenizer(folder)
     settings = TokenizerSettings(
@@ -185,6 +185,6 @@ def find_hf_config(path: Path, name: str) -> Settings:
     beside = (path if path.is_dir() else path.parent) / "config.json"
     config = read_json(beside) if beside.is_file() else {}
     if "hidden_size" not in config and "d_model" not in config:  # that of another model, such as transformers' CLIP
-        with hub_errors(f"the config.json of the text tower {name} is not beside {path}, and"):
+        with hub.downloading(f"{path} has no config.json of its text tower beside it, and {name}"):
             config = read_json(download_from_hub(name, owner_optional=True, weights=False) / "config.json")
     return {key: value for key, value in config.items() if key not in UNUSED_HF_KEYS}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from m1clip import devices
+from m1clip import devices, hub
 from m1clip.config import HFConfig, TimmConfig
 from m1clip.model.safe_load import check_weights, download_from_hub, load_folder_tensors, load_tensors, read_json
 from m1clip.model.tokenizer import HFTokenizer
@@ -201,13 +201,9 @@ def timm_config(name: str) -> TimmConfig:
 
 
 def download_timm(name: str) -> Any:
-    try:
+    others = f"timm:{name}?weights=FILE reads them from a file, ?weights=none starts with random ones"
+    with hub.downloading(f"the weights of timm:{name} ({others})"):
         return create_timm(name, pretrained=True)
-    except Exception as error:  # offline, through several libraries
-        raise FileNotFoundError(
-            f"the weights of timm:{name} cannot be downloaded ({devices.short_error(error)}); --vision "
-            f"timm:{name}?weights=FILE reads them from a file, and ?weights=none starts with random ones"
-        ) from None
 
 
 def read_timm_file(path: Path, net: Any) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from safetensors import SafetensorError
 
+from m1clip import hub
 from m1clip.config import (
     OPENAI_MEAN,
     OPENAI_STD,
@@ -105,16 +106,22 @@ def find_open_clip(spec: str) -> tuple[Path, Settings]:
     model_cfg = named_config(name)["model_cfg"]
     import open_clip
 
-    tags = open_clip.list_pretrained_tags_by_model(name)
-    pretrained = open_clip.get_pretrained_cfg(name, tag)
+    tags, pretrained = open_clip_tags(name), open_clip.get_pretrained_cfg(name, tag)
     if not pretrained:
         weights = f"{name} has {', '.join(tags)}" if tags else f"{name} has none; use --init FILE --model-name {name}"
         raise ValueError(f"open_clip:{name}/TAG needs the tag of the model's weights, not {tag!r}: {weights}")
-    with safe_load.hub_errors(f"the weights open_clip:{spec} are needed, and"):
+    with hub.downloading(f"the weights open_clip:{spec}"):
         path = Path(open_clip.download_pretrained(pretrained))
     # The weights know the activation they were trained with; open_clip has both under one name, such as ViT-B-32.
     quick_gelu = model_cfg.get("quick_gelu") or pretrained.get("quick_gelu")
     return path, {"model_cfg": {**model_cfg, "quick_gelu": quick_gelu}, "preprocess_cfg": pretrained}
+
+
+def open_clip_tags(name: str) -> list[str]:
+    """The weights of an architecture."""
+    import open_clip
+
+    return list(open_clip.list_pretrained_tags_by_model(name))
 
 
 def named_config(name: str) -> Settings:
@@ -125,7 +132,7 @@ def named_config(name: str) -> Settings:
     model_cfg = open_clip.get_model_config(name)
     if model_cfg is None:
         raise ValueError(f"open_clip has no {name!r}; {did_you_mean(name, open_clip.list_models())}")
-    pretrained = [open_clip.get_pretrained_cfg(name, tag) for tag in open_clip.list_pretrained_tags_by_model(name)]
+    pretrained = [open_clip.get_pretrained_cfg(name, tag) for tag in open_clip_tags(name)]
     first = {key: pretrained[0][key] for key in PREPROCESS_KEYS} if pretrained else {}
     is_shared = all(first.items() <= one.items() for one in pretrained)
     return {"model_cfg": model_cfg, "preprocess_cfg": first if is_shared else {}}

@@ -6,28 +6,23 @@ safetensors and torch's zip archives are read as tensors only, and every name an
 import json
 import math
 import pickle
-import socket
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from m1clip import hub
 from m1clip.devices import short_error
 
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "state_dict_ema")
-CONNECT_TIMEOUT_S = 3.0
 
 
 class WeightMismatch(ValueError):  # noqa: N818
@@ -108,51 +103,13 @@ def download_from_hub(name: str, owner_optional: bool = False, weights: bool = T
         raise FileNotFoundError(f"there is no model {name!r}; expected {expected}")
     from huggingface_hub import snapshot_download
 
-    with hub_errors(f"there is no file or folder {name!r}, and"):
+    with hub.downloading(f"there is no file or folder {name!r}; {repo}"):
         for file in ("*.safetensors", "*pytorch_model*.bin") if weights else ("*.model",):
             patterns = ["*.json", "merges.txt", "vocab.txt", "*.model", file]
             folder = Path(snapshot_download(repo, allow_patterns=patterns))
             if any(folder.glob(file)):
                 break
     return folder
-
-
-@contextmanager
-def hub_errors(context: str) -> Iterator[None]:
-    """A FileNotFoundError of one sentence for whatever goes wrong; at once where there is no network."""
-    try:
-        with offline_without_network():
-            yield
-    except Exception as error:  # offline, through several libraries
-        reason = "there is no network" if not hub_is_reachable() else short_error(error)
-        raise FileNotFoundError(f"{context} it cannot be downloaded ({reason})") from None
-
-
-@contextmanager
-def offline_without_network() -> Iterator[None]:
-    """Without a network the hub's clients use their cache only: they would retry for minutes."""
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not hub_is_reachable()
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-
-
-@cache
-def hub_is_reachable() -> bool:
-    from huggingface_hub import constants
-
-    if getproxies():  # which resolves names itself
-        return True
-    url = urlsplit(constants.ENDPOINT)
-    try:
-        socket.create_connection((url.hostname or "", url.port or 443), timeout=CONNECT_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
 
 
 def _load_safetensors(path: Path) -> dict[str, Tensor]:

@@ -95,7 +95,7 @@ def prepare(
     if not resumed:
         config, reason = choose_settings(config, given, is_final, init, sources, console)
     check_recipe(config, init)
-    check_disk_space(config, runs, resumed)
+    check_disk_space(config, init, runs, resumed)
     before = resumed.read("data.json") if resumed and (resumed.path / "data.json").exists() else {}
     evaluated = config.model.vision.preprocess
     stored = replace(evaluated, size=stored_size(evaluated.size, config.crop_scale))
@@ -219,19 +219,20 @@ def check_recipe(config: TrainConfig, init: InitModel) -> None:
         raise ValueError(f"--recipe {config.recipe} needs pretrained weights: {examples}")
     for flag in ("patch_dropout", "grad_checkpointing"):
         if getattr(config, flag) and not config.model.is_native:
-            raise ValueError(f"--{flag.replace('_', '-')} is not available for timm and transformers towers")
+            raise ValueError(f"--{flag.replace('_', '-')} is not available for towers of other libraries")
     if config.recipe == "frozen" and not frozen_towers(config, init):
         raise ValueError("--recipe frozen needs a pretrained tower")
 
 
-def check_disk_space(config: TrainConfig, runs: Path, resumed: Run | None) -> None:
+def check_disk_space(config: TrainConfig, init: InitModel, runs: Path, resumed: Run | None) -> None:
     """Require space for the final model, the newest KEEP checkpoints, the best, and one more before the oldest goes.
 
     Each checkpoint has weights and two moments, with EMA the weights twice.
     """
     existing = len(checkpoint.list_checkpoints(resumed)) if resumed else 0
     with torch.device("meta"):
-        weights = sum(weight.nbytes for weight in CLIP(config.model).parameters())
+        model = init.clip or CLIP(config.model)
+    weights = sum(weight.nbytes for weight in model.parameters())
     need = weights + max(1, checkpoint.KEEP + 2 - existing) * (4 if config.ema else 3) * weights
     folder = next(folder for folder in (runs, *runs.absolute().parents) if folder.exists())
     free = shutil.disk_usage(folder).free
