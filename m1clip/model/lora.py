@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from m1clip.model.pretrained import require_extra
 from m1clip.model.safe_load import save_tensors
@@ -29,8 +30,9 @@ def add_lora(model: nn.Module, towers: Sequence[str], rank: int) -> None:
 
 
 def is_linear(layer: nn.Module) -> bool:
+    """Whether a layer is called as a product with a matrix; the output of nn.MultiheadAttention is not called."""
     pointwise = isinstance(layer, nn.Conv2d) and layer.kernel_size == (1, 1) and layer.groups == 1
-    return pointwise or isinstance(layer, nn.Linear)
+    return pointwise or (isinstance(layer, nn.Linear) and not isinstance(layer, NonDynamicallyQuantizableLinear))
 
 
 @torch.no_grad()
