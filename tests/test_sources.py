@@ -80,7 +80,7 @@ def test_a_folder_of_images_without_captions_says_what_to_do(tmp_path):
     [
         *(["New Album (2)", "Paris, 4 July 2021"], ["2021-07-04", "2021-07-05"], ["DCIM", "100APPLE"], ["0", "1"]),
         *(["Screenshots", "Camera Roll"], ["Untitled", "cat"], ["n01440764", "n01443537"], ["class_1", "class_2"]),
-        *(["flickr30k-images"], ["cat"], ["images", "cat"], ["IMG_1234", "dog"]),
+        *(["train", "val"], ["train", "cat"], ["flickr30k-images"], ["cat"], ["images", "cat"], ["IMG_1234", "dog"]),
     ],
 )
 def test_folder_names_that_may_be_no_labels_need_a_flag(tmp_path, names):
@@ -90,6 +90,12 @@ def test_folder_names_that_may_be_no_labels_need_a_flag(tmp_path, names):
         open_source(tmp_path)
     captions = {label_caption(name, "a photo of a {}") for name in names}
     assert {text for (text,) in captions_by_image(open_source(tmp_path, caption_from="folder")).values()} == captions
+
+
+def test_train_is_a_label_among_labels(tmp_path):
+    for number, name in enumerate(("bus", "car", "train")):
+        write_photos(tmp_path / name, 3, start=3 * number)
+    assert captions_by_image(open_source(tmp_path))["train/0007.jpg"] == ["a photo of a train"]
 
 
 def test_labels_are_used_with_a_note_and_albums_of_a_camera_are_not(tmp_path):

@@ -170,16 +170,17 @@ def _inspect(path: Path, config: DataConfig) -> FolderImages:
 def _folder_label(folder: str) -> str:
     """The name of the innermost folder that is neither a split nor a word such as images."""
     names = (name for name in reversed(Path(folder).parts) if name.lower() not in SPLIT_WORDS)
-    return next((name for name in names if not NO_LABEL.fullmatch(name)), "")
+    return next((name for name in names if not NO_LABEL.fullmatch(name)), "train" if folder == "train" else "")
 
 
 def _doubt_about_labels(images: FolderImages) -> str:
     """Why the folder names are probably no labels; empty if they probably are."""
     counts = images.counts
+    unlabelled = counts[""] + (counts["train"] if len(counts) < 3 else 0)  # among labels, train is a vehicle
     unlikely = next((label for label in counts if label and not caption_text.is_label(label)), "")
     camera_names = sum(bool(caption_text.CAMERA_NAME.match(os.path.basename(name))) for name in images.names)
     reasons = {
-        f"{counts['']:,} of {counts.total():,} images are in no folder with a label": bool(counts[""]),
+        f"{unlabelled:,} of {counts.total():,} images are in no folder with a label": bool(unlabelled),
         f"{unlikely!r} is the name of an album or an id, not a label": bool(unlikely),
         f"{next(iter(counts))!r} is the only folder": len(counts) == 1,
         "most folders have a single image": counts.total() < 2 * len(counts),
@@ -191,7 +192,7 @@ def _doubt_about_labels(images: FolderImages) -> str:
 def _ask_for_captions(path: Path, images: FolderImages, config: DataConfig, doubt: str, files: list[Path]) -> str:
     """The message about images without captions: what names would give, and how to go on."""
     words = sum(bool(_name_caption(name, config, "filename")) for name in images.names)
-    choices = {"filename": 2 * words > len(images.names), "folder": set(images.first) != {""}}
+    choices = {"filename": 2 * words > len(images.names), "folder": bool(set(images.first) - {"", "train"})}
     template = f"`m1clip data template {shlex.quote(str(path))}`"
     return "; ".join(
         [
@@ -220,7 +221,7 @@ def _name_caption(image: str, config: DataConfig, caption_from: str) -> str:
     if caption_from == "filename":
         return caption_text.filename_caption(tables.IMAGE_SUFFIX.sub("", name))
     label = _folder_label(folder) or os.path.basename(folder)
-    return caption_text.label_caption(label, config.template) if label and label.lower() not in SPLIT_WORDS else ""
+    return caption_text.label_caption(label, config.template) if label else ""
 
 
 def _name_rows(path: Path, config: DataConfig) -> Iterator[Listed]:
@@ -231,8 +232,7 @@ def _name_rows(path: Path, config: DataConfig) -> Iterator[Listed]:
             if caption := _name_caption(image, config, caption_from):
                 yield Row(image, [caption], split=split_from_path(Path(image)))
             else:
-                reason = "its name has no words" if caption_from == "filename" else "it is in no folder with a label"
-                yield BadRow("no caption", str(path / image), reason)
+                yield BadRow("no caption", str(path / image), f"its {caption_from} gives no words")
 
 
 def _caption_file_rows(path: Path, config: DataConfig) -> Iterator[Listed]:
