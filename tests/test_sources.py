@@ -147,6 +147,7 @@ def test_descriptions_of_a_google_takeout_are_captions(tmp_path):
     for number, suffix in enumerate((".json", ".supplemental-metadata.json", ".suppl.json")):
         values = {"title": f"000{number}.jpg", "description": f"scene {number}" if number else ""}
         (tmp_path / "Photos from 2021" / f"000{number}.jpg{suffix}").write_text(json.dumps(values))
+    (tmp_path / "Photos from 2021" / "metadata.json").write_text('{"title": "of the album"}')
     source = open_source(tmp_path, val_size=1)
     assert sorted(captions_by_image(source).values()) == [["scene 1"], ["scene 2"]]
     assert bad_rows(source) == {("no caption", "0000.jpg"), ("no caption", "0003.jpg")}

@@ -41,7 +41,7 @@ codecs.register_error("latin-1", lambda error: (error.object[error.start : error
 
 
 def detect_encoding(file: BinaryIO) -> tuple[str, str, str]:
-    """Encoding and `errors` for reading a text file, and the first line that is not UTF-8 if that decided it.
+    """Encoding and `errors` for reading a text file, and an excerpt that is not UTF-8 if that decided it.
 
     A file is cp1252 if most lines beyond ASCII are not UTF-8; otherwise these lines are broken lines of a UTF-8 file.
     So are lines with the byte FF: ÿ hardly occurs in text, but often in damaged files.
@@ -64,7 +64,8 @@ def detect_encoding(file: BinaryIO) -> tuple[str, str, str]:
                 first = first or line
     file.seek(0)
     if invalid > valid:
-        return "cp1252", "latin-1", first.decode("cp1252", "latin-1").strip()
+        examples = re.findall(r".{0,30}[^\0-\x7f].{0,30}", first.decode("cp1252", "latin-1"))
+        return "cp1252", "latin-1", examples[0].strip()
     return "utf-8-sig", "surrogateescape", ""
 
 

@@ -116,14 +116,13 @@ def _list_folder(path: Path, config: DataConfig) -> Listing:
 
 def _list_captions_table(path: Path, config: DataConfig) -> Listing | None:
     """Captions in metadata tables, one caption table per sub-folder, or the files of a known dataset."""
-    patterns = (f"{parent}metadata{suffix}" for suffix in tables.TABLE_SUFFIXES for parent in ("", "*/"))
-    found = sorted(table for pattern in patterns for table in path.glob(pattern))
+    suffixes = {*tables.TABLE_SUFFIXES} - {".json"}  # metadata.json is about an album of a Google Takeout
+    found = sorted(file for depth in ("", "*/") for file in path.glob(f"{depth}metadata.*") if file.suffix in suffixes)
     if not found:
         found = sorted(table for table in path.glob("*/captions.*") if table.suffix.lower() in tables.READERS)
         if len(found) < 2:
             return tables.list_known_dataset(path, config)
-    listings = ((_list_path(table, config), split_from_path(table.relative_to(path))) for table in found)
-    rows = (listing.relative_to(str(path), split) for listing, split in listings)
+    rows = (_list_path(file, config).relative_to(str(path), split_from_path(file.relative_to(path))) for file in found)
     return Listing(str(path), chain.from_iterable(rows)).with_note(f"captions from {', '.join(map(str, found))}")
 
 

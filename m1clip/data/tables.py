@@ -148,7 +148,7 @@ def open_text(path: Path, newline: str | None = None) -> Iterator[tuple[TextIO, 
     """The file, decoded, and a note if it is not UTF-8."""
     with open(path, "rb") as file:
         encoding, errors, example = detect_encoding(file)
-    note = Note(f"{path} is not UTF-8; read as {encoding}" + (f', such as "{example:.60}"' if example else ""))
+    note = Note(f"{path} is not UTF-8; read as {encoding}" + (f', such as "{example}"' if example else ""))
     with open(path, encoding=encoding, errors=errors, newline=newline) as text:
         yield text, [] if encoding == "utf-8-sig" else [note]
 
