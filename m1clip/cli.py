@@ -28,12 +28,13 @@ COMMANDS = {
     "data check": "inspect a dataset: counts, bad rows by file and line, duplicates, leaks",
     "data convert": "convert a dataset to WebDataset shards or Parquet, with checksums",
     "data preview": "contact sheet of a dataset with its captions",
+    "data template": "table of the images of a folder, to fill in their captions",
 }
 HELP = f"""m1clip {__version__}: train, understand and ship a CLIP model on the computer you own
 
 usage: m1clip COMMAND [flags]
 
-{chr(10).join(f"  {name:14}{text}" for name, text in COMMANDS.items())}
+{chr(10).join(f"  {name:15}{text}" for name, text in COMMANDS.items())}
 
 m1clip COMMAND --help lists the flags of a command. --debug shows the traceback of an error.
 Exit codes: 0 success, 1 failure, 2 usage error, 130 stopped by Ctrl-C."""
@@ -89,7 +90,7 @@ def split_command(argv: list[str]) -> tuple[str | None, list[str]]:
             return name, argv[length:]
     members = [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]
     if members and (len(argv) == 1 or argv[1] in ("-h", "--help")):
-        print("\n".join(f"m1clip {name:14}{COMMANDS[name]}" for name in members))
+        print("\n".join(f"m1clip {name:15}{COMMANDS[name]}" for name in members))
         return None, []
     unknown = " ".join(argv[: 2 if members else 1])
     raise ValueError(f"no command {unknown!r}; {did_you_mean(unknown, COMMANDS)} (m1clip --help lists them)")

@@ -227,6 +227,8 @@ class DataConfig:
     """Table column with the image path or bytes; auto guesses from names and values."""
     caption_column: str = "auto"
     """Table column with the caption or a list of captions."""
+    caption_from: Literal["auto", "text", "folder", "filename"] = "auto"
+    """Captions of a folder: text (.txt beside each image), folder (labels) or filename; auto asks if unclear."""
     template: str = "a photo of a {}"
     """Caption of images in labelled folders."""
     allow: tuple[Literal["urls", "links"], ...] = ()
@@ -473,8 +475,8 @@ def with_defaults(config: TrainConfig, defaults: Mapping[str, Any], given: Mappi
 # Requests: what the user gave, on top of where the defaults come from.
 
 FIXED_ON_RESUME = (
-    *("model", "data", "val_size", "image_column", "caption_column", "template", "allow", "seed", "batch_size"),
-    *("captions_per_image", "crop_scale", "hflip", "color_jitter", "tokenizer", "optimizer", "ema"),
+    *("model", "data", "val_size", "image_column", "caption_column", "caption_from", "template", "allow", "seed"),
+    *("batch_size", "captions_per_image", "crop_scale", "hflip", "color_jitter", "tokenizer", "optimizer", "ema"),
     *("best_metric", "recipe", "init", "model_name", "vision", "text", "freeze", "lora_rank"),
 )
 """Settings that data order, weights and optimizer state depend on."""

@@ -15,7 +15,7 @@ from helpers import QuietConsole, train_run
 from m1clip import cli
 from m1clip.config import DataConfig, check_config
 from m1clip.data.check import examine_rows, near_duplicates
-from photos import SCENES, jpeg, open_source, write_photos
+from photos import SCENES, captions_by_image, jpeg, open_source, write_photos
 
 
 def run_command(capsys, *words: object) -> tuple[int, str, str]:
@@ -261,3 +261,52 @@ def test_data_flags_are_checked(tmp_path, capsys):
             capsys, "data", command, tmp_path, *[tmp_path / "out"] * (command == "convert"), "--workers", "-1"
         )
         assert (code, "workers must be at least 0" in err) == (2, True)
+
+
+def test_a_template_of_captions_is_filled_in_and_read_back(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = write_photos(tmp_path / "my photos", 6)
+    (tmp_path / "my photos" / names[1]).with_suffix(".txt").write_text("one, caption\nanother “one”\n")
+    code, _, err = run_command(capsys, "data", "preview", "my photos")
+    assert (code, "5 of 6 rows are unusable" in err, "m1clip data template 'my photos'" in err) == (2, True, True)
+    code, out, _ = run_command(capsys, "data", "template", "my photos")
+    assert (code, "6 images, 5 of them without a caption" in out) == (0, True)
+    table = tmp_path / "captions.csv"
+    filled = table.read_text().replace(".jpg,\n", ".jpg,filled in\n")
+    table.write_text(filled)
+    source = open_source("captions.csv", val_size=1)
+    assert captions_by_image(source) == {
+        f"my photos/{name}": ["one, caption", "another “one”"] if name == names[1] else ["filled in"] for name in names
+    }
+    code, _, err = run_command(capsys, "data", "template", "my photos")
+    assert (code, "captions.csv exists" in err, table.read_text()) == (2, True, filled)
+    assert run_command(capsys, "data", "template", "my photos", "--overwrite")[0] == 0
+    assert table.read_text() != filled
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [("nowhere", "there is no folder nowhere"), (". --out x.txt", "must end in .csv"), (".", "has no images in it")],
+)
+def test_a_template_that_cannot_be_written_is_refused(tmp_path, capsys, monkeypatch, words, reason):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run_command(capsys, "data", "template", *words.split())
+    assert (code, reason in err, list(tmp_path.iterdir())) == (2, True, [])
+
+
+def test_notes_about_the_data_are_in_the_header_the_report_and_data_json(tiny_run, tmp_path, capsys):
+    names = write_photos(tmp_path / "set", 40)
+    lines = [f"{name},<b>caf\xe9</b> {i}" for i, name in enumerate(names)]
+    (tmp_path / "set" / "t.csv").write_text("\n".join(["image,caption", *lines]), "cp1252")
+    notes = [f'{tmp_path}/set/t.csv is not UTF-8; read as cp1252, such as "0000.jpg,<b>café</b> 0"']
+    notes += ["40 captions with HTML tags or entities, which are removed"]
+    sheet = ("--sheet", tmp_path / "s.png", "--workers", "1")
+    code, out, _ = run_command(capsys, "data", "check", tmp_path / "set" / "t.csv", "--json", *sheet)
+    assert (code, json.loads(out)["notes"]) == (0, notes)
+    code, out, _ = run_command(capsys, "data", "check", tmp_path / "set" / "t.csv", *sheet)
+    assert all(note in out for note in notes)
+    config = replace(tiny_run, data=str(tmp_path / "set" / "t.csv"), val_size=8, workers=1, epochs=1, recipe="scratch")
+    console = QuietConsole()
+    train_run(config, tmp_path / "r", console=console)
+    assert json.loads((tmp_path / "r" / "data.json").read_text())["notes"] == "; ".join(notes)
+    assert "not UTF-8; read as cp1252" in console.console.file.getvalue().replace("\n", " ")

@@ -44,6 +44,7 @@ RUN = (
     "m1clip data convert photos/ shards/",
     "m1clip data convert photos/ parquet/ --to parquet",
     "m1clip data preview photos/",
+    "m1clip data template photos/",
 )
 """Commands of the documents that take seconds, and are run."""
 

@@ -34,6 +34,7 @@ def test_a_dataset_saved_to_disk_with_its_splits(tmp_path):
     assert by_caption(source.train) == {f"scene {i}": jpeg(i) for i in range(12)}
     assert by_caption(source.val) == {f"scene {i}": jpeg(i) for i in range(12, 16)}
     assert list(source.train.captions(3)) == ["scene 3", "again 3"]
+    assert source.val.location(1) == f"{tmp_path}/saved validation row 2 (13.jpg)"
 
 
 def test_a_parquet_repository_as_on_the_hub(tmp_path):

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from m1clip.config import DataConfig
+from m1clip.data.caption_text import filename_caption, label_caption, remove_html
 from m1clip.data.splits import open_sources, parse_spec
-from m1clip.data.tables import label_caption
 from photos import bad_rows, captions_by_image, coco_json, image_names, jpeg, karpathy_json, open_source, write_photos
 
 
@@ -27,7 +27,7 @@ def test_missing_empty_and_orphaned_caption_files_are_bad_rows(tmp_path):
         (tmp_path / name).with_suffix(".txt").write_text("a scene")
     (tmp_path / "0001.txt").unlink()
     (tmp_path / "0002.txt").write_text(" \n ")
-    (tmp_path / "0003.txt").write_bytes(b"caf\xe9 in the rain")
+    (tmp_path / "0003.txt").write_bytes(b"caf\xff in the rain")
     (tmp_path / "0004.jpg").unlink()
     source = open_source(tmp_path)
     assert bad_rows(source) == {
@@ -66,11 +66,91 @@ def test_folder_names_become_captions(tmp_path):
 
 def test_a_folder_of_images_without_captions_says_what_to_do(tmp_path):
     write_photos(tmp_path, 3)
-    with pytest.raises(ValueError, match=r"no captions: add a .txt beside each"):
-        open_source(tmp_path)
+    for caption_from in ("auto", "filename", "text"):  # the names are numbers, and there are no caption files
+        with pytest.raises(ValueError, match="`m1clip data template"):
+            open_source(tmp_path, caption_from=caption_from)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="has no images in it"):
-        open_source(tmp_path / "empty")
+    for caption_from in ("auto", "folder"):
+        with pytest.raises(ValueError, match="has no images in it"):
+            open_source(tmp_path / "empty", caption_from=caption_from)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(["New Album (2)", "Paris, 4 July 2021"], ["2021-07-04", "2021-07-05"], ["DCIM", "100APPLE"], ["0", "1"]),
+        *(["Screenshots", "Camera Roll"], ["Untitled", "cat"], ["n01440764", "n01443537"], ["class_1", "class_2"]),
+        *(["train", "val"], ["train", "cat"], ["flickr30k-images"], ["cat"], ["images", "cat"], ["IMG_1234", "dog"]),
+    ],
+)
+def test_folder_names_that_may_be_no_labels_need_a_flag(tmp_path, names):
+    for number, name in enumerate(names):
+        write_photos(tmp_path / name, 3, start=3 * number)
+    with pytest.raises(ValueError, match=f"has images but no captions.*data template {tmp_path}"):
+        open_source(tmp_path)
+    captions = {label_caption(name, "a photo of a {}") for name in names}
+    assert {text for (text,) in captions_by_image(open_source(tmp_path, caption_from="folder")).values()} == captions
+
+
+def test_train_is_a_label_among_labels(tmp_path):
+    for number, name in enumerate(("bus", "car", "train")):
+        write_photos(tmp_path / name, 3, start=3 * number)
+    assert captions_by_image(open_source(tmp_path))["train/0007.jpg"] == ["a photo of a train"]
+
+
+def test_labels_are_used_with_a_note_and_albums_of_a_camera_are_not(tmp_path):
+    for number, folder in enumerate(("train/cat", "train/hot dog", "val/cat/images", "val/hot dog/images")):
+        write_photos(tmp_path / folder, 3, start=3 * number)
+    source = open_source(tmp_path)
+    assert (len(source.train), len(source.val)) == (6, 6)
+    assert captions_by_image(source)["val/hot dog/images/0009.jpg"] == ["a photo of a hot dog"]
+    examples = '"a photo of a cat" (train/cat/0000.jpg), "a photo of a hot dog" (train/hot dog/0003.jpg)'
+    assert source.bad_rows.note_lines() == [f"captions from folder names: {examples}"]
+    for path in tmp_path.rglob("*.jpg"):
+        path.rename(path.with_name(f"IMG_{path.name}"))
+    with pytest.raises(ValueError, match=r"file names are those of a camera.*--caption-from folder would use"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "caption"),
+    [
+        *(("golden_retriever_on_beach", "golden retriever on beach"), ("red-mug-1024x768", "red mug")),
+        *(("blueMug (2)", "blue Mug"), ("mug_copy", "mug"), ("dog0001", "dog"), ("017_dog_3", "dog")),
+        *(("IMG_1234_a dog", "a dog"), ("iphone_12_case", "iphone 12 case"), ("café%20crème", "café crème")),
+        *(("3f2504e0-4f89-11d3-9a0c-0305e82c3301 cat", "cat"), ("shoe-9wg5jCEPBsw", "shoe"), ("红色杯子", "红色杯子")),
+        *((name, "") for name in ("IMG_1234", "_DSC1234", "DSC00012", "PXL_20210704_101112345", "P1010012", "🎉")),
+        *((name, "") for name in ("1000268201_693b08cb0e", "000000123456", "COCO_train2014_000000123456", "image (3)")),
+        *((name, "") for name in ("Screenshot 2021-07-04 at 10.00.00", "3f2504e0-4f89-11d3-9a0c-0305e82c3301")),
+    ],
+)
+def test_words_of_a_file_name(name, caption):
+    assert filename_caption(name) == caption
+
+
+def test_file_names_become_captions_if_asked_for(tmp_path):
+    for number, name in enumerate(("red_mug", "blue-mug", "IMG_0001", "GreenMug")):
+        (tmp_path / f"{name}.JPG").write_bytes(jpeg(number))
+    with pytest.raises(ValueError, match=r'--caption-from filename would use file names: "Green Mug" \(GreenMug.JPG'):
+        open_source(tmp_path)
+    source = open_source(tmp_path, caption_from="filename", val_size=1)
+    assert captions_by_image(source) == {
+        "red_mug.JPG": ["red mug"],
+        "blue-mug.JPG": ["blue mug"],
+        "GreenMug.JPG": ["Green Mug"],
+    }
+    assert bad_rows(source) == {("no caption", "IMG_0001.JPG")}
+
+
+def test_descriptions_of_a_google_takeout_are_captions(tmp_path):
+    write_photos(tmp_path / "Photos from 2021", 4)
+    for number, suffix in enumerate((".json", ".supplemental-metadata.json", ".suppl.json")):
+        values = {"title": f"000{number}.jpg", "description": f"scene {number}" if number else ""}
+        (tmp_path / "Photos from 2021" / f"000{number}.jpg{suffix}").write_text(json.dumps(values))
+    (tmp_path / "Photos from 2021" / "metadata.json").write_text('{"title": "of the album"}')
+    source = open_source(tmp_path, val_size=1)
+    assert sorted(captions_by_image(source).values()) == [["scene 1"], ["scene 2"]]
+    assert bad_rows(source) == {("no caption", "0000.jpg"), ("no caption", "0003.jpg")}
 
 
 TABLES = {
@@ -86,6 +166,12 @@ TABLES = {
     "inside.json": '{{"data": [{{"image": "{0}", "caption": "one"}}, {{"image": "{1}", "caption": "two"}}]}}',
     "plain.txt": "image,caption\n{0},one\n{1},two\n",
     "token.txt": "{0}#0\tone\n{0}#1\tfirst\n{1}#0\ttwo\n",
+    "colons.txt": "{0}: one, with: colons\n{1}: two\n",
+    "tabs.txt": "{0}\tone\n{1}\ttwo\n",
+    "commas.txt": "{0}, one, a; b; c; d\n{1}, two\n",
+    "bom.csv": "\ufeffIMAGE;Caption\n{0};one\n{1};two\n",
+    "excel.csv": "sep=;\nimage;caption\n{0};one\n{1};two\n",
+    "unquoted.csv": "image_name,comment_number,comment\n{0},0,one, two\n{1},0,two\n",
     "array.json": '[{{"image": "{0}", "caption": "one"}}, {{"image": "{1}", "caption": "two"}}]',
 }
 
@@ -97,6 +183,67 @@ def test_tables_in_many_dialects_are_read(tmp_path, name):
     source = open_source(tmp_path / name, val_size=1)
     assert sorted(captions[0].partition(",")[0] for captions in captions_by_image(source).values()) == ["one", "two"]
     assert not source.bad_rows
+
+
+@pytest.mark.parametrize("name", ["colons.txt", "tabs.txt", "commas.txt", "token.txt", "plain.txt", "unquoted.csv"])
+def test_a_captions_file_beside_the_images_of_a_folder(tmp_path, name):
+    folder = tmp_path / "photos of 🐕, 2021"
+    images = write_photos(folder, 2)
+    (folder / f"captions{name[-4:]}").write_text(TABLES[name].format(*images))
+    source = open_source(folder, val_size=1)
+    assert {image: captions[0][:3] for image, captions in captions_by_image(source).items()} == {
+        images[0]: "one",
+        images[1]: "two",
+    }
+    assert source.bad_rows.note_lines() == [f"captions from {folder}/captions{name[-4:]}"]
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["plain.csv", "tabs.tsv", "token.txt", "lines.jsonl"])
+def test_a_text_file_that_is_not_utf8_is_decoded_and_noted(tmp_path, name, encoding):
+    images = write_photos(tmp_path, 2)
+    text = TABLES[name].format(*images).replace("one", "café “crème”")
+    (tmp_path / name).write_bytes(text.encode(encoding))
+    source = open_source(tmp_path / name, val_size=1)
+    assert captions_by_image(source)[images[0]][0] == "café “crème”"
+    (note,) = source.bad_rows.note_lines()
+    assert note.startswith(f"{tmp_path / name} is not UTF-8; read as {encoding}")
+    assert not source.bad_rows
+
+
+def test_few_lines_that_are_not_utf8_are_bad_rows_and_caption_files_are_decoded_one_by_one(tmp_path):
+    images = write_photos(tmp_path, 4)
+    texts = ["café".encode(), "crème".encode(), b"caf\xe9", b"plain"]
+    lines = [image.encode() + b"," + text for image, text in zip(images, texts, strict=True)]
+    (tmp_path / "t.csv").write_bytes(b"\n".join([b"image,caption", *lines]))
+    assert bad_rows(open_source(tmp_path / "t.csv", val_size=1)) == {("not UTF-8", "t.csv line 4")}
+    (tmp_path / "t.csv").unlink()
+    for image, text in zip(images, texts, strict=True):
+        (tmp_path / image).with_suffix(".caption").write_bytes(text)
+    source = open_source(tmp_path, val_size=1)
+    assert captions_by_image(source)[images[2]] == ["café"]
+    assert source.bad_rows.note_lines()[1:] == ["1 caption files that are not UTF-8, read as cp1252"]
+
+
+@pytest.mark.parametrize(
+    ("caption", "plain"),
+    [
+        *(("<b>red</b> mug<br>", "red mug"), ("<p class='x'>one</p><P>two</P>", "one two"), ("red<br/>mug", "red mug")),
+        *(("Tom &amp; Jerry&nbsp;", "Tom & Jerry"), ("&lt;b&gt;red&lt;/b&gt;", "red"), ("a<!-- b --> c", "a c")),
+        *((text, text) for text in ("a < b and c > d", "a <b and c> d", "i <3 you", "<|endoftext|>", "AT&T", "x  y")),
+    ],
+)
+def test_html_is_removed_and_nothing_else(caption, plain):
+    assert remove_html(caption) == plain
+
+
+def test_captions_with_html_are_counted(tmp_path):
+    images = write_photos(tmp_path, 3)
+    lines = [f"{images[0]},<b>red</b> mug<br>", f"{images[1]},cup &amp; saucer", f"{images[2]},a < b"]
+    (tmp_path / "t.csv").write_text("image,caption\n" + "\n".join(lines))
+    source = open_source(tmp_path / "t.csv", val_size=1)
+    assert sorted(captions_by_image(source).values()) == [["a < b"], ["cup & saucer"], ["red mug"]]
+    assert source.bad_rows.note_lines() == ["2 captions with HTML tags or entities, which are removed"]
 
 
 def test_column_flags_choose_the_columns(tmp_path):
@@ -215,9 +362,74 @@ def test_parquet_with_paths_and_with_images_inside(tmp_path):
     pq.write_table(inside, tmp_path / "structs.parquet", row_group_size=2)
     source = open_source(tmp_path / "structs.parquet")
     assert [source.all.read(i) for i in range(6)] == [jpeg(i) for i in range(6)]
+    assert [source.all.location(i) for i in (0, 4)] == [
+        f"{tmp_path}/structs.parquet row {i + 1} ({i}.jpg)" for i in (0, 4)
+    ]
     (tmp_path / "broken.parquet").write_bytes((tmp_path / "bytes.parquet").read_bytes()[:-50])
     with pytest.raises(ValueError, match="is not a readable Parquet file"):
         open_source(tmp_path / "broken.parquet")
+
+
+def test_rows_of_parquet_are_located_by_file_and_row(tmp_path):
+    images = write_photos(tmp_path, 5)
+    for kind, values in (("paths", images), ("bytes", [jpeg(i) for i in range(5)])):
+        for name, rows in (("train-0", slice(0, 3)), ("train-1", slice(3, 4)), ("val-0", slice(4, 5))):
+            (tmp_path / kind).mkdir(exist_ok=True)
+            captions = ["" if i in (1, 3) else f"scene {i}" for i in range(5)]
+            table = pa.table({"image": values[rows], "text": captions[rows]})
+            pq.write_table(table, tmp_path / kind / f"{name}.parquet")
+        source = open_source(tmp_path / kind / "*.parquet", val_size=1)
+        assert bad_rows(source) == {("no caption", "train-0.parquet row 2"), ("no caption", "train-1.parquet row 1")}
+        assert "val-0.parquet row 1 (" in source.val.location(0)
+
+
+@pytest.mark.parametrize(
+    ("captions", "images"),
+    [
+        ("results_20130124.token", "flickr30k-images"),
+        ("Flickr8k_text/Flickr8k.token.txt", "Flickr8k_Dataset/Flicker8k_Dataset"),
+        ("results.csv", "flickr30k_images/flickr30k_images"),
+        ("flickr30k_images/results.csv", "flickr30k_images/flickr30k_images"),
+        ("captions.txt", "Images"),
+        ("dataset_flickr30k.json", "flickr30k-images"),
+        ("karpathy/dataset_flickr8k.json", "images"),
+    ],
+)
+def test_flickr_folders_are_recognized_without_a_prefix(tmp_path, captions, images):
+    names = write_photos(tmp_path / images, 4)
+    lines = {
+        "results.csv": ["image_name| comment_number| comment", *(f"{name}| 0| scene {name}" for name in names)],
+        "captions.txt": ["image,caption", *(f"{name},scene {name}" for name in names)],
+    }
+    tokens = [f"{name}#0\tscene {name}" for name in names]
+    file = tmp_path / captions
+    file.parent.mkdir(exist_ok=True)
+    is_json = file.suffix == ".json"
+    text = karpathy_json(dict.fromkeys(names, ""), "") if is_json else "\n".join(lines.get(file.name, tokens))
+    file.write_text(text)
+    source = open_source(tmp_path, val_size=1)
+    expected = "Caption 0 of 0001.jpg." if is_json else "scene 0001.jpg"
+    assert captions_by_image(source)["0001.jpg"][0] == expected
+    assert source.bad_rows.note_lines() == [f"captions from {file}"]
+
+
+def test_karpathys_files_of_several_datasets_need_a_prefix(tmp_path):
+    for dataset in ("coco", "flickr30k"):
+        names = write_photos(tmp_path / "set" / "images", 2)
+        file = tmp_path / "set" / f"dataset_{dataset}.json"
+        file.write_text(karpathy_json(dict.fromkeys(names, ""), dataset))
+    with pytest.raises(ValueError, match=f"captions of coco and flickr30k: name one, as in coco:{tmp_path}/set"):
+        open_source(tmp_path / "set")
+    (tmp_path / "set").rename(tmp_path / "flickr30k")
+    assert len(open_source(tmp_path / "flickr30k", val_size=1).all) == 2
+
+
+def test_a_caption_table_in_each_split_folder(tmp_path):
+    for split, start in (("train", 0), ("val", 4)):
+        names = write_photos(tmp_path / split, 4, start)
+        (tmp_path / split / "captions.csv").write_text("image,caption\n" + "\n".join(f"{name},x" for name in names))
+    source = open_source(tmp_path)
+    assert (len(source.train), len(source.val)) == (4, 4)
 
 
 def test_coco_as_it_is_distributed(tmp_path):
@@ -325,6 +537,24 @@ def test_validation_images_of_one_source_are_removed_from_the_training_split_of_
     assert (a.weight, b.weight) == (3, 1)
     val = image_names(a.val) | image_names(b.val)
     assert not val & (image_names(a.train) | image_names(b.train))
+    for source, other, numbers in ((a, b, range(30)), (b, a, range(10, 40))):
+        removed = len({f"{i:04d}.jpg" for i in numbers} & image_names(other.val) - image_names(source.val))
+        reason = f"training images of {source.spec} removed: in the val or test split of another source"
+        assert source.bad_rows.notes == ({reason: removed} if removed else {})
+    assert a.bad_rows.notes + b.bad_rows.notes
+
+
+def test_copies_in_two_splits_of_a_source_in_a_mixture_are_removed_and_noted(tmp_path):
+    write_photos(tmp_path, 10)
+    (tmp_path / "copy.jpg").write_bytes(jpeg(0))
+    lines = [f"000{i}.jpg,scene,{'val' if i < 2 else 'train'}" for i in range(10)]
+    (tmp_path / "a.csv").write_text("\n".join(["image,caption,split", *lines, "copy.jpg,scene,train"]))
+    write_photos(tmp_path / "b", 10, start=20)
+    (tmp_path / "b.csv").write_text("image,caption\n" + "\n".join(f"b/00{i}.jpg,scene" for i in range(20, 30)))
+    a, b = open_sources(DataConfig(data=f"{tmp_path}/a.csv+{tmp_path}/b.csv"))
+    assert (len(a.train), b.bad_rows.note_lines()) == (8, [])
+    reason = f"training images of {tmp_path}/a.csv removed: in the val or test split of the same source"
+    assert a.bad_rows.note_lines() == [f"1 {reason}"]
 
 
 def test_a_spec_is_parsed_into_sources_and_weights(tmp_path):
@@ -346,9 +576,12 @@ def test_a_spec_is_parsed_into_sources_and_weights(tmp_path):
         ("coco:/no/such", "needs the folder of coco"),
         ("nothing-{000..003}.tar", "no data source"),
         (__file__, "cannot be read; expected a folder"),
+        ("photos.zip", "photos.zip is an archive; unpack it"),
     ],
 )
-def test_an_invalid_spec_is_refused(spec, words):
+def test_an_invalid_spec_is_refused(tmp_path, monkeypatch, spec, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos.zip").write_bytes(b"PK")
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         open_source(spec)
 
@@ -377,7 +610,8 @@ def test_many_files_or_folders_are_one_source(tmp_path):
     assert (len(source.train), len(source.val)) == (5, 5)
     write_photos(tmp_path / "a" / "cat", 3)
     write_photos(tmp_path / "b" / "dog", 3, start=3)
-    assert set(captions_by_image(open_source(tmp_path / "{a,b}"))) >= {"a/cat/0000.jpg", "b/dog/0003.jpg"}
+    source = open_source(tmp_path / "{a,b}", caption_from="folder")
+    assert set(captions_by_image(source)) >= {"a/cat/0000.jpg", "b/dog/0003.jpg"}
 
 
 def test_known_datasets_are_recognized_and_generic_folder_names_are_no_labels(tmp_path):
@@ -451,7 +685,7 @@ def test_split_names_are_no_labels(tmp_path):
 def test_val_size_must_leave_training_images(tmp_path):
     write_photos(tmp_path / "cat", 5)
     with pytest.raises(ValueError, match="--val-size 5 of 5 distinct images leaves none"):
-        open_source(tmp_path, val_size=5)
+        open_source(tmp_path, val_size=5, caption_from="folder")
 
 
 MILLION = """

@@ -146,7 +146,7 @@ def test_links_out_of_the_folder_are_refused_unless_allowed(tmp_path):
     os.symlink(tmp_path / "elsewhere" / "0000.jpg", tmp_path / "set" / "cat" / "out.jpg")
     os.symlink(tmp_path / "set" / "cat" / "0010.jpg", tmp_path / "set" / "cat" / "within.jpg")
     os.symlink(tmp_path / "elsewhere", tmp_path / "set" / "dog")
-    refused = open_source(tmp_path / "set", val_size=1)
+    refused = open_source(tmp_path / "set", val_size=1, caption_from="folder")
     assert bad_rows(refused) == {("refused", "out.jpg"), ("refused", "dog")}
     assert "cat/within.jpg" in captions_by_image(refused)
     table = tmp_path / "set" / "t.csv"

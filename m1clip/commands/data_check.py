@@ -59,7 +59,7 @@ def main(args: Args) -> int:
         sources = open_sources(replace(args, max_bad_rows=1.0), console.progress)
         reports = [check_source(source, args, number, console) for number, source in enumerate(sources, 1)]
     except NoUsablePairs as error:
-        bad = {"rows": error.bad_rows.rows, "bad_rows": error.bad_rows.record()}
+        bad = {"rows": error.bad_rows.rows, "bad_rows": error.bad_rows.record(), "notes": error.bad_rows.note_lines()}
         reports = [{"data": error.spec, "images": 0, "captions": 0, **bad}]
     if args.json:
         print(json.dumps(reports[0] if len(reports) == 1 else {"sources": reports}))
@@ -91,6 +91,7 @@ def check_source(source: "Source", args: Args, number: int, console: Console) ->
         "split_reason": source.split_reason,
         "rows": bad_rows.rows,
         "bad_rows": bad_rows.record(),
+        "notes": bad_rows.note_lines(),
         "sizes": check.size_histogram(stats),
         "largest": None if not width else [width, height, pairs.location(largest)],
         "megabytes": round(int(stats["bytes"].sum()) / 1e6, 1),
@@ -126,6 +127,7 @@ def report_lines(report: Report, args: Args) -> Iterator[Line]:
     if report["images"]:
         splits = ", ".join(f"{count:,} {split}" for split, count in report["splits"].items())
         yield "splits", f"{splits} ({report['split_reason']})"
+    yield from (("" if number else "notes", note) for number, note in enumerate(report["notes"]))
     yield from bad_row_lines(report, args)
     if report["images"]:
         yield from image_lines(report)

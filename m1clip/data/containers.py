@@ -8,21 +8,23 @@ import logging
 import os
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
-from itertools import islice, repeat
+from itertools import count, islice, repeat
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from m1clip.config import DataConfig
+from m1clip.data.caption_text import label_caption
 from m1clip.data.index import MAX_CAPTION_BYTES, BadRow, Listing, Row
-from m1clip.data.tables import IMAGE_SUFFIX, Values, caption_texts, holds_images, label_caption, parse_records
+from m1clip.data.tables import IMAGE_SUFFIX, Values, caption_texts, holds_images, parse_records
 from m1clip.files import cache_folder
 
 Dataset = Any  # of the `datasets` library, which is imported when it is needed
@@ -136,7 +138,7 @@ def list_parquet(paths: list[Path], config: DataConfig) -> Listing:
     splits: dict[str, list[str]] = {}
     for path in paths:
         splits.setdefault(split_from_name(path.name).lower().replace("-", "_") or "train", []).append(str(path))
-    return _listing(_load_parquet(splits), str(paths[0].parent), config)
+    return _listing(_load_parquet(splits), str(paths[0].parent), config, splits)
 
 
 def _load_parquet(files: Any) -> dict[str, Dataset]:
@@ -192,12 +194,24 @@ def _explain_errors(name: str) -> Iterator[Any]:
         raise ValueError(f"{name} cannot be loaded by `datasets`: {detail[0]}") from None
 
 
-def _listing(splits: dict[str, Dataset], name: str, config: DataConfig) -> Listing:
+def _listing(
+    splits: dict[str, Dataset], name: str, config: DataConfig, files: Mapping[str, list[str]] | None = None
+) -> Listing:
+    """`files` are the Parquet files of each split, by which rows are located; else the dataset's name is."""
     named = splits.items() if len(splits) > 1 else [("", data) for data in splits.values()]
-    return Listing(".", (row for split, data in named for row in _rows(data, name, split, config)))
+    by_name = (zip(repeat(f"{name} {split}".strip()), count(1)) for split, _ in named)
+    locations = map(_parquet_locations, (files[split] for split in splits)) if files else by_name
+    parts = zip(named, locations, strict=True)
+    return Listing(".", (row for (split, data), where in parts for row in _rows(data, name, split, where, config)))
 
 
-def _rows(data: Dataset, name: str, split: str, config: DataConfig) -> Iterator[Row | BadRow]:
+def _parquet_locations(files: list[str]) -> Iterator[tuple[str, int]]:
+    return ((file, row + 1) for file in files for row in range(pq.read_metadata(file).num_rows))
+
+
+def _rows(
+    data: Dataset, name: str, split: str, locations: Iterator[tuple[str, int]], config: DataConfig
+) -> Iterator[Row]:
     import datasets
 
     data, features = _materialize(data), dict(data.features)
@@ -218,10 +232,12 @@ def _rows(data: Dataset, name: str, split: str, config: DataConfig) -> Iterator[
 
     records = (add_labels(record) for batch in others.to_batches(1000) for record in batch.to_pylist())
     config = replace(config, image_column=image)
-    rows = parse_records(f"{name} {split}".strip(), enumerate(records, 1), config)
+    rows = parse_records(name, enumerate(records, 1), config)
     for row, (file, offset, length, path) in zip(rows, _byte_ranges(data, image), strict=True):
         assert isinstance(row, Row)
         row = row._replace(image=path or (f"row {row.line}" if length else ""), split=split or row.split)
+        table, line = next(locations)
+        row = row._replace(table=table, line=line)
         yield row._replace(container=file, offset=offset, length=length) if length else row
 
 

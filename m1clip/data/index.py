@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from m1clip.config import DataConfig
+from m1clip.data.caption_text import remove_html
 from m1clip.data.decode import MAX_BYTES, BadImage, decode
 from m1clip.files import cache_folder
 from m1clip.format import percent
@@ -40,6 +41,7 @@ CODES = {"container": pa.int32(), "table": pa.int32(), "split": pa.int8()}
 SCHEMA = pa.schema({"image": pa.string(), **NUMBERS, **CODES, "captions": pa.list_(pa.string())})
 TIMEOUT_S, ATTEMPTS = 20, 2  # of downloads
 MAX_CAPTION_BYTES = 1_000_000  # captions of one image
+BY_LINES = (".csv", ".tsv", ".jsonl", ".txt", ".token")  # other tables have rows
 MAX_EXAMPLES = 10_000  # bad rows that are listed; further ones are only counted
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training", "restval"), "train"),
@@ -79,6 +81,17 @@ class BadRow(NamedTuple):
         return f"{self.location}: {self.reason}"
 
 
+class Note(NamedTuple):
+    """What a reader guessed or changed: printed once, after its count if it has one."""
+
+    text: str
+    occurrences: int = 0
+
+
+def table_location(table: str, line: int) -> str:
+    return f"{table} {'line' if table.lower().endswith(BY_LINES) else 'row'} {line}"
+
+
 class Row(NamedTuple):
     image: str  # path relative to the listing's root, name inside `container`, or URL
     captions: Sequence[str]
@@ -91,7 +104,7 @@ class Row(NamedTuple):
 
     def location(self, root: str) -> str:
         if self.line:
-            return f"{self.table} line {self.line}"
+            return table_location(self.table, self.line)
         image = self.image.encode(errors="replace").decode()
         return f"{self.container}: {image}" if self.container else os.path.join(root, image)
 
@@ -112,11 +125,17 @@ class Row(NamedTuple):
         return self if captions == self.captions else self._replace(captions=captions)
 
 
+Listed = Row | BadRow | Note
+
+
 class Listing(NamedTuple):
     root: str
-    rows: Iterator[Row | BadRow]
+    rows: Iterator[Listed]
 
-    def relative_to(self, root: str, split: str = "") -> Iterator[Row | BadRow]:
+    def with_note(self, text: str) -> "Listing":
+        return Listing(self.root, chain([Note(text)], self.rows))
+
+    def relative_to(self, root: str, split: str = "") -> Iterator[Listed]:
         """The rows relative to another root, with a default split."""
         prefix = os.path.relpath(self.root, root)
         for row in self.rows:
@@ -128,13 +147,14 @@ class Listing(NamedTuple):
 
 @dataclass
 class BadRows:
-    """Unusable rows of a source, counted by kind, and the first of them as examples."""
+    """Unusable rows of a source, counted by kind, and the first of them as examples; notes about the others."""
 
     rows: int = 0  # all, usable or not: lines of a table, or images
     images: int = 0  # distinct ones among them
     lost_images: int = 0  # bad rows that cost an image, not just one line of a table
     counts: Counter[str] = field(default_factory=Counter)
     examples: list[BadRow] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)  # 0 if a note is not counted
 
     def __len__(self) -> int:
         return self.counts.total()
@@ -151,7 +171,9 @@ class BadRows:
 
     def __add__(self, other: "BadRows") -> "BadRows":
         totals = self.rows + other.rows, self.images + other.images, self.lost_images + other.lost_images
-        return BadRows(*totals, self.counts + other.counts, (self.examples + other.examples)[:MAX_EXAMPLES])
+        examples, notes = (self.examples + other.examples)[:MAX_EXAMPLES], self.notes.copy()
+        notes.update(other.notes)  # `+` would drop those that are not counted
+        return BadRows(*totals, self.counts + other.counts, examples, notes)
 
     @property
     def fraction(self) -> float:
@@ -164,13 +186,17 @@ class BadRows:
         first = "; ".join(map(str, self.examples[:3]))
         return f"{len(self):,} of {self.rows:,} rows are unusable ({kinds}), such as {first}"
 
+    def note_lines(self) -> list[str]:
+        return [f"{count:,} {text}" if count else text for text, count in self.notes.items()]
+
     def record(self, examples: int = MAX_EXAMPLES) -> dict[str, Any]:
         listed, kinds = [row._asdict() for row in self.examples[:examples]], dict(self.counts.most_common())
         return {"count": len(self), "fraction": self.fraction, "kinds": kinds, "examples": listed}
 
-    def require_at_most(self, max_fraction: float) -> None:
+    def require_at_most(self, max_fraction: float, advice: str = "") -> None:
         if self.fraction > max_fraction:
-            raise ValueError(f"{self}; --max-bad-rows allows {percent(max_fraction)}, `m1clip data check` lists all")
+            allowed = f"--max-bad-rows allows {percent(max_fraction)}, `m1clip data check` lists all"
+            raise ValueError(f"{self}; {allowed}{advice}")
 
 
 @lru_cache
@@ -226,13 +252,22 @@ class IndexWriter:
             self.bad_rows.rows += len(others)
             yield first._replace(captions=[caption for row in (first, *others) for caption in row.captions])
 
-    def _validate(self, row: Row | BadRow) -> Row | None:
-        row = row if isinstance(row, BadRow) else row.validated(self.allow, self.root)
+    def _validate(self, row: Listed) -> Row | None:
+        if isinstance(row, Note):
+            self.bad_rows.notes[row.text] += row.occurrences
+            return None
+        row = row if isinstance(row, BadRow) else self._without_html(row).validated(self.allow, self.root)
         if isinstance(row, Row):
             return row
         self.bad_rows.add(row)
         self.bad_rows.rows += 1
         return None
+
+    def _without_html(self, row: Row) -> Row:
+        captions = list(map(remove_html, row.captions))
+        if changed := sum(new != old for new, old in zip(captions, row.captions, strict=True)):
+            self.bad_rows.notes["captions with HTML tags or entities, which are removed"] += changed
+        return row._replace(captions=captions)
 
     def _check_images(self, path: Path, first_rows: RowIndices) -> tuple[NDArray[np.bool_], str, str]:
         """Which images are usable, and hashes of their files and of all names and captions."""
@@ -251,7 +286,7 @@ class IndexWriter:
                 stamp = image if container or "://" in image else self._file_stamp(image)
                 if isinstance(stamp, BadRow):
                     usable[entry] = False
-                    location = f"{tables[table]} line {line}" if line else stamp.location
+                    location = table_location(tables[table], line) if line else stamp.location
                     self.bad_rows.add(stamp._replace(location=location), image=True)
                 fingerprint.update(str(stamp).encode())
             start += len(batch)

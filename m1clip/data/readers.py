@@ -1,28 +1,37 @@
 """The rows of a spec: each path is listed by the reader of its format, image folders here. No torch.
 
-A folder has captions in .txt files, in a metadata table, or folder names as labels.
+A folder has captions in a table, in .txt files, or in its folder or file names; a note names what is used.
 """
 
+import json
 import os
 import re
+import shlex
+from collections import Counter
 from collections.abc import Iterator
 from glob import glob
 from itertools import chain, islice
 from pathlib import Path
+from typing import NamedTuple
 
 from braceexpand import braceexpand
 
 from m1clip.config import DataConfig
-from m1clip.data import containers, tables
-from m1clip.data.index import MAX_CAPTION_BYTES, SPLIT_WORDS, BadRow, Listing, Row
+from m1clip.data import caption_text, containers, tables
+from m1clip.data.index import MAX_CAPTION_BYTES, SPLIT_WORDS, BadRow, Listed, Listing, Note, Row
 from m1clip.data.splits import SCHEMES
 from m1clip.format import did_you_mean
 
 # Text files about a folder, not about one of its images.
 NOT_CAPTIONS = re.compile(r"(readme|licen[cs]e|notes?|credits|captions?|classes|labels|attribution)\.\w+", re.I)
 # Folder names that say nothing about the images.
-NO_LABEL = re.compile(r"|images?|imgs?|pictures?|photos?|jpe?gs?|data|(train|val|test)\d+|flick\w+", re.I)
-MAX_INSPECTED = 20_000
+NO_LABEL = re.compile(r"images?|imgs?|pictures?|photos?|jpe?gs?|data|(train|val|test)\d+|flick.*", re.I)
+# IMG_1.jpg.json and IMG_1.jpg.supplemental-metadata.json of a Google Takeout.
+TAKEOUT = re.compile(rf"(.*{tables.IMAGE_SUFFIX.pattern[:-1]})(\.supp[\w.-]*)?\.json", re.I)
+
+
+class UnclearCaptions(ValueError):  # noqa: N818 - the data is wrong, not the program
+    """A folder of images without captions, or with names that may not describe the images."""
 
 
 def list_rows(spec: str, config: DataConfig) -> Listing:
@@ -48,7 +57,9 @@ def _list_paths(paths: list[Path], config: DataConfig) -> Listing:
         return _list_path(paths[0], config)
     listings = [_list_path(path, config) for path in paths]
     root = os.path.commonpath([os.path.abspath(listing.root) for listing in listings])
-    return Listing(root, chain.from_iterable(listing.relative_to(root) for listing in listings))
+    splits = [containers.split_from_name(path.name) if path.is_file() else "" for path in paths]
+    rows = (listing.relative_to(root, split) for listing, split in zip(listings, splits, strict=True))
+    return Listing(root, chain.from_iterable(rows))
 
 
 def _list_path(path: Path, config: DataConfig) -> Listing:
@@ -61,6 +72,8 @@ def _list_path(path: Path, config: DataConfig) -> Listing:
         return containers.list_dataset(str(path), config) if is_saved else _list_folder(path, config)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
+    if suffix in (".zip", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar"):
+        raise ValueError(f"{path} is an archive; unpack it and give --data the folder or file inside")
     if suffix not in tables.READERS:
         formats = ", ".join(tables.TABLE_SUFFIXES)
         raise ValueError(f"{path} cannot be read; expected a folder, {formats} or uncompressed .tar shards")
@@ -80,28 +93,37 @@ def expand_paths(spec: str) -> list[Path]:
 
 
 def _list_folder(path: Path, config: DataConfig) -> Listing:
-    patterns = (f"{parent}metadata{suffix}" for suffix in tables.TABLE_SUFFIXES for parent in ("", "*/"))
-    if metadata := sorted(table for pattern in patterns for table in path.glob(pattern)):
-        splits = [(table, split_from_path(table.relative_to(path))) for table in metadata]
-        rows = (tables.list_table(table, config).relative_to(str(path), split) for table, split in splits)
-        return Listing(str(path), chain.from_iterable(rows))
-    files = [file for file in path.iterdir() if file.suffix.lower() in tables.TABLE_SUFFIXES and file.is_file()]
-    found = _inspect(path, config)
-    if "caption file" in found:
-        return Listing(str(path), _caption_file_rows(path, config))
-    if listing := tables.list_known_dataset(path, config):
+    """Captions from where --caption-from says; auto takes the first of a table, caption files and labels."""
+    caption_from = config.caption_from
+    if caption_from == "auto" and (listing := _list_captions_table(path, config)):
         return listing
-    if len(files) == 1:
-        return tables.list_table(files[0], config)
-    if found == {"label"}:
-        return Listing(str(path), _labeled_rows(path, config))
-    hint = f"; or name a table: {', '.join(map(str, sorted(files)))}" if files else ""
-    if not found:
+    images = _inspect(path, config)
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in tables.TABLE_SUFFIXES and file.is_file())
+    if caption_from == "auto" and not images.has_caption_files and len(files) == 1:
+        return _list_path(files[0], config).with_note(f"captions from {files[0]}")
+    if not images.counts:
+        hint = f"; or name a table: {', '.join(map(str, files))}" if files else ""
         raise ValueError(f"{path} has no images in it{hint}")
-    raise ValueError(
-        f"{path} has images but no captions: add a .txt beside each image, list them in a metadata.csv "
-        f"(file_name, text), or sort them into one folder per label{hint}"
-    )
+    if caption_from == "auto":
+        caption_from = "text" if images.has_caption_files else "folder"
+        if caption_from == "folder" and (doubt := _doubt_about_labels(images)):
+            raise UnclearCaptions(_ask_for_captions(path, images, config, doubt, files))
+    is_text = caption_from == "text"
+    origin = "files beside the images" if is_text else _examples(images, config, caption_from)
+    rows = _caption_file_rows(path, config) if is_text else _name_rows(path, config)
+    return Listing(str(path), rows).with_note(f"captions from {origin}")
+
+
+def _list_captions_table(path: Path, config: DataConfig) -> Listing | None:
+    """Captions in metadata tables, one caption table per sub-folder, or the files of a known dataset."""
+    suffixes = {*tables.TABLE_SUFFIXES} - {".json"}  # metadata.json is about an album of a Google Takeout
+    found = sorted(file for depth in ("", "*/") for file in path.glob(f"{depth}metadata.*") if file.suffix in suffixes)
+    if not found:
+        found = sorted(table for table in path.glob("*/captions.*") if table.suffix.lower() in tables.READERS)
+        if len(found) < 2:
+            return tables.list_known_dataset(path, config)
+    rows = (_list_path(file, config).relative_to(str(path), split_from_path(file.relative_to(path))) for file in found)
+    return Listing(str(path), chain.from_iterable(rows)).with_note(f"captions from {', '.join(map(str, found))}")
 
 
 def _walk(path: Path, config: DataConfig) -> Iterator[tuple[str, dict[str, str], list[str], list[BadRow]]]:
@@ -119,48 +141,144 @@ def _walk(path: Path, config: DataConfig) -> Iterator[tuple[str, dict[str, str],
         names = sorted(name for name in files if not name.startswith("."))
         texts = {Path(name).stem: name for name in names if name.lower().endswith((".txt", ".caption"))}
         stems = {name: Path(name).stem for name in names if tables.IMAGE_SUFFIX.search(name)}
-        images = {name: texts.get(stem) or texts.get(name, "") for name, stem in stems.items()}
         others = sorted(texts[stem] for stem in texts.keys() - stems.keys() - set(stems.values()))
+        takeout = {match[1]: match[0] for match in map(TAKEOUT.fullmatch, names) if match}
+        images = {name: texts.get(stem) or texts.get(name) or takeout.get(name, "") for name, stem in stems.items()}
         yield os.path.relpath(folder, path).removeprefix("."), images, others, [] if follow else refused
 
 
-def _inspect(path: Path, config: DataConfig) -> set[str]:
-    """What describes the first images: a "caption file", a folder name that is a "label", or "no label"."""
-    found = set[str]()
-    images = ((folder, text) for folder, images, *_ in _walk(path, config) for text in images.values())
-    for folder, text in islice(images, MAX_INSPECTED):
-        label = os.path.basename(folder)
-        is_label = label.lower() not in SPLIT_WORDS and not NO_LABEL.fullmatch(label)
-        found.add("caption file" if text else "label" if is_label else "no label")
+class FolderImages(NamedTuple):
+    counts: Counter[str]  # images by label; "" for those in no labelled folder
+    first: dict[str, str]  # the first image of each label
+    names: list[str]  # the first images
+    has_caption_files: bool
+
+
+def _inspect(path: Path, config: DataConfig) -> FolderImages:
+    found = FolderImages(Counter(), {}, [], False)
+    for folder, images, *_ in _walk(path, config):
+        if images:
+            label, files = _folder_label(folder), [os.path.join(folder, name) for name in images]
+            found.counts[label] += len(images)
+            found.first.setdefault(label, files[0])
+            found.names.extend(files[: 1000 - len(found.names)])  # enough for a judgement
+            found = found._replace(has_caption_files=found.has_caption_files or any(images.values()))
     return found
 
 
-def _caption_file_rows(path: Path, config: DataConfig) -> Iterator[Row | BadRow]:
+def _folder_label(folder: str) -> str:
+    """The name of the innermost folder that is neither a split nor a word such as images."""
+    names = (name for name in reversed(Path(folder).parts) if name.lower() not in SPLIT_WORDS)
+    return next((name for name in names if not NO_LABEL.fullmatch(name)), "train" if folder == "train" else "")
+
+
+def _doubt_about_labels(images: FolderImages) -> str:
+    """Why the folder names are probably no labels; empty if they probably are."""
+    counts = images.counts
+    unlabelled = counts[""] + (counts["train"] if len(counts) < 3 else 0)  # among labels, train is a vehicle
+    unlikely = next((label for label in counts if label and not caption_text.is_label(label)), "")
+    camera_names = sum(bool(caption_text.CAMERA_NAME.match(os.path.basename(name))) for name in images.names)
+    reasons = {
+        f"{unlabelled:,} of {counts.total():,} images are in no folder with a label": bool(unlabelled),
+        f"{unlikely!r} is the name of an album or an id, not a label": bool(unlikely),
+        f"{next(iter(counts))!r} is the only folder": len(counts) == 1,
+        "most folders have a single image": counts.total() < 2 * len(counts),
+        "the file names are those of a camera, so the folders may be albums": 2 * camera_names > len(images.names),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def _ask_for_captions(path: Path, images: FolderImages, config: DataConfig, doubt: str, files: list[Path]) -> str:
+    """The message about images without captions: what names would give, and how to go on."""
+    words = sum(bool(_name_caption(name, config, "filename")) for name in images.names)
+    choices = {"filename": 2 * words > len(images.names), "folder": bool(set(images.first) - {"", "train"})}
+    template = f"`m1clip data template {shlex.quote(str(path))}`"
+    return "; ".join(
+        [
+            f"{path} has images but no captions, and {doubt}",
+            *(
+                f"--caption-from {k} would use {_examples(images, config, k)}"
+                for k, possible in choices.items()
+                if possible
+            ),
+            f"to write captions, add a .txt beside each image, or fill in the table that {template} makes",
+            *(f"or name a table: {file}" for file in files),
+        ]
+    )
+
+
+def _examples(images: FolderImages, config: DataConfig, caption_from: str) -> str:
+    """The first three captions and the images that they are of."""
+    files = [file for label, file in images.first.items() if label] if caption_from == "folder" else images.names
+    captions = ((_name_caption(file, config, caption_from), file) for file in files)
+    shown = islice((f'"{caption}" ({file})' for caption, file in captions if caption), 3)
+    return f"{'folder' if caption_from == 'folder' else 'file'} names: {', '.join(shown)}"
+
+
+def _name_caption(image: str, config: DataConfig, caption_from: str) -> str:
+    folder, name = os.path.split(image)
+    if caption_from == "filename":
+        return caption_text.filename_caption(tables.IMAGE_SUFFIX.sub("", name))
+    label = _folder_label(folder) or os.path.basename(folder)
+    return caption_text.label_caption(label, config.template) if label else ""
+
+
+def _name_rows(path: Path, config: DataConfig) -> Iterator[Listed]:
+    caption_from = "filename" if config.caption_from == "filename" else "folder"
+    for folder, images, _, refused in _walk(path, config):
+        yield from refused
+        for image in (os.path.join(folder, name) for name in images):
+            if caption := _name_caption(image, config, caption_from):
+                yield Row(image, [caption], split=split_from_path(Path(image)))
+            else:
+                yield BadRow("no caption", str(path / image), f"its {caption_from} gives no words")
+
+
+def _caption_file_rows(path: Path, config: DataConfig) -> Iterator[Listed]:
     for folder, images, others, refused in _walk(path, config):
         yield from refused
         for name, text in images.items():
-            yield _read_caption_file(path, os.path.join(folder, name), path / folder / text)
+            yield from _read_caption_file(path, os.path.join(folder, name), path / folder / text)
         orphans = (path / folder / name for name in others if not NOT_CAPTIONS.fullmatch(name))
         yield from (BadRow("missing file", str(file), "a caption file without an image") for file in orphans)
 
 
-def _read_caption_file(path: Path, image: str, file: Path) -> Row | BadRow:
-    if not file.is_file():
-        return BadRow("no caption", str(path / image), "there is no .txt file beside it")
+def _read_caption_file(path: Path, image: str, file: Path) -> Iterator[Listed]:
     try:
         with open(file, "rb") as opened:
-            text = opened.read(MAX_CAPTION_BYTES).decode("utf-8-sig", "surrogateescape")
+            encoding, errors, _ = caption_text.detect_encoding(opened)
+            text = opened.read(MAX_CAPTION_BYTES).decode(encoding, errors)
     except OSError as error:
-        return BadRow("no caption", str(file), f"cannot be read ({error.strerror})")
-    return Row(image, text.splitlines() or [""], split=split_from_path(Path(image)))
+        reason = "there is no .txt file beside it" if file.is_dir() else f"{file.name}: {error.strerror}"
+        yield BadRow("no caption", str(path / image), reason)
+        return
+    if encoding != "utf-8-sig":
+        yield Note(f"caption files that are not UTF-8, read as {encoding}", 1)
+    text = _takeout_description(text) if file.suffix.lower() == ".json" else text
+    yield Row(image, text.splitlines() or [""], split=split_from_path(Path(image)))
 
 
-def _labeled_rows(path: Path, config: DataConfig) -> Iterator[Row | BadRow]:
-    for folder, images, _, refused in _walk(path, config):
-        yield from refused
-        caption = tables.label_caption(os.path.basename(folder), config.template)
-        for image in (os.path.join(folder, name) for name in images):
-            yield Row(image, [caption], split=split_from_path(Path(image)))
+def _takeout_description(text: str) -> str:
+    try:
+        return str(json.loads(text)["description"] or "").strip()
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+def caption_table(folder: Path, config: DataConfig) -> Iterator[tuple[str, str]]:
+    """Every image of a folder with each of its captions, or with an empty one."""
+    captions: dict[str, list[str]] = {}
+    try:
+        listing = _list_folder(folder, config)
+        for row in listing.rows:
+            if isinstance(row, Row):
+                image = os.path.abspath(os.path.join(listing.root, row.image))
+                captions.setdefault(image, []).extend(filter(str.strip, row.captions))
+    except UnclearCaptions:
+        pass  # the table is to be filled in
+    for subfolder, images, *_ in _walk(folder, config):
+        for image in (os.path.abspath(folder / subfolder / name) for name in images):
+            yield from ((image, caption) for caption in captions.get(image) or [""])
 
 
 def split_from_path(path: Path) -> str:

@@ -2,6 +2,8 @@
 
 import os
 import re
+import shlex
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,8 +30,18 @@ SHUFFLE_WINDOW = 10_000  # rows; on the fly, shards are read nearly in sequence
 
 class NoUsablePairs(ValueError):  # noqa: N818 - the data is wrong, not the program
     def __init__(self, spec: str, bad_rows: BadRows):
-        super().__init__(f"{spec}: {bad_rows}" if bad_rows else f"{spec} has no pairs")
+        reason = f"{spec}: {bad_rows}" if bad_rows else f"{spec} has no pairs"
+        super().__init__(reason + caption_advice(spec, bad_rows))
         self.spec, self.bad_rows = spec, bad_rows
+
+
+def caption_advice(spec: str, bad_rows: BadRows) -> str:
+    """The ways on if most bad rows are images without a caption."""
+    if 2 * bad_rows.counts["no caption"] <= len(bad_rows):
+        return ""
+    is_folder = os.path.isdir(os.path.expanduser(spec))
+    table = f"the table that `m1clip data template {shlex.quote(spec)}` makes" if is_folder else "their captions"
+    return f"; fill in {table}, remove these {'images' if is_folder else 'rows'}, or raise --max-bad-rows to skip them"
 
 
 @dataclass(frozen=True)
@@ -80,7 +92,7 @@ def _open_source(spec: str, weight: float, config: DataConfig, progress: Progres
     pairs = IndexedPairs(folder)
     if not len(pairs):
         raise NoUsablePairs(spec, bad_rows)
-    bad_rows.require_at_most(config.max_bad_rows)
+    bad_rows.require_at_most(config.max_bad_rows, caption_advice(spec, bad_rows))
     train, val, test, reason = split_rows(pairs, config, progress)
     val_pairs = pairs.take(val)
     test_pairs = None if test is None else val_pairs if test is val else pairs.take(test)
@@ -167,13 +179,18 @@ def _remove_val_images(sources: list[Source], progress: ProgressFactory) -> list
         return sources
     hashes = {spec: content_hashes(pairs, progress) for spec, pairs in indexed.items()}
     splits = ((source.spec, pairs) for source in sources for pairs in (source.val, source.test))
-    excluded = [hashes[spec][pairs.rows] for spec, pairs in splits if isinstance(pairs, IndexedPairs)]
+    excluded = [(spec, hashes[spec][pairs.rows]) for spec, pairs in splits if isinstance(pairs, IndexedPairs)]
     for i, source in enumerate(sources):
         if isinstance(source.train, IndexedPairs):
-            rows = np.flatnonzero(~np.isin(hashes[source.spec][source.train.rows], np.concatenate(excluded)))
-            if not len(rows):
+            train = hashes[source.spec][source.train.rows]
+            in_any = np.isin(train, np.concatenate([val for _, val in excluded]))
+            in_own = np.isin(train, np.concatenate([val for spec, val in excluded if spec == source.spec]))
+            for origin, is_removed in (("the same source", in_own), ("another source", in_any & ~in_own)):
+                note = f"training images of {source.spec} removed: in the val or test split of {origin}"
+                source.bad_rows.notes += Counter({note: int(is_removed.sum())})  # without zeros
+            if in_any.all():
                 raise ValueError(f"every training image of {source.spec} is a validation image of another source")
-            sources[i] = replace(source, train=source.train.take(rows))
+            sources[i] = replace(source, train=source.train.take(np.flatnonzero(~in_any)))
     return sources
 
 
@@ -346,6 +363,8 @@ def open_splits(
     if not all(len(part.rows) for part in (*train, *val.parts)):
         raise ValueError(f"{config.data}: a split has no image that can be decoded; see `m1clip data check`")
     facts = {"split": "; ".join(dict.fromkeys(source.split_reason for source in sources))}
+    if notes := bad_rows.note_lines():
+        facts["notes"] = "; ".join(notes)
     parts = zip(sources, train, strict=True)
     if uncached := [source.spec for source, part in parts if isinstance(part.images, OnTheFlyImages)]:
         facts["images"] = f"{', '.join(uncached)} decoded on the fly: above --cache-gb {config.cache_gb:g}"

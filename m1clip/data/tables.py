@@ -9,16 +9,18 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from m1clip.config import DataConfig
-from m1clip.data.index import BadRow, Listing, Row
+from m1clip.data.caption_text import detect_encoding
+from m1clip.data.index import BadRow, Listed, Listing, Note, Row, table_location
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 IMAGE_SUFFIX = re.compile(r"\.(jpe?g|jpe|jfif|png|webp|gif|bmp|tiff?|avif|heic|heif|jp2|ppm|pgm)$", re.I)
@@ -37,19 +39,19 @@ MAX_QUOTED_LINES = 50  # a longer quoted field counts as a missing quotation mar
 SAMPLED_ROWS = 200  # columns are guessed from these
 
 Values = dict[str, Any]
-Record = tuple[int, Any]  # line number, from 1, and values: a dict by column, or the ValueError of a broken line
+Record = tuple[int, Any]  # line number, from 1, and values: a dict by column, the ValueError of a broken line, a Note
 
 
 def list_table(path: Path, config: DataConfig) -> Listing:
     return find_images(path.parent, parse_records(str(path), READERS[path.suffix.lower()](path), config))
 
 
-def parse_records(table: str, records: Iterator[Record], config: DataConfig) -> Iterator[Row | BadRow]:
+def parse_records(table: str, records: Iterator[Record], config: DataConfig) -> Iterator[Listed]:
     """One row for each record; which column is which is guessed from the first ones."""
     head = list(islice(records, SAMPLED_ROWS))
     good: list[Values] = [values for _, values in head if isinstance(values, dict)]
     if not good:
-        first = f" that can be read; line {head[0][0]}: {head[0][1]!s:.200}" if head else ""
+        first = next((f" that can be read; line {line}: {error!s:.200}" for line, error in head if line), "")
         raise ValueError(f"{table} has no rows{first}")
     names = list(dict.fromkeys(chain.from_iterable(good)))
     image_column = _guess_column(table, good, names, "image", config.image_column)
@@ -63,17 +65,20 @@ def parse_records(table: str, records: Iterator[Record], config: DataConfig) -> 
             image = image if "/" in image else image.replace("\\", "/")
             captions = caption_texts([values.get(column) for column in caption_columns])
             yield Row(image, captions, line, table, str(values.get(split_column) or ""))
+        elif isinstance(values, Note):
+            yield values
         else:
             reason = str(values) if isinstance(values, ValueError) else "expected an object in {}"
-            yield BadRow("broken line", f"{table} line {line}", reason)
+            yield BadRow("broken line", table_location(table, line), reason)
 
 
-def find_images(folder: Path, rows: Iterator[Row | BadRow]) -> Listing:
+def find_images(folder: Path, rows: Iterator[Listed]) -> Listing:
     """The rows, relative to the folder with most of their images: this one, one beside or above it, or the current."""
     head = list(islice(rows, SAMPLED_ROWS))
     images = [row.image for row in head if isinstance(row, Row) and row.image]
     above = folder.absolute().parent
-    below, beside = (sorted([*parent.glob("*/"), *parent.glob("images/*/")])[:50] for parent in (folder, above))
+    patterns = ("*/", "images/*/", "[Ff]lick*/*/")
+    below, beside = (sorted(sub for p in patterns for sub in parent.glob(p))[:50] for parent in (folder, above))
     folders = list(map(str, (folder, *below, above, ".", *beside)))
     found = [sum(os.path.isfile(os.path.join(root, image)) for image in images) for root in folders]
     best = next((k for k, count in enumerate(found) if 2 * count > len(images)), found.index(max(found)))
@@ -99,14 +104,6 @@ def caption_texts(value: Any) -> list[str]:
             if isinstance(items, list) and items and all(isinstance(item, str) for item in items):
                 return items
     return [value]
-
-
-def label_caption(label: str, template: str) -> str:
-    """n02099601-golden_retriever or 042.golden_retriever → a photo of a golden retriever."""
-    name = re.sub(r"^(n\d{8}[-_ ]|\d{3}\.)", "", label).replace("_", " ").strip() or label
-    if name.lower().startswith(tuple("aeiou")):
-        template = re.sub(r"\b(a|A) \{\}", r"\1n {}", template)
-    return template.replace("{}", name)
 
 
 # Which column is which: as the flags say, else by usual names, else by contents.
@@ -146,24 +143,39 @@ def _is_image(value: Any) -> bool:
 
 
 # Readers, one per format.
+@contextmanager
+def open_text(path: Path, newline: str | None = None) -> Iterator[tuple[TextIO, list[Note]]]:
+    """The file, decoded, and a note if it is not UTF-8."""
+    with open(path, "rb") as file:
+        encoding, errors, example = detect_encoding(file)
+    note = Note(f"{path} is not UTF-8; read as {encoding}" + (f', such as "{example}"' if example else ""))
+    with open(path, encoding=encoding, errors=errors, newline=newline) as text:
+        yield text, [] if encoding == "utf-8-sig" else [note]
+
+
 def read_csv(path: Path) -> Iterator[Record]:
     """One record per line. A line that does not fit the header, or lacks a quotation mark, is broken."""
-    with open(path, "rb") as file:
-        is_utf16 = file.read(2) in (b"\xff\xfe", b"\xfe\xff")  # "Unicode text" of Excel
-    encoding, errors = ("utf-16", "replace") if is_utf16 else ("utf-8-sig", "surrogateescape")
-    with open(path, encoding=encoding, errors=errors, newline="") as file:
+    with open_text(path, newline="") as (file, notes):
+        yield from ((0, note) for note in notes)
         lines: Iterator[tuple[int, str]] = enumerate(file, 1)
         number, text = next(((n, line) for n, line in lines if line.strip()), (0, ""))
-        delimiter = "\t" if "\t" in text else max(",;|", key=text.count)
+        delimiter = _find_delimiter(text)
+        if text.strip().strip('"') == f"sep={delimiter}":  # Excel's first line
+            number, text = next(lines, (0, ""))
         names = [name.strip() for name in _split_fields(text, delimiter) or []]
         if any(IMAGE_SUFFIX.search(name) or "://" in name for name in names):  # no header: this is a row
-            names = [f"column {i + 1}" for i in range(len(names))]
+            head = list(islice(lines, SAMPLED_ROWS))
+            lines = chain(head, lines)
+            widths = {len(_split_fields(line, delimiter) or names) for _, line in head}
+            is_pair = IMAGE_SUFFIX.search(names[0]) and (2 in widths or delimiter == ":")
+            names = [f"column {i + 1}" for i in range(2 if is_pair else len(names))]
         else:
             number, text = next(lines, (0, ""))
+        ends_with_caption = len(names) == 2 or (names and names[-1].lower() in CAPTION_COLUMNS)
         while number:
             fields, extra = _split_fields(text, delimiter), list[tuple[int, str]]()
-            if fields and len(fields) > len(names) == 2:  # unquoted commas can only belong to the caption
-                fields = [fields[0], delimiter.join(fields[1:])]
+            if fields and len(fields) > len(names) and ends_with_caption:  # unquoted commas can only belong to it
+                fields = [*fields[: len(names) - 1], delimiter.join(fields[len(names) - 1 :])]
             while fields is None and len(extra) < MAX_QUOTED_LINES and (following := next(lines, None)):
                 extra.append(following)
                 fields = _split_fields(text + "".join(line for _, line in extra), delimiter, strict=True)
@@ -173,6 +185,13 @@ def read_csv(path: Path) -> Iterator[Record]:
                 yield number, ValueError(f"expected {len(names)} fields ({', '.join(names)})")
                 lines = chain(extra, lines)
             number, text = next(lines, (0, ""))
+
+
+def _find_delimiter(text: str) -> str:
+    """Of a first line: what follows the name of an image, or the commonest delimiter of a header."""
+    if first := re.match(rf'[^\t,;|]*?{IMAGE_SUFFIX.pattern[:-1]}"?\s*?([\t,;|]|:(?=\s))', text, re.I):
+        return first[2]
+    return "\t" if "\t" in text else max(",;|", key=text.count)
 
 
 def _split_fields(text: str, delimiter: str, strict: bool = False) -> list[str] | None:
@@ -191,7 +210,8 @@ def _split_fields(text: str, delimiter: str, strict: bool = False) -> list[str] 
 
 
 def read_json_lines(path: Path) -> Iterator[Record]:
-    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+    with open_text(path) as (file, notes):
+        yield from ((0, note) for note in notes)
         for number, line in enumerate(file, 1):
             try:
                 if line.strip():
@@ -259,30 +279,37 @@ READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
 def list_caption_dataset(path: Path, dataset: str, config: DataConfig) -> Listing:
     """The folder of coco, flickr30k or flickr8k, as it is distributed or with Karpathy's JSON."""
     if karpathy := _karpathy_file(path, dataset):
-        return find_images(path, _karpathy_rows(karpathy, load_json(karpathy)))
+        listing = find_images(path, _karpathy_rows(karpathy, load_json(karpathy)))
+        return listing.with_note(f"captions from {karpathy}")
     if dataset != "coco":
-        return _list_flickr(path, dataset, config)
+        config = replace(config, image_column="auto", caption_column="auto")  # the flags are about other sources
+        if flickr := _list_flickr(path, config):
+            return flickr
+        expected = f"a .token file, captions.txt, results.csv or dataset_{dataset}.json"
+        raise FileNotFoundError(f"{path} has none of the files of {dataset}: {expected}")
     files = sorted([*path.glob("annotations/captions_*.json"), *path.glob("captions_*.json")])
     if not files:
         raise FileNotFoundError(f"{path} has neither annotations/captions_*.json nor dataset_coco.json")
     listings = (find_images(path, _coco_rows(file, load_json(file))) for file in files)
-    return Listing(str(path), chain.from_iterable(listing.relative_to(str(path)) for listing in listings))
+    rows = chain.from_iterable(listing.relative_to(str(path)) for listing in listings)
+    return Listing(str(path), rows).with_note(f"captions from {', '.join(map(str, files))}")
 
 
 def list_known_dataset(path: Path, config: DataConfig) -> Listing | None:
     """A plain folder that is one of these datasets, else None."""
-    is_coco = any(path.glob("annotations/captions_*.json"))
-    is_flickr = (path / "captions.txt").is_file() or (path / "results.csv").is_file()
-    for dataset, found in (("coco", is_coco), ("flickr8k", is_flickr), ("flickr30k", False)):
-        if found or _karpathy_file(path, dataset):
-            return list_caption_dataset(path, dataset, config)
-    return None
+    found = [name for name in ("coco", "flickr30k", "flickr8k") if _karpathy_file(path, name, exact=True)]
+    found = [name for name in found if name in path.resolve().name.lower()] or found
+    if len(found) > 1:
+        raise ValueError(f"{path} has the captions of {' and '.join(found)}: name one, as in {found[0]}:{path}")
+    if not found and (any(path.glob("annotations/captions_*.json")) or any(path.glob("captions_*20??.json"))):
+        found = ["coco"]
+    return list_caption_dataset(path, found[0], config) if found else _list_flickr(path, config)
 
 
 def list_captions(path: Path) -> Listing | None:
     """A JSON file of COCO or Karpathy, or a text file of Flickr (name.jpg#0, a tab and a caption); else None."""
     if path.suffix.lower() != ".json":
-        with open(path, encoding="utf-8-sig", errors="replace") as file:
+        with open_text(path) as (file, _):
             is_token_file = re.match(r"[^\t]+#\d+\t", file.readline())
         return find_images(path.parent, _token_rows(path)) if is_token_file else None
     values = load_json(path)
@@ -292,7 +319,7 @@ def list_captions(path: Path) -> Listing | None:
     return find_images(path.parent, rows(path, values))
 
 
-def _coco_rows(path: Path, values: Any) -> Iterator[Row | BadRow]:
+def _coco_rows(path: Path, values: Any) -> Iterator[Listed]:
     """The official annotations: a list of images and a list of captions, joined by the image's id."""
     images, annotations = (_objects(path, values, key) for key in ("images", "annotations"))
     split = re.search(r"train|val|test", path.stem)
@@ -318,30 +345,30 @@ def _objects(path: Path, values: Any, key: str) -> list[dict[str, Any]]:
     return [item for item in items if isinstance(item, dict)]
 
 
-def _karpathy_rows(path: Path, values: Any) -> Iterator[Row | BadRow]:
+def _karpathy_rows(path: Path, values: Any) -> Iterator[Listed]:
     """{"images": [{"filename", "filepath", "split", "sentences": [{"raw"}]}]}"""
     for line, image in enumerate(_objects(path, values, "images"), 1):
         name = os.path.join(image.get("filepath") or "", str(image.get("filename") or ""))
         yield Row(name, caption_texts(image.get("sentences")), line, str(path), str(image.get("split") or ""))
 
 
-def _karpathy_file(path: Path, dataset: str) -> Path | None:
-    names = (f"dataset_{dataset}.json", f"annotations/dataset_{dataset}.json", "dataset.json")
-    return next((path / name for name in names if (path / name).is_file()), None)
+def _karpathy_file(path: Path, dataset: str, exact: bool = False) -> Path | None:
+    """The JSON file of Karpathy's splits; dataset.json, which may be anything, unless `exact`."""
+    patterns = (f"dataset_{dataset}.json", f"*/dataset_{dataset}.json", *(() if exact else ("dataset.json",)))
+    return next((file for pattern in patterns for file in sorted(path.glob(pattern)) if file.is_file()), None)
 
 
-def _list_flickr(path: Path, dataset: str, config: DataConfig) -> Listing:
-    """Flickr8k or Flickr30k: token files or Kaggle's CSVs, and lists of the splits."""
+def _list_flickr(path: Path, config: DataConfig) -> Listing | None:
+    """Flickr8k or Flickr30k: token files or Kaggle's CSVs, and lists of the splits; None without captions."""
     patterns = ("*.t*", "*.csv", "*/*.t*", "*/*.csv")
     files = sorted(file for pattern in patterns for file in path.glob(pattern) if file.is_file())
-    names = (r"(?!.*lemma)(.*\.)?token(\.txt)?", r"captions\.(txt|csv)|results\.csv", r".*annotations.*\.csv")
-    captions = next((file for name in names for file in files if re.fullmatch(name, file.name)), None)
+    names = (r"(?!.*lemma)(.*\.)?token(\.txt)?", r"captions\.(txt|csv|tsv)|results\.csv", r".*annotations.*\.csv")
+    captions = next((file for name in names for file in files if re.fullmatch(name, file.name, re.I)), None)
     if captions is None:
-        expected = f"a .token file, captions.txt, results.csv or dataset_{dataset}.json"
-        raise FileNotFoundError(f"{path} has none of the files of {dataset}: {expected}")
-    config = replace(config, image_column="auto", caption_column="auto")  # the flags are about other sources
-    is_table = captions.suffix == ".csv" or captions.stem == "captions"
-    listing = list_table(captions, config) if is_table else find_images(path, _token_rows(captions))
+        return None
+    is_table = captions.suffix in TABLE_SUFFIXES or captions.stem == "captions"
+    listing = list_captions(captions) if is_table else find_images(path, _token_rows(captions))
+    listing = (listing or list_table(captions, config)).with_note(f"captions from {captions}")
     splits = {}  # from lists such as Flickr_8k.trainImages.txt, train.txt, dev.txt
     for file in files:
         if split := re.search(r"(?:^|[._])(train|val|dev|test)(?:images)?\.txt$", file.name, re.I):
@@ -356,13 +383,14 @@ def _list_flickr(path: Path, dataset: str, config: DataConfig) -> Listing:
     return Listing(listing.root, rows)
 
 
-def _token_rows(path: Path) -> Iterator[Row | BadRow]:
+def _token_rows(path: Path) -> Iterator[Listed]:
     """1000268201_693b08cb0e.jpg#0<tab>A child in a pink dress is climbing up the stairs ."""
-    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+    with open_text(path) as (file, notes):
+        yield from notes
         for number, line in enumerate(file, 1):
             name, tab, caption = line.rstrip("\n").partition("\t")
             image, mark, _ = name.partition("#")
             if tab and mark and IMAGE_SUFFIX.search(re.sub(r"\.\d+$", "", image)):
                 yield Row(re.sub(r"(\.jpg)\.\d+$", r"\1", image), [caption], number, str(path))
             elif line.strip():
-                yield BadRow("broken line", f"{path} line {number}", "expected name.jpg#0, tab, caption")
+                yield BadRow("broken line", table_location(str(path), number), "expected name.jpg#0, tab, caption")
