@@ -25,14 +25,16 @@ UUID = re.compile(r"[\da-f]{8}(-[\da-f]{4}){3}-[\da-f]{12}", re.I)
 HASH = re.compile(r"(?=.*\d)[\da-f]{8,}|(?=.{7})[a-z]*(\d+[a-z]+){2,}\d*", re.I)
 NO_WORD = re.compile(r"\d+(px)?|\d{2,}x\d{2,}|copy|edited|scaled|thumb(nail)?|coco|(train|val|test)\d+", re.I)
 GENERIC = {"image", "img", "photo", "picture", "pic", "file", "frame", "scan", "download", "screenshot", "untitled"}
-# Names of albums and of folders in general; a year or a date is no label either.
+# Names of albums and of folders in general, and names that are labels only among other labels.
 ALBUM = re.compile(
     r"((new|my|saved|shared|all|recent) )?(albums?|folders?|collections?|pictures|photos|images)|untitled.*"
     r"|screen ?shots?|dcim|\d{3} ?[a-z]{4,5}|camera (roll|uploads?)|favou?rites|recents?|recently .*|(down|up)loads?"
-    r"|(im|ex)ports?|takeout|icloud.*|whatsapp.*|instagram|snapchat|selfies|bursts?|trash|backups?|misc|unsorted"
-    r"|others?|te?mp|originals?|edited|thumbnails?|inputs?|outputs?|results?|samples?|.*\(\d+\)|.*\b(19|20)\d\d\b.*"
-    r"|(class|label|category|cluster|group|batch|part|set|folder|album|day|dir|shard)[ -]?\d+",
+    r"|(im|ex)ports?|takeout|icloud.*|whatsapp.*|instagram|snapchat|selfies|bursts?|trash|backups?|te?mp|thumbnails?"
+    r"|.*\(\d+\)|(class|label|category|cluster|group|batch|part|set|folder|album|day|dir|shard)[ -]?\d+",
     re.I,
+)
+VAGUE = re.compile(
+    r"misc|unsorted|others?|originals?|edited|inputs?|outputs?|results?|samples?|.*\b(19|20)\d\d\b.*", re.I
 )
 
 
@@ -83,6 +85,11 @@ def is_label(name: str) -> bool:
     words = _label_words(name)
     is_camera_name = CAMERA_NAME.fullmatch(name) or CAMERA_NAME.fullmatch(words)
     return bool(re.search(r"[^\W\d_]{2}", words)) and not ALBUM.fullmatch(words) and not is_camera_name
+
+
+def is_vague(name: str) -> bool:
+    """Whether a folder name is a label only among other labels, such as `other`."""
+    return bool(VAGUE.fullmatch(_label_words(name)))
 
 
 def label_caption(label: str, template: str) -> str:

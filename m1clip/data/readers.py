@@ -176,7 +176,9 @@ def _doubt_about_labels(images: FolderImages) -> str:
     """Why the folder names are probably no labels; empty if they probably are."""
     counts = images.counts
     unlabelled = counts[""] + (counts["train"] if len(counts) < 3 else 0)  # among labels, train is a vehicle
-    unlikely = next((label for label in counts if label and not caption_text.is_label(label)), "")
+    vague = [label for label in counts if caption_text.is_vague(label)]
+    albums = [label for label in counts if label and not caption_text.is_label(label)]
+    unlikely = next(iter(albums or (vague if 2 * len(vague) > len(counts) else [])), "")
     camera_names = sum(bool(caption_text.CAMERA_NAME.match(os.path.basename(name))) for name in images.names)
     reasons = {
         f"{unlabelled:,} of {counts.total():,} images are in no folder with a label": bool(unlabelled),
