@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,6 +23,7 @@ from m1clip.images import Pixels
 SCHEMES = ("synthetic", "coco", "flickr30k", "flickr8k", "hf")
 MAX_VAL = 5000  # validation images of a dataset's own split that are used, unless --val-size asks for more
 SYNTHETIC_VAL = 240
+IMAGES_PER_LABEL = 5  # captions with at least so many images each are labels
 SHUFFLE_WINDOW = 10_000  # rows; on the fly, shards are read nearly in sequence
 
 
@@ -177,6 +178,35 @@ def _remove_val_images(sources: list[Source], progress: ProgressFactory) -> list
     return sources
 
 
+def caption_key(text: str) -> str:
+    """Equal for equal captions, as training compares them: without case and outer spaces."""
+    return text.strip().lower()
+
+
+@dataclass(frozen=True)
+class TrainCaptions:
+    """What the captions of the training split say about those of an evaluation."""
+
+    seen: frozenset[str] | None  # keys of the evaluated captions that also occur in training; None if unknown
+    labels: tuple[str, ...] = ()  # distinct captions of both, if they are so few that they are labels
+
+    @classmethod
+    def compare(cls, train: Iterable[Sequence[str]] | None, val: Sequence[Sequence[str]]) -> "TrainCaptions":
+        """From the captions of each training image, if they are known, and of each evaluated image."""
+        labels = {caption_key(one[0]): one[0] for one in val}
+        is_single, images = all(len(set(map(caption_key, one))) == 1 for one in val), len(val)
+        val_keys, seen = {caption_key(text) for one in val for text in one}, set[str]()
+        for one in train or ():
+            keys = {caption_key(text) for text in one}
+            seen |= keys & val_keys
+            images += 1
+            is_single = is_single and len(keys) == 1
+            if is_single:
+                labels.setdefault(keys.pop(), one[0])
+        is_label = is_single and 1 < len(labels) <= images / IMAGES_PER_LABEL
+        return cls(None if train is None else frozenset(seen), tuple(labels.values()) if is_label else ())
+
+
 class OnTheFlyImages:
     """Images decoded by worker processes on request. A bad row is replaced by the next good one."""
 
@@ -260,6 +290,9 @@ class Split:
     def captions(self, row: int) -> Sequence[str]:
         pairs, index = self._find(row)
         return pairs.captions(index)
+
+    def all_captions(self) -> Iterator[Sequence[str]]:
+        return (self.captions(row) for row in range(len(self)))
 
     def location(self, row: int) -> str:
         pairs, index = self._find(row)

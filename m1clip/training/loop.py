@@ -17,7 +17,7 @@ from m1clip import __version__, devices, sensors
 from m1clip.config import TrainConfig
 from m1clip.console import Console
 from m1clip.data.batches import Augmentation, Batch, BatchStream, FeatureTables, tokenize_captions
-from m1clip.data.splits import Split
+from m1clip.data.splits import Split, TrainCaptions
 from m1clip.evals.evaluate import Evaluation, evaluate_model
 from m1clip.evals.retrieval import Relevance, Retrieval, chance_scores
 from m1clip.model.clip import CLIP, load
@@ -65,6 +65,7 @@ class Session:
     progress: Progress
     batches: BatchStream
     val_features: FeatureTables
+    train_captions: TrainCaptions
     schedule: Schedule
     metrics: StepMetrics
     logger: Logger
@@ -147,7 +148,8 @@ def has_ended(s: Session) -> bool:
 
 
 def evaluate_on_val(s: Session, model: CLIP) -> Evaluation:
-    return evaluate_model(model, s.setup.splits.val, s.val_features, 4 * s.state.chunk)  # no graph is kept
+    chunk = 4 * s.state.chunk  # no graph is kept
+    return evaluate_model(model, s.setup.splits.val, s.val_features, chunk, s.train_captions)
 
 
 def start_session(setup: Setup, run: Run, console: Console) -> Session:
@@ -169,10 +171,11 @@ def start_session(setup: Setup, run: Run, console: Console) -> Session:
         calibrate_heads(model, setup.init, batches)
     state = TrainState(model, config, replace(choice.plan, compile=False))
     progress = checkpoint.load_checkpoint(setup.checkpoint, state) if setup.checkpoint else Progress()
-    schedule, metrics = make_schedule(setup, progress), StepMetrics(config, state.device)
+    schedule, metrics = make_schedule(setup, progress), StepMetrics(config, state.device, batch.duplicate_BB)
     logger = Logger(run, console, state, progress, batches, schedule, setup.imported)
     checkpoints = CheckpointManager(run, state, progress, console.warn)
-    parts = (state, progress, batches, val_features, schedule, metrics, logger, checkpoints)
+    captions = TrainCaptions.compare(setup.splits.train.all_captions(), list(setup.splits.val.all_captions()))
+    parts = (state, progress, batches, val_features, captions, schedule, metrics, logger, checkpoints)
     s = Session(setup, run, console, *parts, ContentionPolicy(state, console.print))
     write_run_files(s)
     epoch_start = progress.step - progress.step % batches.steps_per_epoch
@@ -273,8 +276,11 @@ def print_header(s: Session, choice: PlanChoice, chunk_reason: str) -> None:
         "tokenizer": token_facts(setup.tokenizer, train, config),
         "batch": f"{config.batch_size:,} pairs{chunks} ({chunk_reason})",
     }
-    i2t, t2i = chance_scores(Relevance.from_captions([val.captions(row) for row in range(len(val))]))
-    s.console.print_header({name: fact for name, fact in facts.items() if fact}, s.metrics.chance, (i2t.r1, t2i.r1))
+    i2t, t2i = chance_scores(Relevance.from_captions(list(val.all_captions())))
+    chance = {**s.metrics.chance, "chance_i2t_r1": i2t.r1, "chance_t2i_r1": t2i.r1}
+    if labels := s.train_captions.labels:
+        chance["chance_label"] = 1 / len(labels)
+    s.console.print_header({name: fact for name, fact in facts.items() if fact}, chance)
 
 
 def token_facts(tokenizer: Tokenizer, pairs: Split, config: TrainConfig) -> str:
