@@ -95,7 +95,7 @@ def evaluate(
     console = console or Console()
     folder, config = find_model(Path(runs), None if model is None else str(model))
     if "data" in settings:  # column names and split need not be the run's
-        config = replace(config, image_column="auto", caption_column="auto", val_size="auto")
+        config = replace(config, image_column="auto", caption_column="auto", val_size="auto", group_by="none")
     config = requested_config(settings, config)
     chosen, reason = devices.default_device(device)
     clip, sources = load(folder), open_sources(config, console.progress)

@@ -23,6 +23,7 @@ from m1clip.images import Pixels
 SCHEMES = ("synthetic", "coco", "flickr30k", "flickr8k", "hf")
 MAX_VAL = 5000  # validation images of a dataset's own split that are used, unless --val-size asks for more
 SYNTHETIC_VAL = 240
+OWN_SPLIT = "the dataset's own"
 IMAGES_PER_LABEL = 5  # captions with at least so many images each are labels
 SHUFFLE_WINDOW = 10_000  # rows; on the fly, shards are read nearly in sequence
 
@@ -43,6 +44,10 @@ class Source:
     test: PairDataset | None
     bad_rows: BadRows
     split_reason: str
+
+    @property
+    def has_own_splits(self) -> bool:
+        return not isinstance(self.all, IndexedPairs) or self.split_reason.startswith(OWN_SPLIT)
 
 
 def open_sources(config: DataConfig, progress: ProgressFactory = no_progress) -> list[Source]:
@@ -94,6 +99,8 @@ def _open_synthetic(spec: str, weight: float, config: DataConfig) -> Source:
     size = spec.partition(":")[2]
     if size and not size.isdecimal():
         raise ValueError(f"in {spec!r}, {size!r} must be a whole number of scenes")
+    if config.group_by != "none":
+        raise ValueError("--group-by is not for synthetic scenes: their validation captions never occur in training")
     train = SyntheticScenes(int(size or 12000), config.seed)
     val = SyntheticScenes(SYNTHETIC_VAL if config.val_size == "auto" else config.val_size, config.seed, "val")
     return Source(spec, weight, train, train, val, None, BadRows(), "combinations not in training")
@@ -110,8 +117,10 @@ def split_rows(
     val, test = np.flatnonzero(codes == "val"), np.flatnonzero(codes == "test")
     if len(train) and (len(val) or len(test)):
         rest = np.count_nonzero(np.isin(codes, ("unlisted", "unknown")))
-        reason = f"the dataset's own {'val' if len(val) else 'test'} split"
+        reason = f"{OWN_SPLIT} {'val' if len(val) else 'test'} split"
         reason += f"; {rest:,} images are in no split" if rest else ""
+        if config.group_by != "none":
+            raise ValueError(f"--group-by {config.group_by} cannot change {reason}; leave the flag out")
         return train, val if len(val) else test, test if len(test) else None, reason
     rows = np.flatnonzero(codes != "unlisted")
     if not len(rows):
@@ -121,8 +130,25 @@ def split_rows(
     count = min(1000, max(1, len(distinct) // 20)) if config.val_size == "auto" else config.val_size
     if count >= len(distinct):
         raise ValueError(f"--val-size {count} of {len(distinct)} distinct images leaves none for training")
+    if config.group_by != "none":
+        is_val = _split_groups(pairs.take(rows), hashes, config.group_by, count)
+        return rows[~is_val], rows[is_val], None, f"images with the same {config.group_by} stay in one split"
     is_val = hashes <= distinct[count - 1]
     return rows[~is_val], rows[is_val], None, "by a hash of each image's bytes"
+
+
+def _split_groups(pairs: IndexedPairs, hashes: NDArray[np.uint64], group_by: str, count: int) -> NDArray[np.bool_]:
+    """Which images are for validation, if copies and images with a common caption or folder stay together."""
+    from m1clip.data.leakage import choose_groups, connected_rows
+
+    if group_by == "folder":
+        keys = [[os.path.dirname(pairs.value("image", row))] for row in range(len(pairs))]
+    else:
+        keys = [[caption_key(text) for text in pairs.captions(row)] for row in range(len(pairs))]
+    groups = connected_rows([*texts, content] for texts, content in zip(keys, hashes.tolist(), strict=True))
+    if len(set(groups)) < 2:
+        raise ValueError(f"--group-by {group_by} leaves no validation split: all images are in one group")
+    return choose_groups(groups, [min(texts) for texts in keys], count)
 
 
 def validation_subset(pairs: PairDataset, config: DataConfig) -> PairDataset:
@@ -341,6 +367,14 @@ class Splits:
     val: Split
     skipped: BadRows
     facts: dict[str, str]  # for the run's header: how the data was split, which images are decoded on the fly
+
+    def near_duplicates(self) -> int | None:
+        """Validation images that look like a training image; None if that is unknown."""
+        if not all(isinstance(part.pairs, IndexedPairs) for part in (*self.train.parts, *self.val.parts)):
+            return None  # synthetic scenes
+        from m1clip.data.leakage import val_near_duplicates
+
+        return val_near_duplicates(self.train, self.val)
 
     def record(self) -> dict[str, Any]:
         """data.json of a run."""

@@ -214,7 +214,8 @@ def write_run_files(s: Session) -> None:
     if setup.init and not setup.checkpoint and not (run.path / "start").is_dir():
         s.state.model.save(run.path / "start")
     images = s.batches.features.images
-    run.write("data.json", {**setup.splits.record(), "views": len(images.views) if images else 0})
+    views, near_duplicates = len(images.views) if images else 0, setup.splits.near_duplicates()
+    run.write("data.json", {**setup.splits.record(), "views": views, "val_near_duplicates": near_duplicates})
     run.truncate_log(step)
     for path, reason in setup.damaged.items():
         with suppress(OSError):
