@@ -5,6 +5,9 @@ import re
 import shlex
 import shutil
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
@@ -15,10 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.status import Status
 from rich.table import Table
 
-from m1clip.format import UNKNOWN, percent, printable, with_interval
+from m1clip.format import UNKNOWN, duration, percent, printable, with_interval
 
 EPOCH_COLUMNS = {"epoch": 8, "loss": 8, "accuracy": 10, "labels": 10, "image→text": 12}  # names and widths
 EPOCH_COLUMNS |= {"text→image": 12, "temp.": 9, "pairs/s": 9, "seconds": 9}
+LINE_S, TRAINING_LINE_S = 10.0, 30.0  # between lines of progress where the output is not a terminal
 NOTABLE_LEAK = 0.05  # fraction of validation captions that also occur in training
 NUMERIC = re.compile(rf"[-+≈~<>]?[\d.,]+.*|{UNKNOWN}|")
 
@@ -42,13 +46,53 @@ class UnbreakableStream:
             self.stream.flush()
 
 
+class ProgressLines:
+    """Progress as lines of text: how much is done, and the time left at the rate of the last minute."""
+
+    def __init__(self, description: str, total: int | None, clock: Callable[[], float]):
+        self.description, self.total, self.clock, self.done = description, total, clock, 0
+        self.started = clock()
+        self.recent = deque([(self.started, 0)], maxlen=round(60 / LINE_S))
+
+    def advance(self, count: int) -> None:
+        self.done += count
+
+    def line(self) -> str:
+        now, (then, before) = self.clock(), self.recent[0]
+        self.recent.append((now, self.done))
+        if self.total is None:
+            return f"{self.description}: {self.done:,} after {duration(now - self.started)}"
+        line = f"{self.description} {self.done:,} of {self.total:,}"
+        if self.done == before:
+            return line
+        return f"{line}, about {duration((self.total - self.done) * (now - then) / (self.done - before))} left"
+
+    @contextmanager
+    def printed(self, write: Callable[[str], None]) -> Iterator[None]:
+        """Write a line every LINE_S, also while nothing advances."""
+        ended = threading.Event()
+
+        def write_lines() -> None:
+            while not ended.wait(LINE_S):
+                write(self.line())
+
+        thread = threading.Thread(target=write_lines, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
 class Console:
     """Progress, warnings and the table of a run on stderr."""
 
-    def __init__(self, stream: IO[str] | None = None):
+    def __init__(self, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic):
         stream = cast(IO[str], UnbreakableStream(stream or sys.stderr))
         self.console = RichConsole(file=stream, highlight=False)
         self.training_bar: Progress | None = None
+        self.clock, self.line_at = clock, clock()  # when the last line of training progress was printed
         self.has_labels = False  # label accuracy has a column in the epoch table
 
     def print(self, text: str = "") -> None:
@@ -61,7 +105,12 @@ class Console:
 
     @contextmanager
     def progress(self, description: str, total: int | None) -> Iterator[Callable[[int], None]]:
-        """A progress bar; yields a function that advances it. Without a total it only counts."""
+        """A progress bar, or lines in a file; yields a function that advances it. Without a total it only counts."""
+        if not self.console.is_terminal:
+            lines = ProgressLines(description, total, self.clock)
+            with lines.printed(lambda line: self.print(escape(line))):
+                yield lines.advance
+            return
         with self._bar(escape(description), total) as bar:
             yield lambda count: bar.advance(bar.task_ids[0], count)
 
@@ -100,8 +149,16 @@ class Console:
         valid = valid or [{"loss": float("nan"), "accuracy": 0.0}]
         loss, accuracy = (sum(record[key] for record in valid) / len(valid) for key in ("loss", "accuracy"))
         chance, speed = f"{last['chance_loss']:.2f}, {percent(last['chance_accuracy'])}", last["pairs_per_s"]
-        metrics = f"loss {loss:.3f}, accuracy {percent(accuracy)} [dim](chance {chance})[/] {speed:.0f} pairs/s"
+        metrics = f"loss {loss:.3f}, accuracy {percent(accuracy)} [dim](chance {chance})[/], {speed:.0f} pairs/s"
         self.training_bar.update(self.training_bar.task_ids[0], completed=step, total=total, description=metrics)
+        if self.needs_training_line():
+            self.line_at = self.clock()
+            step_s = sum(record["step_ms"] + record["between_ms"] for record in records) / len(records) / 1e3
+            self.print(f"step {step:,} of {total:,}: {metrics}, about {duration((total - step) * step_s)} left")
+
+    def needs_training_line(self) -> bool:
+        """Whether progress of the training is due in an output that is not a terminal."""
+        return not self.console.is_terminal and self.clock() - self.line_at >= TRAINING_LINE_S
 
     def print_epoch(self, epoch: int, epochs: int | None, means: dict[str, Any], scores: dict[str, Any] | None) -> None:
         keys = ("label_accuracy", "i2t_r1", "t2i_r1")
@@ -109,6 +166,7 @@ class Console:
         loss = UNKNOWN if means["loss"] is None else f"{means['loss']:.3f}"
         speed = (f"{means['temperature']:.4f}", f"{means['pairs_per_s']:.0f}", f"{means['seconds']:.1f}")
         name = f"{epoch}/{epochs}" if epochs else f"{epoch}"
+        self.line_at = self.clock()
         self.print(self._epoch_row(name, loss, percent(means["accuracy"]), *recalls, *speed))
 
     def _epoch_row(self, *cells: str) -> str:

@@ -153,6 +153,9 @@ class Logger:
         self.power_since: tuple[float, float | None] = (time.monotonic(), self.energy.joules())
         sensors.readings(self.run.path)  # core utilization is measured from here
 
+    def is_due(self) -> bool:
+        return self.progress.step % self.config.log_every == 0 or self.console.needs_training_line()
+
     def log_steps(self, records: list[Record]) -> None:
         """Write step records; raise if too many steps were skipped."""
         for record in records:

@@ -115,7 +115,7 @@ def training_loop(s: Session, stop: "StopSignal") -> tuple[bool, Evaluation | No
         progress.ended_budget_s = config.budget_s if ending else None
         inspecting, saving = progress.step % config.inspect_every == 0, s.checkpoints.is_due()
         stopping = stop.received
-        if any((inspecting, saving, epoch, stopping, ending, progress.step % config.log_every == 0)):
+        if any((inspecting, saving, epoch, stopping, ending, s.logger.is_due())):
             s.logger.log_steps(s.metrics.read())
         if inspecting:
             s.logger.log_diagnostics(batch, image_BE, text_BE)
