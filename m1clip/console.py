@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.status import Status
 from rich.table import Table
 
-from m1clip.format import UNKNOWN, duration, percent, printable, with_interval
+from m1clip.format import UNKNOWN, duration, percent, printable, wilson_interval
 
 EPOCH_COLUMNS = {"epoch": 8, "loss": 8, "accuracy": 10, "labels": 10, "image→text": 12}  # names and widths
 EPOCH_COLUMNS |= {"text→image": 12, "temp.": 9, "pairs/s": 9, "seconds": 9}
@@ -126,10 +126,13 @@ class Console:
 
             yield start
 
+    def print_fact(self, name: str, fact: str) -> None:
+        self.print(f"[dim]{name:>10}[/]  {escape(fact)}")
+
     def print_header(self, facts: dict[str, str], chance: dict[str, float]) -> None:
         """What is about to be trained, and the head of the epoch table with chance as its first row."""
         for name, fact in facts.items():
-            self.print(f"[dim]{name:>10}[/]  {escape(fact)}")
+            self.print_fact(name, fact)
         self.has_labels = "chance_label" in chance
         scores = [percent(chance.get(f"chance_{key}")) for key in ("accuracy", "label", "i2t_r1", "t2i_r1")]
         self.print(f"\n[bold]{self._epoch_row(*EPOCH_COLUMNS)}[/]")
@@ -139,6 +142,7 @@ class Console:
 
     @contextmanager
     def training(self, step: int, total: int) -> Iterator[None]:
+        self.line_at = self.clock()
         with self._bar("first steps", total, step) as self.training_bar:
             yield
 
@@ -220,9 +224,10 @@ def show_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]])
 def show_retrieval(scores: Mapping[str, Any], near_duplicates: int | None = None) -> None:
     """The record of a Retrieval, with chance; `near_duplicates`: validation images that look like a training image."""
     if "label_accuracy" in scores:
-        accuracy = with_interval(scores["label_accuracy"], scores["images"])
-        chance, majority, top5 = (percent(scores[key]) for key in ("chance_label", "most_frequent_label", "label_top5"))
-        guesses = f"chance {chance}, most frequent label {majority}"
+        low, high = wilson_interval(scores["label_accuracy"], scores["images"])
+        keys = ("label_accuracy", "chance_label", "most_frequent_label", "label_top5")
+        accuracy, chance, majority, top5 = (percent(scores[key]) for key in keys)
+        guesses = f"chance {chance}, most frequent label {majority}; 95 % interval {100 * low:.1f}–{100 * high:.1f}"
         print(f"accuracy over {scores['labels']:,} labels {accuracy} ({guesses}); top-5 {top5}\n")
     prefixes = {"image→text": "i2t", "text→image": "t2i", "chance i→t": "chance_i2t", "chance t→i": "chance_t2i"}
     rows = []

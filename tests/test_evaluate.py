@@ -129,7 +129,7 @@ def test_label_accuracy_is_shown_first_and_in_the_log_and_json(labeled_run, caps
     assert cli.run_command(["eval", str(labeled_run.run.path), "--device", "cpu"]) == 0
     first = capsys.readouterr().out.split("\n\n")[1]
     assert first.startswith(f"accuracy over 3 labels {100 * logged['label_accuracy']:.1f} %")
-    assert "(chance 33.3 %, most frequent label 40.0 %)" in first
+    assert "(chance 33.3 %, most frequent label 40.0 %;" in first
     assert labeled_run.result.record()["label_accuracy"] == logged["label_accuracy"]
 
 

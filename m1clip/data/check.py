@@ -36,7 +36,7 @@ def image_stats(pairs: PairDataset, bad_rows: BadRows, workers: int, progress: P
     """Statistics of every image; images that cannot be used are added to `bad_rows`."""
     stats = []
     with progress("decoding images", len(pairs)) as advance:
-        for chunk, bad in map_chunks(partial(examine_rows, pairs), row_chunks(len(pairs), 16), workers):
+        for chunk, bad in map_chunks(partial(examine_rows, pairs), row_chunks(len(pairs), 8), workers):
             stats.append(chunk)
             bad_rows.add_images(pairs, bad)
             advance(len(chunk))

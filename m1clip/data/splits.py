@@ -241,6 +241,11 @@ class OnTheFlyImages:
         self.bad_rows, self.bad = BadRows(len(pairs), len(pairs)), set[int]()
         self.pool = pixel_cache.WorkerPool(partial(pixel_cache.decode_rows, pairs, image_size), workers)
 
+    def of(self, pairs: PairDataset) -> "OnTheFlyImages":
+        """The same for other rows."""
+        self.pool.close()
+        return OnTheFlyImages(pairs, self.image_size, self.pool.workers, self.max_bad_rows)
+
     def take(self, rows: RowIndices) -> tuple[RowIndices, Pixels]:
         rows, todo = np.array(rows), np.arange(len(rows))
         pixels = np.empty((len(rows), self.image_size, self.image_size, 3), np.uint8)
@@ -270,6 +275,15 @@ class SplitPart:
     @property
     def pairs_per_epoch(self) -> int:
         return round(self.weight * len(self.rows))
+
+    def every(self, n: int) -> "SplitPart":
+        """Every n-th row."""
+        rows = self.rows[::n]
+        if not isinstance(self.images, OnTheFlyImages):
+            return replace(self, rows=rows)
+        assert isinstance(self.pairs, IndexedPairs)
+        pairs = self.pairs.take(rows)
+        return replace(self, pairs=pairs, rows=np.arange(len(pairs)), images=self.images.of(pairs))
 
     def take(self, rows: RowIndices) -> tuple[RowIndices, Pixels]:
         if isinstance(self.images, OnTheFlyImages):
@@ -367,6 +381,12 @@ class Splits:
     val: Split
     skipped: BadRows
     facts: dict[str, str]  # for the run's header: how the data was split, which images are decoded on the fly
+    every: int = 1  # only every n-th training image is used, where a budget allows no more
+
+    def with_every(self, n: int) -> "Splits":
+        if n == 1:
+            return self
+        return replace(self, train=Split([part.every(n) for part in self.train.parts]), every=n)
 
     def near_duplicates(self) -> int | None:
         """Validation images that look like a training image; None if that is unknown."""
@@ -383,6 +403,7 @@ class Splits:
             "on_the_fly": [isinstance(part.images, OnTheFlyImages) for part in self.train.parts],
             "train": len(self.train),
             "val": len(self.val),
+            "every": self.every,
             **self.facts,
             "rows": self.skipped.rows,
             "skipped": self.skipped.record(examples=1000),
@@ -415,7 +436,8 @@ def open_splits(
     facts = {"split": "; ".join(dict.fromkeys(source.split_reason for source in sources))}
     parts = zip(sources, train, strict=True)
     if uncached := [source.spec for source, part in parts if isinstance(part.images, OnTheFlyImages)]:
-        facts["images"] = f"{', '.join(uncached)} decoded on the fly: above --cache-gb {config.cache_gb:g}"
+        reason = "" if any(on_the_fly) else f": above --cache-gb {config.cache_gb:g}"
+        facts["images"] = f"{', '.join(uncached)} decoded on the fly{reason}"
     return Splits(Split(train), val, bad_rows, facts)
 
 
