@@ -14,7 +14,7 @@ from m1clip.config import RECIPES, TrainConfig, check_exclusive, from_json, requ
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.data.index import BadRows, PairDataset
-from m1clip.data.splits import Source, Split, open_eval_split, open_sources, validation_subset
+from m1clip.data.splits import Source, Split, TrainCaptions, open_eval_split, open_sources, validation_subset
 from m1clip.devices import Plan
 from m1clip.evals.evaluate import EditScore, edit_scores, evaluate_model
 from m1clip.evals.retrieval import Retrieval
@@ -95,7 +95,7 @@ def evaluate(
     console = console or Console()
     folder, config = find_model(Path(runs), None if model is None else str(model))
     if "data" in settings:  # column names and split need not be the run's
-        config = replace(config, image_column="auto", caption_column="auto", val_size="auto")
+        config = replace(config, image_column="auto", caption_column="auto", val_size="auto", group_by="none")
     config = requested_config(settings, config)
     chosen, reason = devices.default_device(device)
     clip, sources = load(folder), open_sources(config, console.progress)
@@ -104,7 +104,11 @@ def evaluate(
     pairs = open_eval_split(datasets, clip.config.vision.preprocess, config, bad_rows, console.progress)
     bad_rows.require_at_most(config.max_bad_rows)
     choice = check_parity(PlanChoice(Plan(str(chosen)), reason), clip, first_pairs(clip, pairs), console)
-    evaluation = evaluate_model(clip.to_devices(*choice.plan.devices), pairs)
+    known = None
+    if "data" not in settings and split != "all":  # otherwise the training captions are unknown, or all of them
+        train = (source.train.captions(row) for source in sources for row in range(len(source.train)))
+        known = TrainCaptions.compare(train, list(pairs.all_captions()))
+    evaluation = evaluate_model(clip.to_devices(*choice.plan.devices), pairs, train_captions=known)
     scenes, edits = datasets[0], list[EditScore]()
     if len(datasets) == 1 and hasattr(scenes, "edits"):  # only synthetic scenes can change a word of a caption
         changed = [(row, kind, text) for row in range(len(scenes)) for kind, text in scenes.edits(row)]

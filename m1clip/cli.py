@@ -44,10 +44,13 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # arrows on ASCII terminals
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # set by nohup
-            signal.signal(number, signal.default_int_handler)  # as Ctrl-C: partial files are removed
-    sys.exit(run_command(sys.argv[1:]))
+    handled = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    for number in handled:  # nohup ignores SIGHUP
+        signal.signal(number, signal.default_int_handler)  # all as Ctrl-C: partial files are removed
+    code = run_command(sys.argv[1:])
+    for number in handled:
+        signal.signal(number, signal.SIG_DFL)  # another one ends the exiting process without a traceback
+    sys.exit(code)
 
 
 def run_command(argv: list[str]) -> int:

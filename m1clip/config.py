@@ -223,6 +223,8 @@ class DataConfig:
     hf:NAME or synthetic:N; a@2+b mixes sources, each pair of a twice per epoch."""
     val_size: Positive | Literal["auto"] = "auto"
     """Validation images; auto uses the dataset's own split, or holds out 5 %."""
+    group_by: Literal["none", "caption", "folder"] = "none"
+    """Keep images with an equal caption, or of one folder, in the same split; not where the data has its own splits."""
     image_column: str = "auto"
     """Table column with the image path or bytes; auto guesses from names and values."""
     caption_column: str = "auto"
@@ -475,9 +477,9 @@ def with_defaults(config: TrainConfig, defaults: Mapping[str, Any], given: Mappi
 # Requests: what the user gave, on top of where the defaults come from.
 
 FIXED_ON_RESUME = (
-    *("model", "data", "val_size", "image_column", "caption_column", "caption_from", "template", "allow", "seed"),
-    *("batch_size", "captions_per_image", "crop_scale", "hflip", "color_jitter", "tokenizer", "optimizer", "ema"),
-    *("best_metric", "recipe", "init", "model_name", "vision", "text", "freeze", "lora_rank"),
+    *("model", "data", "val_size", "group_by", "image_column", "caption_column", "caption_from", "template", "allow"),
+    *("seed", "batch_size", "captions_per_image", "crop_scale", "hflip", "color_jitter", "tokenizer", "optimizer"),
+    *("ema", "best_metric", "recipe", "init", "model_name", "vision", "text", "freeze", "lora_rank"),
 )
 """Settings that data order, weights and optimizer state depend on."""
 # Settings that come with pretrained weights.

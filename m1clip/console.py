@@ -5,6 +5,9 @@ import re
 import shlex
 import shutil
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
@@ -15,10 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.status import Status
 from rich.table import Table
 
-from m1clip.format import UNKNOWN, percent, printable
+from m1clip.format import UNKNOWN, duration, percent, printable, wilson_interval
 
-EPOCH_COLUMNS = {"epoch": 8, "loss": 8, "accuracy": 10, "image→text": 12, "text→image": 12}  # names and widths
-EPOCH_COLUMNS |= {"temp.": 9, "pairs/s": 9, "seconds": 9}
+EPOCH_COLUMNS = {"epoch": 8, "loss": 8, "accuracy": 10, "labels": 10, "image→text": 12}  # names and widths
+EPOCH_COLUMNS |= {"text→image": 12, "temp.": 9, "pairs/s": 9, "seconds": 9}
+LINE_S, TRAINING_LINE_S = 10.0, 30.0  # between lines of progress where the output is not a terminal
+NOTABLE_LEAK = 0.05  # fraction of validation captions that also occur in training
 NUMERIC = re.compile(rf"[-+≈~<>]?[\d.,]+.*|{UNKNOWN}|")
 
 
@@ -41,13 +46,54 @@ class UnbreakableStream:
             self.stream.flush()
 
 
+class ProgressLines:
+    """Progress as lines of text: how much is done, and the time left at the rate of the last minute."""
+
+    def __init__(self, description: str, total: int | None, clock: Callable[[], float]):
+        self.description, self.total, self.clock, self.done = description, total, clock, 0
+        self.started = clock()
+        self.recent = deque([(self.started, 0)], maxlen=round(60 / LINE_S))
+
+    def advance(self, count: int) -> None:
+        self.done += count
+
+    def line(self) -> str:
+        now, (then, before) = self.clock(), self.recent[0]
+        self.recent.append((now, self.done))
+        if self.total is None:
+            return f"{self.description}: {self.done:,} after {duration(now - self.started)}"
+        line = f"{self.description} {self.done:,} of {self.total:,}"
+        if self.done == before:
+            return line
+        return f"{line}, about {duration((self.total - self.done) * (now - then) / (self.done - before))} left"
+
+    @contextmanager
+    def printed(self, write: Callable[[str], None]) -> Iterator[None]:
+        """Write a line every LINE_S, also while nothing advances."""
+        ended = threading.Event()
+
+        def write_lines() -> None:
+            while not ended.wait(LINE_S):
+                write(self.line())
+
+        thread = threading.Thread(target=write_lines, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
 class Console:
     """Progress, warnings and the table of a run on stderr."""
 
-    def __init__(self, stream: IO[str] | None = None):
+    def __init__(self, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic):
         stream = cast(IO[str], UnbreakableStream(stream or sys.stderr))
         self.console = RichConsole(file=stream, highlight=False)
         self.training_bar: Progress | None = None
+        self.clock, self.line_at = clock, clock()  # when the last line of training progress was printed
+        self.has_labels = False  # label accuracy has a column in the epoch table
 
     def print(self, text: str = "") -> None:
         self.console.print(text, soft_wrap=True)
@@ -59,7 +105,12 @@ class Console:
 
     @contextmanager
     def progress(self, description: str, total: int | None) -> Iterator[Callable[[int], None]]:
-        """A progress bar; yields a function that advances it. Without a total it only counts."""
+        """A progress bar, or lines in a file; yields a function that advances it. Without a total it only counts."""
+        if not self.console.is_terminal:
+            lines = ProgressLines(description, total, self.clock)
+            with lines.printed(lambda line: self.print(escape(line))):
+                yield lines.advance
+            return
         with self._bar(escape(description), total) as bar:
             yield lambda count: bar.advance(bar.task_ids[0], count)
 
@@ -75,17 +126,23 @@ class Console:
 
             yield start
 
-    def print_header(self, facts: dict[str, str], chance: dict[str, float], recalls: tuple[float, float]) -> None:
+    def print_fact(self, name: str, fact: str) -> None:
+        self.print(f"[dim]{name:>10}[/]  {escape(fact)}")
+
+    def print_header(self, facts: dict[str, str], chance: dict[str, float]) -> None:
         """What is about to be trained, and the head of the epoch table with chance as its first row."""
         for name, fact in facts.items():
-            self.print(f"[dim]{name:>10}[/]  {escape(fact)}")
-        cells = (f"{chance['chance_loss']:.3f}", percent(chance["chance_accuracy"]), *map(percent, recalls))
-        self.print(f"\n[bold]{_epoch_row(*EPOCH_COLUMNS)}[/]")
-        self.print(f"[dim]{_epoch_row('', '', 'in batch', 'R@1', 'R@1')}[/]")
-        self.print(f"[dim]{_epoch_row('chance', *cells)}[/]")
+            self.print_fact(name, fact)
+        self.has_labels = "chance_label" in chance
+        scores = [percent(chance.get(f"chance_{key}")) for key in ("accuracy", "label", "i2t_r1", "t2i_r1")]
+        self.print(f"\n[bold]{self._epoch_row(*EPOCH_COLUMNS)}[/]")
+        self.print(f"[dim]{self._epoch_row('', '', 'in batch', 'accuracy', 'R@1', 'R@1')}[/]")
+        loss = f"{chance['chance_loss']:.3f}"
+        self.print(f"[dim]{self._epoch_row('chance', loss, *scores)}[/]")
 
     @contextmanager
     def training(self, step: int, total: int) -> Iterator[None]:
+        self.line_at = self.clock()
         with self._bar("first steps", total, step) as self.training_bar:
             yield
 
@@ -96,15 +153,30 @@ class Console:
         valid = valid or [{"loss": float("nan"), "accuracy": 0.0}]
         loss, accuracy = (sum(record[key] for record in valid) / len(valid) for key in ("loss", "accuracy"))
         chance, speed = f"{last['chance_loss']:.2f}, {percent(last['chance_accuracy'])}", last["pairs_per_s"]
-        metrics = f"loss {loss:.3f}, accuracy {percent(accuracy)} [dim](chance {chance})[/] {speed:.0f} pairs/s"
+        metrics = f"loss {loss:.3f}, accuracy {percent(accuracy)} [dim](chance {chance})[/], {speed:.0f} pairs/s"
         self.training_bar.update(self.training_bar.task_ids[0], completed=step, total=total, description=metrics)
+        if self.needs_training_line():
+            self.line_at = self.clock()
+            step_s = sum(record["step_ms"] + record["between_ms"] for record in records) / len(records) / 1e3
+            self.print(f"step {step:,} of {total:,}: {metrics}, about {duration((total - step) * step_s)} left")
+
+    def needs_training_line(self) -> bool:
+        """Whether progress of the training is due in an output that is not a terminal."""
+        return not self.console.is_terminal and self.clock() - self.line_at >= TRAINING_LINE_S
 
     def print_epoch(self, epoch: int, epochs: int | None, means: dict[str, Any], scores: dict[str, Any] | None) -> None:
-        recalls = [percent(scores[key]) for key in ("i2t_r1", "t2i_r1")] if scores else ["", ""]
+        keys = ("label_accuracy", "i2t_r1", "t2i_r1")
+        recalls = [percent(scores.get(key)) for key in keys] if scores else ["", "", ""]
         loss = UNKNOWN if means["loss"] is None else f"{means['loss']:.3f}"
         speed = (f"{means['temperature']:.4f}", f"{means['pairs_per_s']:.0f}", f"{means['seconds']:.1f}")
         name = f"{epoch}/{epochs}" if epochs else f"{epoch}"
-        self.print(_epoch_row(name, loss, percent(means["accuracy"]), *recalls, *speed))
+        self.line_at = self.clock()
+        self.print(self._epoch_row(name, loss, percent(means["accuracy"]), *recalls, *speed))
+
+    def _epoch_row(self, *cells: str) -> str:
+        """One cell per column; label accuracy is left out where captions are no labels."""
+        columns = zip(cells, EPOCH_COLUMNS.items(), strict=False)
+        return "".join(f"{cell:>{width}}" for cell, (name, width) in columns if name != "labels" or self.has_labels)
 
     def _bar(self, description: str, total: int | None, completed: int = 0) -> Progress:
         bar = BarColumn(max(4, min(40, self.console.width - 80)))
@@ -113,10 +185,6 @@ class Console:
         progress = Progress(*columns, console=self.console, transient=True, disable=disable)
         progress.add_task(description, total=total, completed=completed)
         return progress
-
-
-def _epoch_row(*cells: str) -> str:
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, EPOCH_COLUMNS.values(), strict=False))
 
 
 def loading(description: str = "loading torch") -> Status:
@@ -153,8 +221,14 @@ def show_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]])
     console.print(table)
 
 
-def show_retrieval(scores: Mapping[str, float]) -> None:
-    """The record of a Retrieval, with chance."""
+def show_retrieval(scores: Mapping[str, Any], near_duplicates: int | None = None) -> None:
+    """The record of a Retrieval, with chance; `near_duplicates`: validation images that look like a training image."""
+    if "label_accuracy" in scores:
+        low, high = wilson_interval(scores["label_accuracy"], scores["images"])
+        keys = ("label_accuracy", "chance_label", "most_frequent_label", "label_top5")
+        accuracy, chance, majority, top5 = (percent(scores[key]) for key in keys)
+        guesses = f"chance {chance}, most frequent label {majority}; 95 % interval {100 * low:.1f}–{100 * high:.1f}"
+        print(f"accuracy over {scores['labels']:,} labels {accuracy} ({guesses}); top-5 {top5}\n")
     prefixes = {"image→text": "i2t", "text→image": "t2i", "chance i→t": "chance_i2t", "chance t→i": "chance_t2i"}
     rows = []
     for name, prefix in prefixes.items():
@@ -162,5 +236,24 @@ def show_retrieval(scores: Mapping[str, float]) -> None:
         rows.append((name, *recalls, f"{round(scores[f'{prefix}_median_rank'], 1):g}"))
     if rows[2][1:] == rows[3][1:]:
         rows[2:] = [("chance", *rows[2][1:])]
-    title = f"validation retrieval: {scores['images']:,} images, {scores['captions']:,} captions"
+    distinct = (
+        "" if scores["distinct_captions"] == scores["captions"] else f", {scores['distinct_captions']:,} distinct"
+    )
+    title = f"validation retrieval: {scores['images']:,} images, {scores['captions']:,} captions{distinct}"
     show_rows(title, ("", "R@1", "R@5", "R@10", "median rank"), rows)
+    if "label_accuracy" not in scores and scores.get("seen_captions", 0) >= NOTABLE_LEAK * scores["captions"]:
+        show_seen_captions(scores)
+    if near_duplicates:
+        print(f"\n{near_duplicates:,} validation images look like a training image; m1clip data check lists them")
+
+
+def show_seen_captions(scores: Mapping[str, Any]) -> None:
+    """Scores of validation captions that also occur in training, and of the others."""
+    keys = ("captions", "i2t_r1", "t2i_r1")
+    rows = []
+    for name in ("seen", "unseen"):
+        captions, i2t, t2i = (scores[f"{name}_{key}"] for key in keys)
+        rows.append((name, f"{captions:,}", percent(i2t), percent(t2i)))
+    leaked = f"{scores['seen_captions']:,} of {scores['captions']:,} captions also occur in training"
+    title = f"\n{leaked}; --group-by caption keeps equal captions in one split"
+    show_rows(title, ("captions", "number", "image→text R@1", "text→image R@1"), rows)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 
 UNKNOWN = "–"
+Z = 1.959964  # standard errors on each side of a 95 % interval
 
 
 def number(value: float | None, digits: int = 3, unit: str = "") -> str:
@@ -24,6 +25,24 @@ def percent(fraction: float | None) -> str:
     if 0.9995 <= fraction < 1:  # never rounded up to 100 %
         return f"{math.floor(1e4 * fraction) / 100:.2f} %"
     return f"{100 * fraction:.1f} %" if fraction >= 0.001 or fraction == 0 else f"{100 * fraction:.2g} %"
+
+
+def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a fraction of `count` trials."""
+    if count < 1:
+        return 0.0, 1.0
+    center = (fraction + Z * Z / (2 * count)) / (1 + Z * Z / count)
+    variance = max(0.0, fraction * (1 - fraction) / count + Z * Z / (4 * count * count))
+    half = Z / (1 + Z * Z / count) * math.sqrt(variance)
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def with_interval(fraction: float | None, count: float | None) -> str:
+    """A fraction in percent with its 95 % interval."""
+    if fraction is None or not count:
+        return percent(fraction)
+    low, high = wilson_interval(fraction, int(count))
+    return f"{percent(fraction)} ({100 * low:.1f}–{100 * high:.1f})"
 
 
 def duration(seconds: float | None) -> str:

@@ -36,11 +36,22 @@ def sigmoid_loss(logit_BB: Tensor, duplicate_BB: Tensor | None = None, smoothing
     return loss / len(logit_BB)
 
 
-def chance(kind: str, batch: int) -> float:
-    """The loss of the best constant logits: one of `batch` pairs matches."""
+def chance(kind: str, batch: int, duplicate_BB: Tensor | None = None) -> float:
+    """The loss of the best constant logits: one of `batch` pairs, without duplicates, matches."""
+    candidates_B = torch.full((batch,), float(batch)) if duplicate_BB is None else (~duplicate_BB).sum(1).double().cpu()
     if kind == "softmax":
-        return math.log(batch)
-    return math.log(batch) + (batch - 1) * math.log(batch / (batch - 1))
+        return candidates_B.log().mean().item()
+    mean = candidates_B.mean().item()
+    return math.log(mean) + (mean - 1) * math.log(mean / (mean - 1))
+
+
+def chance_accuracy(batch: int, duplicate_BB: Tensor | None = None) -> float:
+    """Accuracy of random embeddings, the mean of both directions; equal captions have equal embeddings."""
+    if duplicate_BB is None:
+        return 1 / batch
+    duplicates_B = duplicate_BB.sum(1).double().cpu()
+    groups = (1 / (1 + duplicates_B)).sum()
+    return ((1 / groups + (1 / (batch - duplicates_B)).mean()) / 2).item()
 
 
 LOSSES = {"softmax": softmax_loss, "sigmoid": sigmoid_loss}

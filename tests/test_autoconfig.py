@@ -27,7 +27,7 @@ from m1clip.training.autoconfig import (
     fit_budget,
 )
 from m1clip.training.loop import fit
-from m1clip.training.optim import Schedule, learning_rate
+from m1clip.training.optim import MIN_STEPS, Schedule, learning_rate
 from m1clip.training.setup import prepare
 from photos import write_photos
 
@@ -144,10 +144,13 @@ def test_a_resumed_schedule_continues_where_it_was(clock):
     assert 0.4 < learning_rate(*plan.progress(40), peak=1.0, warmup=0.1) < 0.6  # half of the cosine
 
 
-def test_a_late_start_never_makes_the_learning_rate_negative(clock):
+def test_a_late_start_takes_a_few_steps_with_a_whole_schedule(clock):
     plan = Schedule(10, clock.now + 10, 10)
     clock.now += 20
-    assert 0 <= learning_rate(*plan.progress(0), peak=1.0, warmup=0.1) < 0.01
+    rates = run_schedule(clock, plan, lambda step: 5.0)
+    assert len(rates) == MIN_STEPS
+    assert 0 <= min(rates) < max(rates) <= 1
+    assert rates[-1] < 0.2
 
 
 @pytest.mark.parametrize(
@@ -292,9 +295,31 @@ def test_a_run_ended_by_its_budget_is_finished_until_it_gets_a_larger_one(budget
     assert more.step > first.step
 
 
-def test_a_budget_over_before_the_first_step_is_an_error(budget_run, tmp_path):
-    with pytest.raises(ValueError, match="over before the first step"):
-        train_run(replace(budget_run, budget="0.001s"), tmp_path / "r")
+def test_a_budget_over_before_the_first_step_still_trains_a_model(budget_run, tmp_path):
+    console = QuietConsole()
+    result = train_run(replace(budget_run, budget="0.001s"), tmp_path / "r", console=console)
+    assert (result.finished, result.step) == (True, MIN_STEPS)
+    assert any("was used before training began" in text for text in console.warnings)
+    rates = [record["lr"] for record in Run(tmp_path / "r").records("step")]
+    assert min(rates) > 0
+    assert rates[-1] < max(rates)
+    assert load(tmp_path / "r")
+    assert train_run(replace(budget_run, budget="0.001s"), tmp_path / "r").step == MIN_STEPS
+
+
+def test_decoding_time_of_slow_images_is_estimated_from_a_few(tmp_path, monkeypatch):
+    sources, now = open_sources(TrainConfig(data=str(captioned_photos(tmp_path / "photos", 60)), workers=2)), [0.0]
+
+    def decode_rows(pairs, size, rows):
+        now[0] += 0.7 * len(rows)
+
+    monkeypatch.setattr(autoconfig, "decode_rows", decode_rows)
+    monkeypatch.setattr(autoconfig.time, "perf_counter", lambda: now[0])
+    config = TrainConfig(budget="1m", workers=2)
+    assert autoconfig.decoding_time(sources, config) == pytest.approx(57 * 0.7 / 2)
+    assert now[0] < 4  # seconds of the fake clock
+    assert autoconfig.decodes_on_the_fly(sources, config, QuietConsole()) == (True,)
+    assert autoconfig.decodes_on_the_fly(sources, replace(config, budget="1h"), QuietConsole()) == ()
 
 
 def test_a_run_stopped_just_before_its_end_is_finished_without_another_step(budget_run, tmp_path):

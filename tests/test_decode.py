@@ -169,3 +169,21 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded():
 def test_formats_that_run_programs_are_not_opened():
     with pytest.raises(BadImage, match="not an image of a known format"):
         decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\nshowpage\n")
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK"])
+def test_a_large_image_is_reduced_to_no_less_than_the_minimum_and_looks_the_same(mode):
+    image = SCENES.image(5).resize((700, 500)).convert("RGB")
+    if mode in ("RGBA", "LA"):
+        image.putalpha(Image.linear_gradient("L").resize((700, 500)))
+    data = encode(image.convert(mode), "TIFF" if mode == "CMYK" else "PNG")
+    whole, reduced = decode(data), decode(data, 120)
+    assert (whole.size, reduced.size, reduced.mode) == ((700, 500), (175, 125), "RGB")
+    expected = np.asarray(whole.resize((35, 25), Image.Resampling.BOX), dtype=float)
+    assert np.abs(np.asarray(reduced.resize((35, 25), Image.Resampling.BOX)) - expected).max() <= 3
+
+
+def test_a_transparent_color_is_not_averaged():
+    pixels = np.where(np.indices((200, 200)).sum(0)[..., None] % 2, np.uint8([0, 0, 0]), np.uint8([255, 0, 0]))
+    data = encode(Image.fromarray(pixels.astype(np.uint8)), "PNG", transparency=(0, 0, 0))
+    assert np.asarray(decode(data, 50)).mean((0, 1)) == pytest.approx([255, 127.5, 127.5], abs=1)

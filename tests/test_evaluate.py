@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import m1clip
 from m1clip import cli
 from m1clip.console import Console
-from m1clip.data.splits import Split, SplitPart
+from m1clip.data.splits import Split, SplitPart, TrainCaptions
 from m1clip.evals.evaluate import evaluate_model
 from m1clip.run import Run
 from photos import jpeg
@@ -63,7 +63,7 @@ def test_a_perfect_classifier_scores_100_percent_on_labeled_images(chunk):
     evaluation = evaluate_model(Classifier(), labeled_split(), chunk=chunk)
     scores = evaluation.scores
     assert scores.image_to_text.r1 == scores.text_to_image.r1 == 1.0
-    assert scores.chance_r1 == pytest.approx((4 * 4 + 3 * 3 + 1) / 64)
+    assert scores.chance_r1 == pytest.approx((1 / 3 + (4 * 4 + 3 * 3 + 1) / 64) / 2)
     assert not [query for query in evaluation.examples()["queries"] if query["group"] == "errors"]
     assert {query["rank"] for query in evaluation.examples()["queries"]} == {1}
 
@@ -116,9 +116,34 @@ def test_chance_on_labeled_images_counts_all_images_of_a_label(labeled_run):
     counts = [COUNTS["val"] + extra for extra in range(len(LABELS))]
     expected = sum(count * count / sum(counts) for count in counts) / sum(counts)
     for record in labeled_run.run.records("eval"):
-        assert record["chance_r1"] == pytest.approx(expected)
+        assert record["chance_t2i_r1"] == pytest.approx(expected)
+        assert record["chance_i2t_r1"] == record["chance_label"] == pytest.approx(1 / 3)
     (chance_row,) = (row for row in labeled_run.header.read_text().splitlines() if row.strip().startswith("chance"))
-    assert chance_row.split()[-4:] == [f"{100 * expected:.1f}", "%"] * 2
+    assert chance_row.split()[-6:] == ["33.3", "%", "33.3", "%", f"{100 * expected:.1f}", "%"]
+
+
+def test_label_accuracy_is_shown_first_and_in_the_log_and_json(labeled_run, capsys):
+    *_, logged = labeled_run.run.records("eval")
+    assert (logged["labels"], logged["label_accuracy"]) == (3, logged["i2t_r1"])
+    assert logged["most_frequent_label"] == pytest.approx(6 / 15)
+    assert cli.run_command(["eval", str(labeled_run.run.path), "--device", "cpu"]) == 0
+    first = capsys.readouterr().out.split("\n\n")[1]
+    assert first.startswith(f"accuracy over 3 labels {100 * logged['label_accuracy']:.1f} %")
+    assert "(chance 33.3 %, most frequent label 40.0 %;" in first
+    assert labeled_run.result.record()["label_accuracy"] == logged["label_accuracy"]
+
+
+def test_captions_are_labels_only_if_each_image_has_one_and_few_are_distinct():
+    label, caption = [["a cat"], ["A dog "]], [["a cat", "an animal"]]
+    assert TrainCaptions.compare(label * 4, label) == TrainCaptions(frozenset({"a cat", "a dog"}), ("a cat", "A dog "))
+    for train, val in ((label * 3, label), (label * 4 + caption, label), ([["a cat"]] * 9, [["a cat"]])):
+        assert TrainCaptions.compare(train, val).labels == ()
+    assert TrainCaptions.compare(None, label * 5) == TrainCaptions(None, ("a cat", "A dog "))
+
+
+def test_seen_captions_are_those_that_also_occur_in_training():
+    val = [["A red cat", "a dog"], ["a tree"]]
+    assert TrainCaptions.compare([["a red cat "], ["a blue tree"]], val).seen == {"a red cat"}
 
 
 def test_the_best_checkpoint_follows_the_logged_scores(labeled_run):
@@ -130,8 +155,8 @@ def test_the_best_checkpoint_follows_the_logged_scores(labeled_run):
 def test_the_table_shows_chance_under_the_scores(labeled_run, capsys):
     assert cli.run_command(["eval", str(labeled_run.run.path), "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    chance = next(line for line in lines if line.startswith("chance"))
-    assert chance.split()[1] == f"{100 * labeled_run.result.scores.chance_r1:.1f}"
+    chance = next(line for line in lines if line.startswith("chance t→i"))
+    assert chance.split()[2] == f"{100 * labeled_run.result.scores.chance_text_to_image.r1:.1f}"
 
 
 def test_another_model_folder_and_split_can_be_evaluated(labeled_run):

@@ -79,6 +79,20 @@ def test_the_logit_of_a_duplicate_does_not_matter(kind):
     assert losses.accuracies(logits.detach() + 99 * DUPLICATE, DUPLICATE)[0] == losses.accuracies(logits, DUPLICATE)[0]
 
 
+def test_chance_without_duplicates_is_that_of_random_embeddings_of_three_labels():
+    label_B = torch.arange(12) % 3
+    duplicate_BB = (label_B[:, None] == label_B).fill_diagonal_(False)
+    assert losses.chance("softmax", 12, duplicate_BB) == pytest.approx(
+        losses.softmax_loss(torch.zeros(12, 12), duplicate_BB).item()
+    )
+    random = torch.Generator().manual_seed(0)
+    measured = []
+    for _ in range(2000):
+        image_BE, text_KE = torch.randn(12, 8, generator=random), torch.randn(3, 8, generator=random)
+        measured += losses.accuracies(image_BE @ text_KE[label_B].T, duplicate_BB)
+    assert losses.chance_accuracy(12, duplicate_BB) == pytest.approx(torch.stack(measured).mean().item(), abs=0.02)
+
+
 def test_smoothing_does_not_change_chance():
     at_chance = torch.full((12, 12), -math.log(11))  # the best constant: 1 of 12 matches
     for kind, loss in losses.LOSSES.items():

@@ -21,6 +21,7 @@ from m1clip.commands import parse_flags
 from m1clip.commands import train as command
 from m1clip.config import (
     RECIPES,
+    DataConfig,
     Preprocess,
     TrainConfig,
     check_config,
@@ -46,6 +47,7 @@ from m1clip.training.setup import (
     prepare,
     replace_heads,
 )
+from photos import write_photos
 
 HEADS = {"vision_projection", "text_projection", "logit_scale"}
 
@@ -324,6 +326,34 @@ def test_killed_encoding_continues_where_it_was(finetuning, tmp_path, monkeypatc
     train_run(config, tmp_path / "again")
     assert len(encoded) == total - half > 0
     assert_same_weights(tmp_path / "whole", tmp_path / "again")
+
+
+def test_a_budget_too_short_for_encoding_trains_on_fewer_images(finetuning, tmp_path, monkeypatch):
+    monkeypatch.setenv("M1CLIP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        "m1clip.training.features.time_encoding", lambda model, captions: (10.0, 1.0)
+    )  # seconds per item
+    console, config = QuietConsole(), replace(finetuning, recipe="frozen", budget="10m")
+    result = train_run(config, tmp_path / "r", console=console)
+    data = Run(tmp_path / "r").read("data.json")
+    assert result.finished
+    assert data["every"] > 1
+    assert data["train"] == -(-64 // data["every"])
+    assert any(f"1 of {data['every']} training images is used" in text for text in console.warnings)
+    assert train_run(config, tmp_path / "r").step == result.step  # a resumed run has the same images
+    whole = train_run(replace(config, budget=""), tmp_path / "whole")
+    assert Run(whole.run).read("data.json")["train"] == 64
+
+
+def test_every_nth_row_of_images_decoded_on_the_fly_is_decoded(tmp_path):
+    names = write_photos(tmp_path, 30)
+    (tmp_path / "t.csv").write_text("\n".join(["image,caption", *(f"{name},scene {name}" for name in names)]))
+    config = DataConfig(data=str(tmp_path / "t.csv"), val_size=3, cache_gb=0, workers=1)
+    splits, rows = open_splits(open_sources(config), config, 32, 32), np.arange(0, 27, 4)
+    captions, pixels = [splits.train.captions(row) for row in rows], splits.train.take(rows)[1]
+    train = splits.with_every(4).train
+    assert list(train.all_captions()) == captions
+    assert np.array_equal(train.take(np.arange(len(train)))[1], pixels)
 
 
 FAST, SLOW = (1e-3, 1e-3), (10.0, 10.0)  # seconds per image and per caption

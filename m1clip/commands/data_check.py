@@ -13,7 +13,7 @@ from rich.text import Text
 
 from m1clip.commands.data_preview import require_image_path
 from m1clip.config import DataConfig, check_config, get_preset
-from m1clip.console import Console
+from m1clip.console import NOTABLE_LEAK, Console
 from m1clip.format import percent, printable
 
 if TYPE_CHECKING:  # imports pyarrow
@@ -89,6 +89,7 @@ def check_source(source: "Source", args: Args, number: int, console: Console) ->
         "images": len(stats),
         "splits": {name: len(split) for name, split in splits.items() if split is not None},
         "split_reason": source.split_reason,
+        "own_splits": source.has_own_splits,
         "rows": bad_rows.rows,
         "bad_rows": bad_rows.record(),
         "notes": bad_rows.note_lines(),
@@ -98,6 +99,7 @@ def check_source(source: "Source", args: Args, number: int, console: Console) ->
         "unusual": {name: count for name, count in traits if count},
         **{kind: [list(map(pairs.location, pair)) for pair in found[:1000]] for kind, found in duplicates.items()},
         **check.caption_stats(pairs, console.progress),
+        **check.split_captions(source, console.progress),
         **token_stats(source, args),
         "sheet": str(sheet),
     }
@@ -162,7 +164,7 @@ def image_lines(report: Report) -> Iterator[Line]:
     exact, near, leaks = (report[key] for key in ("exact_duplicates", "near_duplicates", "leaks"))
     yield "duplicates", f"{len(exact):,} pairs of equal files, {len(near):,} pairs that look the same"
     found = f"{len(leaks):,} of these pairs are in different splits"
-    yield ("leaks", found, "bold red") if leaks else ("leaks", "none: no duplicate is in two splits", "green")
+    yield ("leaks", found, "bold red") if leaks else ("leaks", "none: no duplicate image is in two splits", "green")
     yield from (("", f"{a}  and  {b}") for a, b in leaks[:5])
 
 
@@ -179,3 +181,10 @@ def caption_lines(report: Report, args: Args) -> Iterator[Line]:
     if shared or twice:
         yield "repeated", f"{shared:,} captions are shared by several images, {twice:,} repeated on one"
     yield from (("", f"{images:,} × {caption[:90]!r}") for caption, images in report["most_shared"][:3])
+    seen, captions = report["seen_captions"], report["val_captions"]
+    if report["labels"]:
+        yield "labels", f"{report['labels']:,} captions have many images each: training reports the accuracy over them"
+    elif seen:
+        advice = "" if report["own_splits"] else "; --group-by caption keeps equal captions in one split"
+        style = "bold red" if seen >= NOTABLE_LEAK * captions else ""
+        yield "leaks", f"{seen:,} of {captions:,} validation captions also occur in training{advice}", style

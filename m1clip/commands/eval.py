@@ -9,6 +9,7 @@ import tyro
 from m1clip.commands import RunsFolder
 from m1clip.console import loading, show_retrieval, show_rows
 from m1clip.format import percent
+from m1clip.run import Run
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ def main(args: Args) -> None:
         print(json.dumps({"model": str(result.model), **scores, "edits": edits}))
         return
     print(f"{result.model}\n")
-    show_retrieval(scores)
+    is_own_split = args.split == "val" and not settings  # which the run has compared with its training images
+    data = Run(result.model.parent).read_or_empty("data.json") if is_own_split else {}
+    show_retrieval(scores, data.get("val_near_duplicates"))
     if result.edits:
         rows = [(edit.changed, percent(edit.accuracy), str(edit.edits)) for edit in result.edits]
         rows.append(("chance", percent(result.edits[0].chance), ""))

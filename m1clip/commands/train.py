@@ -104,7 +104,8 @@ def print_result(args: Args, result: "TrainResult") -> None:
         print(json.dumps(result.record()))
     elif result.finished and result.scores:
         print()
-        console.show_retrieval(result.scores.record())
+        near_duplicates = Run(result.run).read_or_empty("data.json").get("val_near_duplicates")
+        console.show_retrieval(result.scores.record(), near_duplicates)
         print(f"\ntrained in {duration(result.seconds)}; the model is {result.model}")
         if result.best_step not in (None, result.step) and not result.restored:
             print(f"step {result.best_step} scored higher; it is {result.run / 'best'}")

@@ -16,13 +16,12 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from m1clip.data.decode import DECODE_ERRORS, ORIENTATION, BadImage, decode, read_header
 from m1clip.data.index import BadImages, BadRows, IndexedPairs, PairDataset, ProgressFactory
+from m1clip.data.leakage import Pair, looks, near_duplicates, rows_by_key
 from m1clip.data.pixel_cache import map_chunks, row_chunks
-from m1clip.data.splits import Source
+from m1clip.data.splits import Source, TrainCaptions, caption_key
 
 TINY = 32  # pixels of the shorter edge
 HUGE = 25_000_000  # pixels: slow to decode
-MAX_BITS, MAX_COLOR = 3, 8  # differences of near duplicates: bits of each 64-bit dHash, mean color of 255
-MAX_NEAR_DUPLICATES = 100_000
 TRAITS = ("tiny", "huge", "CMYK", "16-bit", "palette", "alpha", "grayscale", "EXIF-rotated", "animated", "HEIC")
 IMAGE_STATS = np.dtype("?, i4, i4, i8, 10?, u8, 2u8, 3i2")
 IMAGE_STATS.names = ("good", "width", "height", "bytes", "traits", "content", "dhash", "color")
@@ -31,14 +30,13 @@ TILE, GAP, LINE = 224, 14, 17  # pixels of a contact sheet
 BLANK = (235, 235, 238)
 ImageStats = NDArray[Any]
 Tile = tuple[Image.Image, str]
-Pair = tuple[int, int]
 
 
 def image_stats(pairs: PairDataset, bad_rows: BadRows, workers: int, progress: ProgressFactory) -> ImageStats:
     """Statistics of every image; images that cannot be used are added to `bad_rows`."""
     stats = []
     with progress("decoding images", len(pairs)) as advance:
-        for chunk, bad in map_chunks(partial(examine_rows, pairs), row_chunks(len(pairs), 64), workers):
+        for chunk, bad in map_chunks(partial(examine_rows, pairs), row_chunks(len(pairs), 8), workers):
             stats.append(chunk)
             bad_rows.add_images(pairs, bad)
             advance(len(chunk))
@@ -60,8 +58,7 @@ def examine_rows(pairs: PairDataset, rows: Sequence[int]) -> tuple[ImageStats, B
             bad[row] = (error.kind, str(error))
             continue
         content = int.from_bytes(blake2b(data, digest_size=8).digest())
-        color = np.asarray(image.resize((1, 1), Image.Resampling.BOX))[0, 0]
-        stats[i] = (True, *header.size, len(data), traits, content, dhash(image), color)
+        stats[i] = (True, *header.size, len(data), traits, content, *looks(image))
     return stats, bad
 
 
@@ -87,50 +84,10 @@ def image_traits(header: Image.Image) -> tuple[bool, ...]:
         raise BadImage("unreadable", f"cannot be decoded ({error})") from None
 
 
-def dhash(image: Image.Image) -> tuple[int, ...]:
-    """Two 64-bit difference hashes, which resizing and recompression hardly change.
-
-    Each bit tells whether a pixel of a thumbnail is brighter than its left or upper neighbor.
-    """
-    gray = np.asarray(image.convert("L").resize((9, 9), Image.Resampling.BILINEAR), dtype=np.int16)
-    left, upper = gray[1:, 1:] > gray[1:, :-1], gray[1:, 1:] > gray[:-1, 1:]
-    return tuple(int.from_bytes(np.packbits(bits).tobytes()) for bits in (left, upper))
-
-
-def near_duplicates(stats: ImageStats) -> list[Pair]:
-    """Pairs of rows that look the same. Flat images, which all look the same, are excluded.
-
-    Hashes that differ in at most three bits agree in one of four 16-bit blocks: only these are compared.
-    """
-    left, upper, color = stats["dhash"][:, 0], stats["dhash"][:, 1], stats["color"]
-    bits = np.bitwise_count(left)
-    rows = np.flatnonzero((bits > 4) & (bits < 60))
-    pairs = set[Pair]()
-    for block in range(4):
-        key = (left[rows] >> np.uint64(16 * block)) & np.uint64(0xFFFF)
-        for group in _groups(rows, key):
-            for i, row in enumerate(group[:-1]):
-                near = group[i + 1 : i + 2000]  # bounds the work if all images look alike
-                near = near[np.bitwise_count(left[near] ^ left[row]) <= MAX_BITS]
-                near = near[np.bitwise_count(upper[near] ^ upper[row]) <= MAX_BITS]
-                near = near[(np.abs(color[near] - color[row]) <= MAX_COLOR).all(1)]
-                pairs.update((int(row), int(other)) for other in near)
-            if len(pairs) >= MAX_NEAR_DUPLICATES:
-                return sorted(pairs)
-    return sorted(pairs)
-
-
-def _groups(rows: NDArray[Any], keys: NDArray[Any]) -> list[NDArray[Any]]:
-    """Two or more rows that have the same key."""
-    order = np.argsort(keys, kind="stable")
-    groups = np.split(rows[order], np.flatnonzero(np.diff(keys[order])) + 1)
-    return [group for group in groups if len(group) > 1]
-
-
 def duplicate_images(source: Source, stats: ImageStats) -> dict[str, list[Pair]]:
     """Pairs of rows with equal bytes or equal looks; leaks are those with one image in train, one not."""
     good, content = np.flatnonzero(stats["good"]), stats["content"]
-    groups = _groups(good, content[good])
+    groups = rows_by_key(good, content[good])
     exact = [(int(a), int(b)) for group in groups for a, b in pairwise(group)]
     near = [(a, b) for a, b in near_duplicates(stats) if content[a] != content[b]]
     split = np.zeros(len(stats), int)
@@ -187,6 +144,16 @@ def caption_stats(pairs: PairDataset, progress: ProgressFactory) -> dict[str, An
         "commonest_words": vocabulary.most_common(10),
         **_repeated_captions(pairs, np.frombuffer(hashes, np.int64), np.frombuffer(rows, np.int32)),
     }
+
+
+def split_captions(source: Source, progress: ProgressFactory) -> dict[str, int]:
+    """Validation captions, how many of them also occur in training, and the number of labels if they are labels."""
+    captions = [source.val.captions(row) for row in range(len(source.val))]
+    with progress("comparing the captions of the splits", None):
+        known = TrainCaptions.compare(map(source.train.captions, range(len(source.train))), captions)
+    texts, seen = [caption_key(text) for of_image in captions for text in of_image], known.seen or frozenset()
+    counts = {"val_captions": len(texts), "seen_captions": sum(text in seen for text in texts)}
+    return {**counts, "labels": len(known.labels)}
 
 
 def min_median_max(values: Sequence[int]) -> dict[str, int]:

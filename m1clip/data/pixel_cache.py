@@ -90,7 +90,7 @@ class WorkerPool(Generic[T]):
         pending = deque[tuple[Rows, Future[T]]]()
         try:
             for rows in chunks:
-                pending.append((rows, self.executor.submit(_apply, rows)))
+                pending.append((rows, self._submit(rows)))
                 if len(pending) > TASKS_PER_WORKER * self.workers:
                     rows, future = pending.popleft()
                     yield future.result()
@@ -102,6 +102,14 @@ class WorkerPool(Generic[T]):
                 f"a worker process was killed near image {rows[0]}: out of memory (--workers 1 needs less), "
                 "or a file that crashes the decoder"
             ) from None
+
+    def _submit(self, rows: Rows) -> Future[T]:
+        """Submitting may start a process, which inherits the blocked Ctrl-C: it would print a traceback."""
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return self.executor.submit(_apply, rows)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
     def close(self) -> None:
         atexit.unregister(self.close)

@@ -4,7 +4,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,6 +25,8 @@ from m1clip.images import Pixels
 SCHEMES = ("synthetic", "coco", "flickr30k", "flickr8k", "hf")
 MAX_VAL = 5000  # validation images of a dataset's own split that are used, unless --val-size asks for more
 SYNTHETIC_VAL = 240
+OWN_SPLIT = "the dataset's own"
+IMAGES_PER_LABEL = 5  # captions with at least so many images each are labels
 SHUFFLE_WINDOW = 10_000  # rows; on the fly, shards are read nearly in sequence
 
 
@@ -54,6 +56,10 @@ class Source:
     test: PairDataset | None
     bad_rows: BadRows
     split_reason: str
+
+    @property
+    def has_own_splits(self) -> bool:
+        return not isinstance(self.all, IndexedPairs) or self.split_reason.startswith(OWN_SPLIT)
 
 
 def open_sources(config: DataConfig, progress: ProgressFactory = no_progress) -> list[Source]:
@@ -105,6 +111,8 @@ def _open_synthetic(spec: str, weight: float, config: DataConfig) -> Source:
     size = spec.partition(":")[2]
     if size and not size.isdecimal():
         raise ValueError(f"in {spec!r}, {size!r} must be a whole number of scenes")
+    if config.group_by != "none":
+        raise ValueError("--group-by is not for synthetic scenes: their validation captions never occur in training")
     train = SyntheticScenes(int(size or 12000), config.seed)
     val = SyntheticScenes(SYNTHETIC_VAL if config.val_size == "auto" else config.val_size, config.seed, "val")
     return Source(spec, weight, train, train, val, None, BadRows(), "combinations not in training")
@@ -121,8 +129,10 @@ def split_rows(
     val, test = np.flatnonzero(codes == "val"), np.flatnonzero(codes == "test")
     if len(train) and (len(val) or len(test)):
         rest = np.count_nonzero(np.isin(codes, ("unlisted", "unknown")))
-        reason = f"the dataset's own {'val' if len(val) else 'test'} split"
+        reason = f"{OWN_SPLIT} {'val' if len(val) else 'test'} split"
         reason += f"; {rest:,} images are in no split" if rest else ""
+        if config.group_by != "none":
+            raise ValueError(f"--group-by {config.group_by} cannot change {reason}; leave the flag out")
         return train, val if len(val) else test, test if len(test) else None, reason
     rows = np.flatnonzero(codes != "unlisted")
     if not len(rows):
@@ -132,8 +142,25 @@ def split_rows(
     count = min(1000, max(1, len(distinct) // 20)) if config.val_size == "auto" else config.val_size
     if count >= len(distinct):
         raise ValueError(f"--val-size {count} of {len(distinct)} distinct images leaves none for training")
+    if config.group_by != "none":
+        is_val = _split_groups(pairs.take(rows), hashes, config.group_by, count)
+        return rows[~is_val], rows[is_val], None, f"images with the same {config.group_by} stay in one split"
     is_val = hashes <= distinct[count - 1]
     return rows[~is_val], rows[is_val], None, "by a hash of each image's bytes"
+
+
+def _split_groups(pairs: IndexedPairs, hashes: NDArray[np.uint64], group_by: str, count: int) -> NDArray[np.bool_]:
+    """Which images are for validation, if copies and images with a common caption or folder stay together."""
+    from m1clip.data.leakage import choose_groups, connected_rows
+
+    if group_by == "folder":
+        keys = [[os.path.dirname(pairs.value("image", row))] for row in range(len(pairs))]
+    else:
+        keys = [[caption_key(text) for text in pairs.captions(row)] for row in range(len(pairs))]
+    groups = connected_rows([*texts, content] for texts, content in zip(keys, hashes.tolist(), strict=True))
+    if len(set(groups)) < 2:
+        raise ValueError(f"--group-by {group_by} leaves no validation split: all images are in one group")
+    return choose_groups(groups, [min(texts) for texts in keys], count)
 
 
 def validation_subset(pairs: PairDataset, config: DataConfig) -> PairDataset:
@@ -194,17 +221,51 @@ def _remove_val_images(sources: list[Source], progress: ProgressFactory) -> list
     return sources
 
 
+def caption_key(text: str) -> str:
+    """Equal for equal captions, as training compares them: without case and outer spaces."""
+    return text.strip().lower()
+
+
+@dataclass(frozen=True)
+class TrainCaptions:
+    """What the captions of the training split say about those of an evaluation."""
+
+    seen: frozenset[str] | None  # keys of the evaluated captions that also occur in training; None if unknown
+    labels: tuple[str, ...] = ()  # distinct captions of both, if they are so few that they are labels
+
+    @classmethod
+    def compare(cls, train: Iterable[Sequence[str]] | None, val: Sequence[Sequence[str]]) -> "TrainCaptions":
+        """From the captions of each training image, if they are known, and of each evaluated image."""
+        labels = {caption_key(one[0]): one[0] for one in val}
+        is_single, images = all(len(set(map(caption_key, one))) == 1 for one in val), len(val)
+        val_keys, seen = {caption_key(text) for one in val for text in one}, set[str]()
+        for one in train or ():
+            keys = {caption_key(text) for text in one}
+            seen |= keys & val_keys
+            images += 1
+            is_single = is_single and len(keys) == 1
+            if is_single:
+                labels.setdefault(keys.pop(), one[0])
+        is_label = is_single and 1 < len(labels) <= images / IMAGES_PER_LABEL
+        return cls(None if train is None else frozenset(seen), tuple(labels.values()) if is_label else ())
+
+
 class OnTheFlyImages:
     """Images decoded by worker processes on request. A bad row is replaced by the next good one."""
 
     def __init__(self, pairs: PairDataset, settings: Preprocess, workers: int, max_bad_rows: float):
-        self.pairs, self.image_size, self.max_bad_rows = pairs, settings.size, max_bad_rows
+        self.pairs, self.settings, self.max_bad_rows = pairs, settings, max_bad_rows
         self.bad_rows, self.bad = BadRows(len(pairs), len(pairs)), set[int]()
         self.pool = pixel_cache.WorkerPool(partial(pixel_cache.decode_rows, pairs, settings), workers)
 
+    def of(self, pairs: PairDataset) -> "OnTheFlyImages":
+        """The same for other rows."""
+        self.pool.close()
+        return OnTheFlyImages(pairs, self.settings, self.pool.workers, self.max_bad_rows)
+
     def take(self, rows: RowIndices) -> tuple[RowIndices, Pixels]:
         rows, todo = np.array(rows), np.arange(len(rows))
-        pixels = np.empty((len(rows), self.image_size, self.image_size, 3), np.uint8)
+        pixels = np.empty((len(rows), self.settings.size, self.settings.size, 3), np.uint8)
         while len(todo):
             while (bad := np.isin(rows, list(self.bad))).any():
                 if len(self.bad) == len(self.pairs):
@@ -231,6 +292,15 @@ class SplitPart:
     @property
     def pairs_per_epoch(self) -> int:
         return round(self.weight * len(self.rows))
+
+    def every(self, n: int) -> "SplitPart":
+        """Every n-th row."""
+        rows = self.rows[::n]
+        if not isinstance(self.images, OnTheFlyImages):
+            return replace(self, rows=rows)
+        assert isinstance(self.pairs, IndexedPairs)
+        pairs = self.pairs.take(rows)
+        return replace(self, pairs=pairs, rows=np.arange(len(pairs)), images=self.images.of(pairs))
 
     def take(self, rows: RowIndices) -> tuple[RowIndices, Pixels]:
         if isinstance(self.images, OnTheFlyImages):
@@ -277,6 +347,9 @@ class Split:
     def captions(self, row: int) -> Sequence[str]:
         pairs, index = self._find(row)
         return pairs.captions(index)
+
+    def all_captions(self) -> Iterator[Sequence[str]]:
+        return (self.captions(row) for row in range(len(self)))
 
     def location(self, row: int) -> str:
         pairs, index = self._find(row)
@@ -325,6 +398,20 @@ class Splits:
     val: Split
     skipped: BadRows
     facts: dict[str, str]  # for the run's header: how the data was split, which images are decoded on the fly
+    every: int = 1  # only every n-th training image is used, where a budget allows no more
+
+    def with_every(self, n: int) -> "Splits":
+        if n == 1:
+            return self
+        return replace(self, train=Split([part.every(n) for part in self.train.parts]), every=n)
+
+    def near_duplicates(self) -> int | None:
+        """Validation images that look like a training image; None if that is unknown."""
+        if not all(isinstance(part.pairs, IndexedPairs) for part in (*self.train.parts, *self.val.parts)):
+            return None  # synthetic scenes
+        from m1clip.data.leakage import val_near_duplicates
+
+        return val_near_duplicates(self.train, self.val)
 
     def record(self) -> dict[str, Any]:
         """data.json of a run."""
@@ -333,6 +420,7 @@ class Splits:
             "on_the_fly": [isinstance(part.images, OnTheFlyImages) for part in self.train.parts],
             "train": len(self.train),
             "val": len(self.val),
+            "every": self.every,
             **self.facts,
             "rows": self.skipped.rows,
             "skipped": self.skipped.record(examples=1000),
@@ -367,7 +455,8 @@ def open_splits(
         facts["notes"] = "; ".join(notes)
     parts = zip(sources, train, strict=True)
     if uncached := [source.spec for source, part in parts if isinstance(part.images, OnTheFlyImages)]:
-        facts["images"] = f"{', '.join(uncached)} decoded on the fly: above --cache-gb {config.cache_gb:g}"
+        reason = "" if any(on_the_fly) else f": above --cache-gb {config.cache_gb:g}"
+        facts["images"] = f"{', '.join(uncached)} decoded on the fly{reason}"
     return Splits(Split(train), val, bad_rows, facts)
 
 

@@ -4,7 +4,7 @@ Shapes: N images, M captions, B of a chunk, D features, E embedding.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from m1clip import devices
 from m1clip.data.batches import FeatureTables
-from m1clip.data.splits import Split
+from m1clip.data.splits import Split, TrainCaptions, caption_key
 from m1clip.evals.embeddings import accuracy_by_difficulty, embedding_statistics
 from m1clip.evals.examples import example_queries
-from m1clip.evals.retrieval import Relevance, Retrieval, retrieval
+from m1clip.evals.retrieval import LabelAccuracy, Relevance, Retrieval, label_accuracy, retrieval
 from m1clip.model.clip import CLIP
 
 CHUNK, FEATURE_CHUNK = 256, 4096
@@ -78,21 +78,38 @@ class Evaluation:
         return example_queries(self.text_ME, self.image_NE, self.relevance, self.pairs)
 
 
-def evaluate_model(model: CLIP, pairs: Split, features: FeatureTables | None = None, chunk: int = CHUNK) -> Evaluation:
+def evaluate_model(
+    model: CLIP,
+    pairs: Split,
+    features: FeatureTables | None = None,
+    chunk: int = CHUNK,
+    train_captions: TrainCaptions | None = None,
+) -> Evaluation:
     """Evaluate retrieval on a split, from stored features where towers are frozen."""
     features = features or FeatureTables()
-    captions = [pairs.captions(row) for row in range(len(pairs))]
+    captions = list(pairs.all_captions())
     if features.images is not None:
         image_NE = embed_feature_rows(model, "vision", features.images.views[0])
     else:
         image_NE = embed_split_images(model, pairs, chunk)
+    texts = [text for of_image in captions for text in of_image]
     if features.captions is not None:
         features_MD = features.captions.features_MD[features.captions.position_M]
         text_ME = embed_feature_rows(model, "text", features_MD)
     else:
-        text_ME = embed_captions(model, [text for of_image in captions for text in of_image], chunk)
-    relevance = Relevance.from_captions(captions)
-    return Evaluation(retrieval(image_NE, text_ME, relevance), image_NE, text_ME, relevance, pairs)
+        text_ME = embed_captions(model, texts, chunk)
+    relevance, known = Relevance.from_captions(captions), train_captions or TrainCaptions.compare(None, captions)
+    seen_M = None if known.seen is None else torch.tensor([caption_key(text) in known.seen for text in texts])
+    scores = retrieval(image_NE, text_ME, relevance, seen_M)
+    if known.labels:
+        scores = replace(scores, labels=classify(model, image_NE, known.labels, captions))
+    return Evaluation(scores, image_NE, text_ME, relevance, pairs)
+
+
+def classify(model: CLIP, image_NE: Tensor, labels: Sequence[str], captions: Sequence[Sequence[str]]) -> LabelAccuracy:
+    number = {caption_key(label): k for k, label in enumerate(labels)}
+    truth_N = torch.tensor([number[caption_key(of_image[0])] for of_image in captions])
+    return label_accuracy(image_NE, embed_captions(model, labels), truth_N)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Retrieval scores from two matrices of unit vectors. Knows nothing of models, devices or files.
+"""Retrieval scores from two matrices of unit vectors. Knows nothing of models and devices.
 
 Shapes: N images, M captions, K distinct captions, U distinct captions of each image, Q queries, T targets,
 E embedding.
@@ -8,9 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import comb
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from m1clip.data.splits import caption_key
 
 CHUNK = 1024
 TOP_K = (1, 5, 10)
@@ -27,6 +31,32 @@ class Direction:
 
 
 @dataclass(frozen=True)
+class LabelAccuracy:
+    """Classification of images that have one of a few captions: which caption is the closest?"""
+
+    label_accuracy: float
+    label_top5: float
+    labels: int
+    chance_label: float  # accuracy of a random label
+    most_frequent_label: float  # accuracy of always the same label
+
+
+@dataclass(frozen=True)
+class SeenRecall:
+    """R@1 of captions that also occur in training, and of the others; image to text by whether an image has one.
+
+    None where there are none.
+    """
+
+    seen_captions: int
+    seen_i2t_r1: float | None
+    seen_t2i_r1: float | None
+    unseen_captions: int
+    unseen_i2t_r1: float | None
+    unseen_t2i_r1: float | None
+
+
+@dataclass(frozen=True)
 class Retrieval:
     image_to_text: Direction
     text_to_image: Direction
@@ -34,6 +64,9 @@ class Retrieval:
     chance_text_to_image: Direction
     images: int
     captions: int
+    distinct_captions: int
+    labels: LabelAccuracy | None = None  # where the captions are labels
+    seen: SeenRecall | None = None  # where the training captions are known
 
     @property
     def mean_r1(self) -> float:
@@ -43,13 +76,15 @@ class Retrieval:
     def chance_r1(self) -> float:
         return (self.chance_image_to_text.r1 + self.chance_text_to_image.r1) / 2
 
-    def record(self) -> dict[str, float | int]:
-        """Flat, for a log line: i2t_r1 … t2i_median_rank, chance_i2t_r1 …, mean_r1, chance_r1."""
+    def record(self) -> dict[str, Any]:
+        """Flat, for a log line: i2t_r1 … t2i_median_rank, chance_i2t_r1 …, mean_r1, chance_r1, label_accuracy …"""
         directions = {"i2t": self.image_to_text, "t2i": self.text_to_image}
         directions |= {"chance_i2t": self.chance_image_to_text, "chance_t2i": self.chance_text_to_image}
         flat = {f"{name}_{key}": value for name, one in directions.items() for key, value in asdict(one).items()}
-        counts = {"images": self.images, "captions": self.captions}
-        return {**flat, "mean_r1": self.mean_r1, "chance_r1": self.chance_r1, **counts}
+        counts = {name: getattr(self, name) for name in ("images", "captions", "distinct_captions")}
+        parts = [asdict(part) for part in (self.labels, self.seen) if part]
+        means = {"mean_r1": self.mean_r1, "chance_r1": self.chance_r1}
+        return {**flat, **means, **counts, **{key: value for part in parts for key, value in part.items()}}
 
 
 @dataclass(frozen=True)
@@ -57,23 +92,28 @@ class Relevance:
     """Which captions are correct for which images: an image's own, and equal captions of other images."""
 
     owner_M: Tensor  # the image of each caption
-    key_M: Tensor  # equal for equal captions
+    key_M: Tensor  # number of its distinct caption, in the order of first occurrence
     images: int
 
     @classmethod
     def from_captions(cls, captions: Sequence[Sequence[str]]) -> "Relevance":
-        """From the captions of each image, as training compares them: without case and outer spaces."""
+        """From the captions of each image."""
         keys: dict[str, int] = {}
-        key_M = [keys.setdefault(text.strip().lower(), len(keys)) for of_image in captions for text in of_image]
+        key_M = [keys.setdefault(caption_key(text), len(keys)) for of_image in captions for text in of_image]
         owner_M = [image for image, of_image in enumerate(captions) for _ in of_image]
         return cls(torch.tensor(owner_M), torch.tensor(key_M), len(captions))
 
+    @property
+    def first_K(self) -> Tensor:
+        """The first occurrence of each distinct caption."""
+        return torch.searchsorted(self.key_M.cummax(0).values, torch.arange(int(self.key_M.max()) + 1))
+
     def captions_of(self, start: int, stop: int) -> Tensor:
-        """(q, M) of the images start to stop: whether each caption is correct."""
+        """(q, K) of the images start to stop: whether each distinct caption is correct."""
         inside_M = (start <= self.owner_M) & (self.owner_M < stop)
         has_qK = torch.zeros(min(stop, self.images) - start, int(self.key_M.max()) + 1, dtype=torch.bool)
         has_qK[self.owner_M[inside_M] - start, self.key_M[inside_M]] = True
-        return has_qK[:, self.key_M]
+        return has_qK
 
     def images_of(self, start: int, stop: int) -> Tensor:
         """(q, N) of the captions start to stop: whether each image is correct."""
@@ -86,14 +126,40 @@ class Relevance:
         return has_kN[inverse_q]
 
 
-def retrieval(image_NE: Tensor, text_ME: Tensor, relevance: Relevance) -> Retrieval:
-    """Both directions; a query is answered when any correct target is among the first k."""
+def retrieval(image_NE: Tensor, text_ME: Tensor, relevance: Relevance, seen_M: Tensor | None = None) -> Retrieval:
+    """Both directions; a query is answered when any correct target is among the first k.
+
+    Equal captions are one target: otherwise the copies of one wrong label would fill the first ranks.
+    """
     if not (image_NE.isfinite().all() and text_ME.isfinite().all()):
         # NaN is neither above nor below anything: unnoticed, it would rank first everywhere.
         raise FloatingPointError("the embeddings are not finite; this model is broken")
-    i2t = direction(ranks(image_NE, text_ME, relevance.captions_of))
-    t2i = direction(ranks(text_ME, image_NE, relevance.images_of))
-    return Retrieval(i2t, t2i, *chance_scores(relevance), len(image_NE), len(text_ME))
+    first_K = relevance.first_K
+    i2t_N = ranks(image_NE, text_ME[first_K], relevance.captions_of)
+    t2i_M = ranks(text_ME, image_NE, relevance.images_of)
+    seen = None if seen_M is None else seen_recall(i2t_N, t2i_M, relevance, seen_M)
+    counts = (len(image_NE), len(text_ME), len(first_K))
+    return Retrieval(direction(i2t_N), direction(t2i_M), *chance_scores(relevance), *counts, seen=seen)
+
+
+def seen_recall(i2t_N: Tensor, t2i_M: Tensor, relevance: Relevance, seen_M: Tensor) -> SeenRecall:
+    seen_N = torch.zeros(relevance.images, dtype=torch.bool)
+    seen_N[relevance.owner_M[seen_M]] = True
+
+    def recalls(captions_M: Tensor, images_N: Tensor) -> tuple[int, float | None, float | None]:
+        ranks_of = (i2t_N[images_N], t2i_M[captions_M])
+        i2t, t2i = ((rank <= 1).float().mean().item() if len(rank) else None for rank in ranks_of)
+        return int(captions_M.sum()), i2t, t2i
+
+    return SeenRecall(*recalls(seen_M, seen_N), *recalls(~seen_M, ~seen_N))
+
+
+def label_accuracy(image_NE: Tensor, label_KE: Tensor, truth_N: Tensor) -> LabelAccuracy:
+    """Accuracy of the closest label, and how often the correct one is among the five closest."""
+    labels = len(label_KE)
+    rank_N = ranks(image_NE, label_KE, lambda start, stop: F.one_hot(truth_N[start:stop], labels).bool())
+    top1, top5 = ((rank_N <= k).float().mean().item() for k in (1, 5))
+    return LabelAccuracy(top1, top5, labels, 1 / labels, int(truth_N.bincount().max()) / len(truth_N))
 
 
 def ranks(query_QE: Tensor, target_TE: Tensor, correct: Callable[[int, int], Tensor]) -> Tensor:
@@ -120,9 +186,8 @@ def direction(rank_Q: Tensor) -> Direction:
 def chance_scores(relevance: Relevance) -> tuple[Direction, Direction]:
     """Expected scores of a random ranking, image to text and text to image."""
     owner_U, key_U = torch.unique(torch.stack([relevance.owner_M, relevance.key_M]), dim=1)
-    captions_K, images_K = relevance.key_M.bincount(), key_U.bincount()  # with each distinct caption
-    captions_N = torch.zeros(relevance.images, dtype=torch.long).index_add(0, owner_U, captions_K[key_U])
-    i2t = chance_direction(len(relevance.key_M), captions_N)
+    images_K = key_U.bincount()  # with each distinct caption
+    i2t = chance_direction(len(images_K), owner_U.bincount(minlength=relevance.images))
     return i2t, chance_direction(relevance.images, images_K[relevance.key_M])
 
 

@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter
 from PIL import Image
 
 from m1clip.document import COLORS, axes, legend, log_axis, save_figure, write_document
-from m1clip.format import UNKNOWN, duration, number, percent
+from m1clip.format import UNKNOWN, Z, duration, number, percent, wilson_interval, with_interval
 from m1clip.monitor.curves import CURVES, downsample, gradient_norms, minutes_at
 from m1clip.monitor.log import STEP_PHASES, Array, Record, RunView, event_text, flatten, number_or_none, subsample
 from m1clip.monitor.terminal_views import gigabytes, local_time, watt_hours
@@ -27,7 +27,6 @@ MAX_POINTS = 1500
 PHASE_COLORS = [COLORS[index] for index in (3, 6, 5, 0, 4)]
 TRAINING_CURVES = [(key, "step") for key in ("loss", "accuracy", "mean_r1", "lr", "grad_norm", "pairs_per_s")]
 COMPARISON_CURVES = [("loss", "step"), ("loss", "minutes"), ("mean_r1", "minutes"), ("temperature", "step")]
-Z = 1.959964  # standard errors on each side of a 95 % interval
 
 
 def write_report(run: RunView, folder: Path) -> Path:
@@ -69,24 +68,6 @@ def elapsed_seconds(run: RunView) -> float | None:
     """From the start of the first step to the end of the last, pauses included."""
     times, first_step_ms = run.log.known_column("time"), run.log.known_column("step_ms")[:1].sum()
     return float(np.ptp(times) + first_step_ms / 1e3) if len(times) else None  # a step is logged at its end
-
-
-def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a fraction of `count` trials."""
-    if count < 1:
-        return 0.0, 1.0
-    center = (fraction + Z * Z / (2 * count)) / (1 + Z * Z / count)
-    variance = max(0.0, fraction * (1 - fraction) / count + Z * Z / (4 * count * count))
-    half = Z / (1 + Z * Z / count) * math.sqrt(variance)
-    return max(0.0, center - half), min(1.0, center + half)
-
-
-def with_interval(fraction: float | None, count: float | None) -> str:
-    """A fraction in percent with its 95 % interval."""
-    if fraction is None or not count:
-        return percent(fraction)
-    low, high = wilson_interval(fraction, int(count))
-    return f"{percent(fraction)} ({100 * low:.1f}–{100 * high:.1f})"
 
 
 def median_range(values: Array) -> tuple[float | None, ...]:

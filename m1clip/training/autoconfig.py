@@ -24,6 +24,7 @@ from m1clip.training.timing import random_batch, time_plans
 
 TRANSFORMER_FROM = 50_000  # images from which a text transformer is worth its time, if they are seen often
 TRIAL_S, SAMPLE, EVALUATIONS = 0.3, 100, 6
+MAX_SAMPLE_S = 2.0  # decoding a sample
 OVERHEAD = 0.1  # of the budget: listing data, evaluating, saving
 MAX_DECODING = 0.2  # of the budget; if decoding up front takes more, images are decoded on the fly
 LEFT_RIGHT = re.compile(r"\b(left|right)\b", re.IGNORECASE)
@@ -174,11 +175,24 @@ def decoding_time(sources: Sequence[Source], config: TrainConfig) -> float:
         return 0.0
     largest = max((source.train for source in missing), key=len)
     rows = list(evenly_spaced(len(largest), SAMPLE // 2))
-    decode_rows(largest, stored, rows[:2])  # warm-up: lazy imports
-    started = time.perf_counter()
-    decode_rows(largest, stored, rows)
-    per_image = (time.perf_counter() - started) / len(rows) / (config.workers or os.cpu_count() or 1)
+    decode_rows(largest, stored, rows[:1])  # warm-up: lazy imports
+    started, seconds, decoded = time.perf_counter(), 0.0, 0
+    while decoded < len(rows) and seconds < MAX_SAMPLE_S:
+        decode_rows(largest, stored, [rows[decoded]])
+        decoded, seconds = decoded + 1, time.perf_counter() - started
+    per_image = seconds / decoded / (config.workers or os.cpu_count() or 1)
     return per_image * sum(len(source.train) for source in missing)
+
+
+def decodes_on_the_fly(sources: Sequence[Source], config: TrainConfig, console: Console) -> tuple[bool, ...]:
+    """For each source whether its images are decoded on the fly, as decoding all first would use up the budget."""
+    assert config.budget_s is not None
+    budget = TimeBudget(config.budget_s, 0, decoding_time(sources, config))
+    if not config.cache_gb or not budget.decodes_on_the_fly:
+        return ()
+    up_front = f"decoding everything up front would take about {duration(budget.decode_s)}"
+    console.print(f"{up_front} of --budget {config.budget}, so images are decoded on the fly")
+    return (True,) * len(sources)
 
 
 def training_speed(config: TrainConfig, tokens: int) -> float:

@@ -88,11 +88,15 @@ def slowing_down(steps: list[Record]) -> Findings:
 def overfitting(history: History) -> Findings:
     if len(history.evals) < 3 or len(history.epochs) < 2:
         return {}
-    best, now = max(record["mean_r1"] for record in history.evals[:-1]), history.evals[-1]["mean_r1"]
+    # Retrieval by a few labels has as few queries: its R@1 is noise.
+    key = "label_accuracy" if "label_accuracy" in history.evals[-1] else "mean_r1"
+    *before, last, now = (float(record[key]) for record in history.evals)
+    best = max(*before, last)
     noise = math.sqrt(best * (1 - best) / (2 * history.evals[-1]["images"]))
     rising = history.epochs[-1]["accuracy"] > history.epochs[-2]["accuracy"]
-    falling = now < best - 2 * noise and now <= history.evals[-2]["mean_r1"]
-    values = f"training accuracy still rises while validation R@1 has fallen from {best:.1%} to {now:.1%}"
+    falling = now < best - 2 * noise and now <= last
+    name = "label accuracy" if key == "label_accuracy" else "R@1"
+    values = f"training accuracy still rises while validation {name} has fallen from {best:.1%} to {now:.1%}"
     advice = "more data, --crop-scale, --patch-dropout or --patience would help"
     return {"overfitting": f"{values}: {advice}"} if rising and falling else {}
 

@@ -3,10 +3,14 @@
 The key of such a file is made of the tower's weights and of the data. An interrupted encoding continues.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import blake2b
+from itertools import islice
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,18 +26,70 @@ from m1clip.data.index import ProgressFactory, RowIndices
 from m1clip.data.pixel_cache import Notes, RowStore
 from m1clip.data.splits import Split
 from m1clip.files import cache_folder
-from m1clip.format import file_size
+from m1clip.format import duration, file_size
 from m1clip.model.clip import CLIP
 from m1clip.model.pretrained import fold_batch_norm
 from m1clip.training.device_plan import check_parity, default_plan
 from m1clip.training.memory import retain_freed_memory
-from m1clip.training.setup import FEATURE_VIEWS, Setup
+from m1clip.training.setup import FEATURE_VIEWS, Setup, sample_captions
 
 VERSION = 3  # raise it when the same tower gives other features
 CPU_CHUNK, GPU_CHUNK = 16, 64
+TRIALS = 3  # timed encodings of a chunk
 FP16_MAX = 65504.0
 HEAD_TIME = 0.1  # of a budget, reserved for training heads on encoded features
 Encode = Callable[[RowIndices], tuple[Tensor, Notes]]
+
+
+def plan_encoding(setup: Setup, model: CLIP, console: Console) -> Setup:
+    """Print how long encoding takes; with a budget, keep as many training images as can be encoded in time."""
+    splits, config, towers = setup.splits, setup.config, setup.frozen
+    images, captions = len(splits.train) * ("vision" in towers), 0
+    if "text" in towers:
+        captions = sum(map(len, splits.train.all_captions()))
+    encoder = FeatureEncoder(model.to_devices(*default_plan(config).plan.devices), config, console.progress)
+    if encoder.has_first_view(splits.train) or not images:
+        return setup
+    image_s, caption_s = time_encoding(model, list(islice(sample_captions(splits.train), CPU_CHUNK)))
+    val_s = len(splits.val) * (image_s + captions / images * caption_s)
+    first_s = val_s + images * image_s + captions * caption_s
+    views = setup.views or (FEATURE_VIEWS if encoder.augmentation != Augmentation() else 1)
+    all_s = first_s + (views - 1) * images * image_s
+    console.print(f"encoding {images:,} images ({views} views) and {captions:,} captions: about {duration(all_s)}")
+    if setup.deadline is None or setup.checkpoint:
+        return setup
+    available_s = setup.deadline - HEAD_TIME * (config.budget_s or 0.0) - time.monotonic() - val_s
+    every = min(images // 2, math.ceil((first_s - val_s) / max(available_s, 1e-3)))
+    if every < 2:
+        return setup
+    console.warn(
+        f"--budget {config.budget} is too short for {duration(first_s)}: 1 of {every:,} training images is used"
+    )
+    return setup.with_every(every)
+
+
+def time_encoding(model: CLIP, captions: Sequence[str]) -> tuple[float, float]:
+    """Seconds per image and per caption."""
+    length = min(16, model.config.text.context_length)
+    tokens_BL = model.tokenize(captions) if model.tokenizer else torch.ones(CPU_CHUNK, length, dtype=torch.long)
+    return time_images(model), time_per_item(model.text, tokens_BL, model.devices[1])
+
+
+def time_images(model: CLIP) -> float:
+    """Seconds per image as it will be encoded: in chunks of the same size, with folded batch norms."""
+    size, tower = model.config.vision.image_size, inference_tower(model.vision)
+    images_BHWC = torch.zeros((CPU_CHUNK, size, size, 3), dtype=torch.uint8)
+    return time_per_item(lambda chunk: tower(model.normalize(chunk)), images_BHWC, model.devices[0])
+
+
+@torch.inference_mode()
+def time_per_item(encode: Callable[[Tensor], Tensor], inputs: Tensor, device: torch.device) -> float:
+    seconds = []
+    for _ in range(1 + TRIALS):  # the first is warm-up
+        started = time.perf_counter()
+        encode_chunks(encode, inputs, device).cpu()
+        seconds.append(time.perf_counter() - started)
+    return median(seconds[1:]) / len(inputs)
 
 
 def encode_frozen(
@@ -67,15 +123,31 @@ class FeatureEncoder:
         images = self._encode_images(pairs, views, deadline) if "vision" in towers else None
         return FeatureTables(images, captions)
 
+    @property
+    def augmentation(self) -> Augmentation:
+        return Augmentation(self.config.crop_scale, self.config.hflip, self.config.color_jitter)
+
+    @cached_property
+    def vision_digest(self) -> str:
+        return tower_digest(self.model, "vision")
+
+    def image_key(self, pairs: Split, view: int) -> str:
+        variant = (self.config.seed, view, self.augmentation) if view else ()
+        stored = batches.stored_size(self.model.config.vision.image_size, self.config.crop_scale)
+        return digest("images", self.vision_digest, split_digest(pairs), variant, stored)
+
+    def has_first_view(self, pairs: Split) -> bool:
+        """Whether the first view of all images is in the cache."""
+        return not feature_store(self.image_key(pairs, 0), len(pairs), self.model.config.vision.width).missing_bytes
+
     def _encode_images(self, pairs: Split, views: int, deadline: float | None) -> ImageFeatureTable:
         model, config = self.model, self.config
         size, width, device = model.config.vision.image_size, model.config.vision.width, model.devices[0]
-        augmented = Augmentation(config.crop_scale, config.hflip, config.color_jitter)
-        views = views if augmented != Augmentation() else 1  # all views would be equal
-        tower, base = inference_tower(model.vision), (tower_digest(model, "vision"), split_digest(pairs))
+        views = views if self.augmentation != Augmentation() else 1  # all views would be equal
+        tower = inference_tower(model.vision)
 
         def encode_view(view: int) -> RowStore:
-            augmentation = augmented if view else Augmentation()
+            augmentation = self.augmentation if view else Augmentation()
 
             def encode(rows: RowIndices) -> tuple[Tensor, Notes]:
                 decoded_rows, pixels = pairs.take(rows)
@@ -83,12 +155,10 @@ class FeatureEncoder:
                 images_BHWC = batches.augment_images(pixels, augmentation, size, config.seed, view, rows)
                 return encode_chunks(lambda chunk: tower(model.normalize(chunk)), images_BHWC, device), replaced
 
-            variant = (config.seed, view, augmentation) if view else ()
-            key = digest("images", *base, variant, batches.stored_size(size, config.crop_scale))
             label = "encoding images" + (f", view {view + 1} of {views}" if views > 1 else "")
-            return self._build_store(key, len(pairs), width, encode, label)
+            return self._build_store(self.image_key(pairs, view), len(pairs), width, encode, label)
 
-        stores, longest_s = list[RowStore](), 0.0
+        stores, longest_s = list[RowStore](), 0.0 if deadline is None else len(pairs) * time_images(model)
         for view in range(views):
             started = time.monotonic()
             if view and deadline is not None and started + longest_s > deadline:
@@ -121,7 +191,7 @@ class FeatureEncoder:
         return CaptionFeatureTable(store.memmap(np.float16, width), position_M, start_N, batches.group_ids(captions))
 
     def _build_store(self, key: str, rows: int, width: int, encode: Encode, label: str) -> RowStore:
-        store = RowStore(cache_folder() / f"features-{key}", rows, 2 * width)
+        store = feature_store(key, rows, width)
 
         def produce(chunks: list[range]) -> Iterable[tuple[bytes, Notes]]:
             for chunk in chunks:
@@ -135,6 +205,10 @@ class FeatureEncoder:
                 need = f"the features need {file_size(rows * 2 * width)} beside the decoded images"
                 raise OSError(f"{need}; --cache-gb {self.config.cache_gb:g} is too small")
         return store
+
+
+def feature_store(key: str, rows: int, width: int) -> RowStore:
+    return RowStore(cache_folder() / f"features-{key}", rows, 2 * width)
 
 
 def encode_chunks(tower: Callable[[Tensor], Tensor], inputs: Tensor, device: torch.device) -> Tensor:

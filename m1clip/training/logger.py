@@ -47,13 +47,12 @@ class PendingStep(NamedTuple):
 
 
 class StepMetrics:
-    def __init__(self, config: TrainConfig, device: torch.device):
-        self.batch_size, self.device, chance_loss = (
-            config.batch_size,
-            device,
-            losses.chance(config.model.loss, config.batch_size),
-        )
-        self.chance = {"chance_loss": chance_loss, "chance_accuracy": 1 / config.batch_size}
+    def __init__(self, config: TrainConfig, device: torch.device, duplicate_BB: Tensor | None = None):
+        """Chance depends on the duplicates of a typical batch."""
+        self.batch_size, self.device = config.batch_size, device
+        chance_loss = losses.chance(config.model.loss, config.batch_size, duplicate_BB)
+        accuracy = losses.chance_accuracy(config.batch_size, duplicate_BB)
+        self.chance = {"chance_loss": chance_loss, "chance_accuracy": accuracy}
         self.log_every, self.always_phases, self.has_phases = config.log_every, devices.has_event_timer(device), True
         self.pending, self.timestamps = list[PendingStep](), dict[str, Any]()
         self.epoch_steps: list[Record] = []  # of the current epoch, also those of earlier sessions
@@ -153,6 +152,9 @@ class Logger:
         self.epoch_start_joules = None if self.batches.epoch_end(self.progress.step) is None else 0.0
         self.power_since: tuple[float, float | None] = (time.monotonic(), self.energy.joules())
         sensors.readings(self.run.path)  # core utilization is measured from here
+
+    def is_due(self) -> bool:
+        return self.progress.step % self.config.log_every == 0 or self.console.needs_training_line()
 
     def log_steps(self, records: list[Record]) -> None:
         """Write step records; raise if too many steps were skipped."""
@@ -256,7 +258,7 @@ class Logger:
         }
         self.run.log("epoch", self.progress.step, epoch=epoch, **means, **energy)
         self.history.epochs.append(means)
-        epochs = None if self.schedule.deadline else self.config.epochs
+        epochs = None if self.schedule.deadline or self.config.steps else self.config.epochs
         self.console.print_epoch(epoch, epochs, means, scores.record() if scores else None)
         self._diagnose()
 

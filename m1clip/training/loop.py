@@ -17,9 +17,10 @@ from m1clip import __version__, devices, sensors
 from m1clip.config import TrainConfig
 from m1clip.console import Console
 from m1clip.data.batches import Augmentation, Batch, BatchStream, FeatureTables, tokenize_captions
-from m1clip.data.splits import Split
+from m1clip.data.splits import Split, TrainCaptions
 from m1clip.evals.evaluate import Evaluation, evaluate_model
 from m1clip.evals.retrieval import Relevance, Retrieval, chance_scores
+from m1clip.format import duration
 from m1clip.model.clip import CLIP, load
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run
@@ -28,7 +29,7 @@ from m1clip.training.checkpoint import CheckpointManager, Progress
 from m1clip.training.contention import ContentionPolicy
 from m1clip.training.device_plan import PlanChoice
 from m1clip.training.logger import Logger, StepMetrics, tracking
-from m1clip.training.optim import Schedule, learning_rate
+from m1clip.training.optim import MIN_STEPS, Schedule, learning_rate
 from m1clip.training.setup import Setup, build_model, calibrate_heads, sample_captions, set_trainable
 from m1clip.training.step import TrainState
 
@@ -65,6 +66,7 @@ class Session:
     progress: Progress
     batches: BatchStream
     val_features: FeatureTables
+    train_captions: TrainCaptions
     schedule: Schedule
     metrics: StepMetrics
     logger: Logger
@@ -75,9 +77,9 @@ class Session:
 def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
     """Train from the start, or from the last intact checkpoint."""
     s = start_session(setup, run, console)
-    progress, checkpoints, config = s.progress, s.checkpoints, setup.config
+    progress, checkpoints, config = s.progress, s.checkpoints, s.setup.config
     tracker = tracking(run, config, progress.step, console.warn)
-    bar = console.training(progress.step, setup.total)
+    bar = console.training(progress.step, s.setup.total)
     with StopSignal(console.print) as stop, tracker, closing(s.contention), bar:
         completed, evaluation = training_loop(s, stop)
         checkpoints.finish(completed)
@@ -114,7 +116,7 @@ def training_loop(s: Session, stop: "StopSignal") -> tuple[bool, Evaluation | No
         progress.ended_budget_s = config.budget_s if ending else None
         inspecting, saving = progress.step % config.inspect_every == 0, s.checkpoints.is_due()
         stopping = stop.received
-        if any((inspecting, saving, epoch, stopping, ending, progress.step % config.log_every == 0)):
+        if any((inspecting, saving, epoch, stopping, ending, s.logger.is_due())):
             s.logger.log_steps(s.metrics.read())
         if inspecting:
             s.logger.log_diagnostics(batch, image_BE, text_BE)
@@ -138,16 +140,18 @@ def training_loop(s: Session, stop: "StopSignal") -> tuple[bool, Evaluation | No
 
 
 def has_ended(s: Session) -> bool:
-    """Whether an earlier session took all steps or used the whole budget; a new run takes at least one step."""
+    """Whether an earlier session took all steps or used the whole budget; a new run takes a few steps in any case."""
     config, step, used_s = s.state.config, s.progress.step, s.progress.ended_budget_s
     if s.schedule.is_late and not step:
-        raise ValueError(f"--budget {config.budget} was over before the first step")
+        s.console.warn(f"--budget {config.budget} was used before training began: only {MIN_STEPS} steps are taken")
+        return False
     has_used_budget = bool(used_s and config.budget_s and config.budget_s <= used_s) or s.schedule.is_late
     return s.checkpoints.out_of_patience or step == s.schedule.last_step() or has_used_budget
 
 
 def evaluate_on_val(s: Session, model: CLIP) -> Evaluation:
-    return evaluate_model(model, s.setup.splits.val, s.val_features, 4 * s.state.chunk)  # no graph is kept
+    chunk = 4 * s.state.chunk  # no graph is kept
+    return evaluate_model(model, s.setup.splits.val, s.val_features, chunk, s.train_captions)
 
 
 def start_session(setup: Setup, run: Run, console: Console) -> Session:
@@ -156,11 +160,16 @@ def start_session(setup: Setup, run: Run, console: Console) -> Session:
     torch.manual_seed(config.seed)
     model = build_model(config, setup.init, setup.tokenizer)
     set_trainable(model, config, setup.frozen)
-    batches, val_features = make_batches(setup), FeatureTables()
     if setup.frozen:
-        from m1clip.training.features import encode_frozen
+        from m1clip.training.features import encode_frozen, plan_encoding
 
-        batches, val_features = encode_frozen(setup, model, batches, console)
+        console.print_fact("recipe", recipe_fact(setup))
+        setup = plan_encoding(setup, model, console)
+        started = time.monotonic()
+        batches, val_features = encode_frozen(setup, model, make_batches(setup), console)
+        console.print_fact("features", f"encoded, or read from the cache, in {duration(time.monotonic() - started)}")
+    else:
+        batches, val_features = make_batches(setup), FeatureTables()
     batch = batches.batch(setup.total - 1)
     choice = device_plan.choose_plan(config, model, batch, setup.total, setup.resumed_plan, console)
     devices.apply_plan(choice.plan)
@@ -169,10 +178,11 @@ def start_session(setup: Setup, run: Run, console: Console) -> Session:
         calibrate_heads(model, setup.init, batches)
     state = TrainState(model, config, replace(choice.plan, compile=False))
     progress = checkpoint.load_checkpoint(setup.checkpoint, state) if setup.checkpoint else Progress()
-    schedule, metrics = make_schedule(setup, progress), StepMetrics(config, state.device)
+    schedule, metrics = make_schedule(setup, progress), StepMetrics(config, state.device, batch.duplicate_BB)
     logger = Logger(run, console, state, progress, batches, schedule, setup.imported)
     checkpoints = CheckpointManager(run, state, progress, console.warn)
-    parts = (state, progress, batches, val_features, schedule, metrics, logger, checkpoints)
+    captions = TrainCaptions.compare(setup.splits.train.all_captions(), list(setup.splits.val.all_captions()))
+    parts = (state, progress, batches, val_features, captions, schedule, metrics, logger, checkpoints)
     s = Session(setup, run, console, *parts, ContentionPolicy(state, console.print))
     write_run_files(s)
     epoch_start = progress.step - progress.step % batches.steps_per_epoch
@@ -211,7 +221,8 @@ def write_run_files(s: Session) -> None:
     if setup.init and not setup.checkpoint and not (run.path / "start").is_dir():
         s.state.model.save(run.path / "start")
     images = s.batches.features.images
-    run.write("data.json", {**setup.splits.record(), "views": len(images.views) if images else 0})
+    views, near_duplicates = len(images.views) if images else 0, setup.splits.near_duplicates()
+    run.write("data.json", {**setup.splits.record(), "views": views, "val_near_duplicates": near_duplicates})
     run.truncate_log(step)
     for path, reason in setup.damaged.items():
         with suppress(OSError):
@@ -266,15 +277,24 @@ def print_header(s: Session, choice: PlanChoice, chunk_reason: str) -> None:
         "run": f"{s.run.path}, {position}{length}",
         "device": f"{choice.plan}: {choice.reason}; {choice.plan.threads or devices.DEFAULT_THREADS} CPU threads",
         "parity": choice.parity or "",
-        "recipe": ": ".join(filter(None, (config.recipe, setup.reason))) if setup.init or setup.reason else "",
+        "recipe": recipe_fact(setup)
+        if (setup.init or setup.reason) and not setup.frozen
+        else "",  # printed before encoding
         "model": f"{parameters:.2f} M parameters{trained_part}; {config.model.vision.image_size} px images",
         "data": f"{config.data}: {len(train):,} training images, {len(val):,} validation images",
         **setup.splits.facts,
         "tokenizer": token_facts(setup.tokenizer, train, config),
         "batch": f"{config.batch_size:,} pairs{chunks} ({chunk_reason})",
     }
-    i2t, t2i = chance_scores(Relevance.from_captions([val.captions(row) for row in range(len(val))]))
-    s.console.print_header({name: fact for name, fact in facts.items() if fact}, s.metrics.chance, (i2t.r1, t2i.r1))
+    i2t, t2i = chance_scores(Relevance.from_captions(list(val.all_captions())))
+    chance = {**s.metrics.chance, "chance_i2t_r1": i2t.r1, "chance_t2i_r1": t2i.r1}
+    if labels := s.train_captions.labels:
+        chance["chance_label"] = 1 / len(labels)
+    s.console.print_header({name: fact for name, fact in facts.items() if fact}, chance)
+
+
+def recipe_fact(setup: Setup) -> str:
+    return ": ".join(filter(None, (setup.config.recipe, setup.reason)))
 
 
 def token_facts(tokenizer: Tokenizer, pairs: Split, config: TrainConfig) -> str:

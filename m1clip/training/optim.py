@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from m1clip.config import TrainConfig
 
 RESERVE = 0.02  # of the budget, for the last evaluation and save until one of each has been timed
+MIN_STEPS = 5  # taken however late it is, so that a new run always ends with a trained model
 EXIT_S = 1.0  # starting Python, printing the result and exiting
 BETAS, EPS = (0.9, 0.98), 1e-6
 LAYER_DECAY = 0.8  # learning rate of a layer relative to the layer above it, in full fine-tuning
@@ -88,17 +89,19 @@ class Schedule:
             self.started, self.paused_s = time.monotonic(), 0.0  # set-up time does not count
         done, whole = (self.elapsed_s + then - self.started for then in (time.monotonic(), self.end))
         fraction = min(1.0, done / whole) if whole > 0 else 1.0
+        if step < MIN_STEPS:  # these are taken in any case, with a learning rate
+            fraction = min(fraction, step / MIN_STEPS)
         return max(fraction, step / self.max_steps if self.max_steps else 0.0) * self.total, self.total
 
     def count(self, step: int) -> bool:
-        """Register a finished step; whether it was the last. The next one must fit by half at least."""
+        """Register a finished step; whether it was the last. The next one must fit by half, but for the first few."""
         if self.deadline is None:
             return step == self.total
         self.steps += 1
         now = time.monotonic()
         steps_left = max(0.0, self.end - now) / ((now - self.started - self.paused_s) / self.steps)
-        self.total = max(1, min(step + round(steps_left), self.last_step()))
-        return steps_left < 0.5 or step == self.max_steps
+        self.total = max(1, min(max(step + round(steps_left), MIN_STEPS), self.last_step()))
+        return (steps_left < 0.5 and step >= MIN_STEPS) or step == self.max_steps
 
 
 def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:

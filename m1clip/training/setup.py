@@ -1,8 +1,7 @@
 """Prepare a run: validate the config, open data and initial model once, choose the recipe."""
 
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -33,7 +32,6 @@ from m1clip.training.optim import layers_from_top
 
 OVERFIT_BELOW, FULL_FROM = 10_000, 200_000  # images: whole towers overfit fewer; training all weights pays from here
 STEP_COST = 3.0  # of a training step relative to a forward pass
-TRIAL_SIZE = 8
 FEATURE_VIEWS = 3  # augmented views encoded per image when the vision tower is frozen; the first is not augmented
 TOKENIZER_CAPTIONS = 50_000  # captions a tokenizer is trained on, at most about
 CALIBRATION_PAIRS, CALIBRATION_ROWS = 64, 20_000
@@ -75,6 +73,13 @@ class Setup:
     def frozen(self) -> tuple[str, ...]:
         return frozen_towers(self.config, self.init)
 
+    def with_every(self, n: int) -> "Setup":
+        """The same run on every n-th training image."""
+        splits = self.splits.with_every(n)
+        config = settle(self.config, self.init, splits.train.pairs_per_epoch)
+        total = config.steps or config.epochs * (splits.train.pairs_per_epoch // config.batch_size)
+        return replace(self, config=config, splits=splits, total=total)
+
 
 def prepare(
     config: TrainConfig, given: Given, runs: Path, resumed: Run | None, console: Console, started: float, is_final: bool
@@ -99,7 +104,13 @@ def prepare(
     before = resumed.read("data.json") if resumed and (resumed.path / "data.json").exists() else {}
     evaluated = config.model.vision.preprocess
     stored = replace(evaluated, size=stored_size(evaluated.size, config.crop_scale))
-    splits = open_splits(sources, config, evaluated, stored, console.progress, before.get("on_the_fly", ()))
+    on_the_fly = before.get("on_the_fly", ())
+    if config.budget_s and not resumed and config.preset != "budget":
+        from m1clip.training.autoconfig import decodes_on_the_fly
+
+        on_the_fly = decodes_on_the_fly(sources, config, console)
+    splits = open_splits(sources, config, evaluated, stored, console.progress, on_the_fly)
+    splits = splits.with_every(before.get("every", 1))
     pairs, identity = splits.train.pairs_per_epoch, splits.train.identity
     config = settle(config, init, pairs)
     if config.batch_size > pairs:
@@ -143,7 +154,9 @@ def choose_settings(
         images = sum(len(source.train) for source in sources)
         counts = [len(source.train.captions(row)) for source in sources for row in range(min(100, len(source.train)))]
         captions = round(fmean(counts) * images)
-        recipe, reason = choose_recipe(config, init, images, captions, *measure_encoding(config, init))
+        largest = max((source.train for source in sources), key=len)
+        sample = [largest.captions(row)[0] for row in evenly_spaced(len(largest), 16)]
+        recipe, reason = choose_recipe(config, init, images, captions, *measure_encoding(config, init, sample))
     if not is_final:
         config = with_defaults(config, recipe_defaults(config, recipe), given)
     return replace(config, recipe=recipe), reason
@@ -158,40 +171,27 @@ def choose_recipe(
     if len(init.pretrained) < 2:
         only = f"only the {init.pretrained[0]} tower is pretrained"
         return "frozen", f"{only}: it is frozen, and the other one is trained to match it"
-    encoding_s = images * FEATURE_VIEWS * image_s + captions * caption_s
-    encoding = f"{images:,} images; encoding them once takes about {duration(encoding_s)}"
     if init.clip is None:
         apart = "the encoders were not trained together, so only the projection heads are trained"
-        return "frozen", f"{apart}: {encoding}"
+        return "frozen", f"{apart}; {images:,} images are encoded once"
     recipe: Recipe = "full" if images >= FULL_FROM else "lora"
     seconds = RECIPES[recipe]["epochs"] * images * STEP_COST * (image_s + caption_s)
     about = f"about {duration(seconds)}"
     if config.budget_s is not None and seconds > config.budget_s:
-        return "frozen", f"{encoding}; {recipe} would take {about} of the {duration(config.budget_s)}"
+        once = f"{images:,} images are encoded once"
+        return "frozen", f"{once}; {recipe} would take {about} of the {duration(config.budget_s)}"
     if recipe == "full":
         return recipe, f"{images:,} images are enough to train all weights ({about})"
     few = "few enough to overfit" if images < OVERFIT_BELOW else "too few to train all weights"
     return recipe, f"{images:,} images are {few}: LoRA changes and forgets less ({about})"
 
 
-def measure_encoding(config: TrainConfig, init: InitModel) -> tuple[float, float]:
-    """Seconds per image and per caption of a forward pass on a few blank images and short captions."""
+def measure_encoding(config: TrainConfig, init: InitModel, captions: Sequence[str]) -> tuple[float, float]:
+    """Seconds per image and per caption of a forward pass."""
+    from m1clip.training.features import time_encoding
+
     model = build_model(config, init, init.tokenizer)
-    size = model.config.vision.image_size
-    images_BHWC = torch.zeros((TRIAL_SIZE, size, size, 3), dtype=torch.uint8)
-    tokens_BL = torch.ones(TRIAL_SIZE, min(16, model.config.text.context_length), dtype=torch.long)
-
-    def time_per_item(forward: Callable[[], Tensor]) -> float:
-        with torch.inference_mode():
-            forward().cpu()  # warm-up
-            started = time.perf_counter()
-            forward().cpu()
-        return (time.perf_counter() - started) / TRIAL_SIZE
-
-    vision, text = default_plan(config).plan.devices
-    model.to_devices(vision, text)
-    image_s = time_per_item(lambda: model.vision(model.normalize(images_BHWC.to(vision))))
-    return image_s, time_per_item(lambda: model.text(tokens_BL.to(text)))
+    return time_encoding(model.to_devices(*default_plan(config).plan.devices), captions)
 
 
 def settle(config: TrainConfig, init: InitModel, pairs: int) -> TrainConfig:
