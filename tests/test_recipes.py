@@ -349,7 +349,7 @@ def test_every_nth_row_of_images_decoded_on_the_fly_is_decoded(tmp_path):
     names = write_photos(tmp_path, 30)
     (tmp_path / "t.csv").write_text("\n".join(["image,caption", *(f"{name},scene {name}" for name in names)]))
     config = DataConfig(data=str(tmp_path / "t.csv"), val_size=3, cache_gb=0, workers=1)
-    splits, rows = open_splits(open_sources(config), config, 32, 32), np.arange(0, 27, 4)
+    splits, rows = open_splits(open_sources(config), config, Preprocess(32), Preprocess(32)), np.arange(0, 27, 4)
     captions, pixels = [splits.train.captions(row) for row in rows], splits.train.take(rows)[1]
     train = splits.with_every(4).train
     assert list(train.all_captions()) == captions
