@@ -3,13 +3,15 @@
 import io
 import random
 import struct
+import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from m1clip.data.decode import BadImage, decode, read_header, supports_heic
+from m1clip.decode import BadImage, decode, read_header, supports_heic
 from m1clip.images import center_crop
 from photos import SCENES, jpeg
 
@@ -83,7 +85,7 @@ def test_heic_is_read():
 
 
 def test_heic_without_its_extra_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("m1clip.data.decode.supports_heic", lambda: False)
+    monkeypatch.setattr("m1clip.decode.supports_heic", lambda: False)
     with pytest.raises(BadImage, match=r"pip install 'm1clip\[heic\]'"):
         decode(b"\0\0\0\x18ftypheic" + bytes(100))
 
@@ -168,3 +170,12 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded():
 def test_formats_that_run_programs_are_not_opened():
     with pytest.raises(BadImage, match="not an image of a known format"):
         decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\nshowpage\n")
+
+
+def test_decoding_in_threads_leaves_the_warnings_and_limits_of_the_program_alone():
+    filters, limit = list(warnings.filters), Image.MAX_IMAGE_PIXELS
+    files = [jpeg(0), encode(scene(), "PNG"), encode(scene(), "TIFF")] * 30
+    with ThreadPoolExecutor(8) as pool:
+        sizes = [image.size for image in pool.map(decode, files)]
+    assert sizes == [(48, 48), (96, 64), (96, 64)] * 30
+    assert (list(warnings.filters), Image.MAX_IMAGE_PIXELS) == (filters, limit)

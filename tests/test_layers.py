@@ -14,13 +14,14 @@ from m1clip.config import TrainConfig
 ROOT = Path(__file__).parent.parent / "m1clip"
 FILES = sorted(ROOT.rglob("*.py"))
 
-BOTTOM = {"config", "run", "files", "format", "console", "devices", "sensors", "losses", "images", "parity"}
+BOTTOM = {"config", "run", "files", "format", "console", "devices", "sensors", "losses", "images", "decode", "parity"}
 # What a sub-package or file may import of ours, beside itself. "" is the package: version and lazy names.
 MAY_IMPORT = {
     **{name: {"files", "format", "config"} - {name} for name in BOTTOM},
     "format": set[str](),
     "files": set[str](),
     "config": {"format"},
+    "decode": {"images"},
     "document": {"format", "files"},
     "data": BOTTOM,
     "model": BOTTOM,
@@ -114,13 +115,13 @@ def test_help_monitoring_and_decoding_start_without_torch():
 BUDGETS = {
     "commands": 1_650,
     "model": 2_150,
-    "data": 3_600,
+    "data": 3_480,
     "training": 3_400,
     "evals": 700,
     "bench": 480,
     "monitor": 1_420,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_450, 15_600, 94
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_570, 15_600, 94
 
 
 def test_every_part_stays_within_its_size():

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from m1clip.config import DataConfig
-from m1clip.data.decode import MAX_BYTES, BadImage, decode
+from m1clip.decode import MAX_BYTES, BadImage, decode
 from m1clip.files import cache_folder
 from m1clip.format import percent
 
