@@ -142,7 +142,7 @@ class Tokenizer:
 
     def pad(self, ids: Sequence[Sequence[int] | NDArray[np.int32]], length: int) -> Tensor:
         """(B, L), where L is the smallest bucket that holds the longest text."""
-        longest = max(map(len, ids))
+        longest = max(map(len, ids), default=0)
         width = next((bucket for bucket in BUCKETS if longest <= bucket < length), length)
         padded_BL = np.full((len(ids), width), self.pad_id, np.int64)
         for row_L, text_ids in zip(padded_BL, ids, strict=True):
