@@ -1,6 +1,7 @@
-"""The Python API: m1clip.train and m1clip.evaluate. The commands of the same names are thin callers."""
+"""The Python API: m1clip.train, m1clip.evaluate and m1clip.load. The commands of the same names are thin callers."""
 
 import time
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +19,9 @@ from m1clip.data.splits import Source, Split, open_eval_split, open_sources, val
 from m1clip.devices import Plan
 from m1clip.evals.evaluate import EditScore, edit_scores, evaluate_model
 from m1clip.evals.retrieval import Retrieval
-from m1clip.model.clip import CLIP, load
-from m1clip.run import Run, create_run, is_run, new_run_path, open_run
+from m1clip.model.clip import CLIP
+from m1clip.model.clip import load as load_folder
+from m1clip.run import Run, create_run, find_model, is_run, new_run_path, open_run
 from m1clip.training.device_plan import PlanChoice, check_parity
 from m1clip.training.loop import TrainResult, fit
 from m1clip.training.setup import prepare
@@ -93,12 +95,13 @@ def evaluate(
     Keyword arguments are the data fields of TrainConfig: data, val_size, seed, image_column, caption_column.
     """
     console = console or Console()
-    folder, config = find_model(Path(runs), None if model is None else str(model))
+    folder = find_model(Path(runs), None if model is None else str(model))
+    config = trained_config(folder)
     if "data" in settings:  # column names and split need not be the run's
         config = replace(config, image_column="auto", caption_column="auto", val_size="auto")
     config = requested_config(settings, config)
     chosen, reason = devices.default_device(device)
-    clip, sources = load(folder), open_sources(config, console.progress)
+    clip, sources = load(folder or model, runs=runs), open_sources(config, console.progress)
     datasets = [select_split(source, split, config) for source in sources]
     bad_rows = sum((source.bad_rows for source in sources), BadRows())
     pairs = open_eval_split(datasets, clip.config.vision.image_size, config, bad_rows, console.progress)
@@ -109,20 +112,48 @@ def evaluate(
     if len(datasets) == 1 and hasattr(scenes, "edits"):  # only synthetic scenes can change a word of a caption
         changed = [(row, kind, text) for row in range(len(scenes)) for kind, text in scenes.edits(row)]
         edits = edit_scores(clip, changed, evaluation.image_NE, evaluation.first_text_NE)
-    return EvalResult(folder, evaluation.scores, edits)
+    return EvalResult(folder or Path(str(model)), evaluation.scores, edits)
 
 
-def find_model(runs: Path, name: str | None) -> tuple[Path, TrainConfig]:
-    """The model folder, and the config it was trained with, if it belongs to a run."""
-    if name and (Path(name) / "model.safetensors").is_file():
-        parents = Path(name).resolve().parents[:2]  # of a run's model, or of one of its checkpoints
-        run = next((Run(folder) for folder in parents if is_run(folder)), None)
-        return Path(name), from_json(TrainConfig, run.path / "config.json") if run else TrainConfig()
-    run = open_run(runs, name)
-    folder = run.model if run.model.is_dir() else run.path / "last"
-    if not folder.exists():
-        raise FileNotFoundError(f"{run.path} has no model yet; it is saved at the end, and checkpoints before")
-    return folder, from_json(TrainConfig, run.path / "config.json")
+def load(model: str | Path | None = None, *, runs: str | Path = "runs") -> CLIP:
+    """Load a CLIP for inference, on the CPU.
+
+    Args:
+        model: what the commands take: a run (name or path; by default the newest), a model or checkpoint folder, or
+            a CLIP of OpenAI, OpenCLIP or transformers (file, folder or hub name).
+        runs: the folder of runs.
+
+    Raises:
+        FileNotFoundError: there is no such run, file, folder or hub name.
+        ValueError: its files are damaged, or of a model that m1clip cannot import.
+
+    Example:
+        model = m1clip.load("nano-1")
+        similarity = model.encode_image("cat.jpg") @ model.encode_text(["a cat", "a bus"]).T
+    """
+    name = None if model is None else str(model)
+    folder = find_model(Path(runs), name)
+    if folder is not None:
+        return load_folder(folder)
+    path = Path(str(name)).expanduser()
+    if path.name != str(name) and path.parent.is_dir() and not path.exists():  # a local path, so no name on the hub
+        raise FileNotFoundError(f"there is no run or model {name!r}; {path.parent} is a folder without it")
+    from m1clip.model.interop import import_clip
+
+    try:
+        imported, note = import_clip(str(name))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"no run {name!r} in {runs}/, and {error}") from None
+    if note:
+        warnings.warn(f"{name}: {note}", stacklevel=2)
+    return imported
+
+
+def trained_config(folder: Path | None) -> TrainConfig:
+    """The config of the run that a model or checkpoint folder belongs to; the defaults if it belongs to none."""
+    parents = folder.resolve().parents[:2] if folder else ()
+    run = next((parent for parent in parents if is_run(parent)), None)
+    return from_json(TrainConfig, run / "config.json") if run else TrainConfig()
 
 
 def select_split(source: Source, split: str, config: TrainConfig) -> PairDataset:
