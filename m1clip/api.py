@@ -5,7 +5,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from m1clip.evals.retrieval import Retrieval
 from m1clip.model.clip import CLIP
 from m1clip.model.clip import load as load_folder
 from m1clip.run import Run, create_run, find_model, is_run, new_run_path, open_run
+from m1clip.settings import DataSettings, TrainSettings
 from m1clip.training.device_plan import PlanChoice, check_parity
 from m1clip.training.loop import TrainResult, fit
 from m1clip.training.setup import prepare
@@ -35,12 +36,31 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     console: Console | None = None,
-    **settings: Any,
+    **settings: Unpack[TrainSettings],
 ) -> TrainResult:
-    """Train a CLIP model; keyword arguments are the fields of TrainConfig.
+    """Train a CLIP model in a new run folder; Ctrl-C stops it with a checkpoint.
 
-    Defaults come from `preset` ("nano"), from `config` (a TrainConfig or config.json), or with `resume` from the
-    run `name` (by default the newest). Nested settings have dotted names: **{"model.vision.width": 256}.
+    Args:
+        config: where defaults come from: a TrainConfig or a config.json; by default the settings' `preset`.
+        name: name of the run; by default the preset with the next free number.
+        runs: the folder of runs.
+        resume: continue the run `name`, by default the newest, from its last checkpoint.
+        overwrite: if the run `name` exists, delete it and start again.
+        console: where progress is printed; by default stderr.
+        settings: fields of TrainConfig, the flags of `m1clip train`. Nested ones have dotted names:
+            **{"model.vision.width": 256}.
+
+    Returns:
+        Paths of the run and its model, validation scores, steps and seconds. `finished` is False after Ctrl-C.
+
+    Raises:
+        ValueError: a setting is unknown or out of range, or settings contradict each other.
+        FileExistsError: the run exists.
+        FileNotFoundError: data, pretrained weights or a run to resume are missing.
+
+    Example:
+        result = m1clip.train(data="photos.csv", epochs=2, batch_size=16)
+        model = m1clip.load(result.model)
     """
     started, console, runs = time.monotonic(), console or Console(), Path(runs)
     options = {**settings, "config": config, "resume": resume, "overwrite": overwrite}
@@ -88,11 +108,27 @@ def evaluate(
     device: str = "auto",
     runs: str | Path = "runs",
     console: Console | None = None,
-    **settings: Any,
+    **settings: Unpack[DataSettings],
 ) -> EvalResult:
-    """Evaluate a run or a model folder (by default the newest run) on its own data, or on `data`.
+    """Validation retrieval of a model, on the data of its run or on other `data`.
 
-    Keyword arguments are the data fields of TrainConfig: data, val_size, seed, image_column, caption_column.
+    Args:
+        model: as in m1clip.load; by default the newest run.
+        split: validation or test split, or every pair.
+        device: auto, cpu, cuda or mps.
+        runs: the folder of runs.
+        console: where progress is printed; by default stderr.
+        settings: fields of DataConfig; by default those of the model's run.
+
+    Returns:
+        R@1/5/10 and median ranks in both directions with chance; on synthetic data also accuracy by changed word.
+
+    Raises:
+        ValueError: a setting is unknown or out of range, or the data has no such split.
+        FileNotFoundError: the model or the data is missing.
+
+    Example:
+        print(m1clip.evaluate("nano-1", data="photos.csv", split="all").scores.mean_r1)
     """
     console = console or Console()
     folder = find_model(Path(runs), None if model is None else str(model))

@@ -1,7 +1,11 @@
 """The Python API: m1clip.train and m1clip.evaluate."""
 
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -11,10 +15,11 @@ from safetensors.torch import load_file
 import m1clip
 from helpers import QuietConsole
 from m1clip import api
-from m1clip.config import TrainConfig, from_json, get_preset, override, requested_config, to_json
+from m1clip.config import DataConfig, TrainConfig, from_json, get_preset, override, requested_config, to_json
 from m1clip.data.splits import open_sources
 from m1clip.model.interop import export_clip
 from m1clip.run import Run
+from m1clip.settings import DataSettings, TrainSettings
 from m1clip.training import autoconfig
 from m1clip.training.setup import prepare
 
@@ -45,6 +50,27 @@ def test_public_names_are_those_of_the_api():
     assert dir(m1clip) == ["CLIP", "evaluate", "load", "train"]
     with pytest.raises(AttributeError, match="m1clip has no trian; it has CLIP, evaluate, load, train"):
         m1clip.trian  # noqa: B018
+
+
+def test_the_typed_settings_are_the_fields_of_the_configs():
+    for settings, config in ((DataSettings, DataConfig), (TrainSettings, TrainConfig)):
+        assert get_type_hints(settings) == {**get_type_hints(config), "data": str | Path}
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_settings(tmp_path):
+    (tmp_path / "script.py").write_text("""import m1clip
+m1clip.train(lr=1e-3, val_size="auto", optimizer="muon")
+m1clip.train(lrr=1e-3)
+m1clip.train(optimizer="sgd")
+m1clip.evaluate("nano-1", data="x", lr=1e-3)
+reveal_type(m1clip.load("nano-1").encode_image("cat.jpg"))
+""")
+    command = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    errors = [line.partition(": ")[0] for line in done.stdout.splitlines() if ": error: " in line]
+    assert errors == ["script.py:3", "script.py:4", "script.py:5"], done.stdout
+    assert 'Revealed type is "torch._tensor.Tensor"' in done.stdout
 
 
 def test_train_takes_settings_by_keyword_and_returns_scores_and_paths(train, tmp_path):
