@@ -162,6 +162,7 @@ def completion_scripts(tmp_path_factory):
         (["train", "--optimizer", ""], {"adamw", "muon"}),
         (["eval", "--split", ""], {"val", "test", "all"}),
         (["data", ""], {"-h", "--help", "check", "convert", "preview"}),
+        (["train", "--da"], {"--data"}),  # whose help has two lines
         (["bench", "sc"], {"scaling"}),
         (["bench", "scaling", "--pa"], {"--pairs"}),
         (["bench", "--qu"], {"--quick"}),
