@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -31,6 +32,10 @@ REMEDIES = {
 KNOWN_BUGS = {  # of PyTorch on macOS
     "2.8.0": ("fail", "attention on MPS gives wrong results (pytorch#163597)"),
     "2.13.0": ("warn", "torch.compile on MPS is 9 times slower (pytorch#192551)"),
+}
+EXTRAS = {  # of pyproject.toml, and a module of each
+    **{"timm": "timm", "hf": "transformers", "lora": "peft", "heic": "pillow_heif", "energy": "zeus"},
+    **{"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"},
 }
 STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 Check = tuple[str, str, str]  # name, status (ok, warn or fail), result
@@ -85,6 +90,11 @@ def check_versions() -> Iterator[Check]:
     if tuple(int(part) for part in number.split(".")[:2]) < (2, 9):
         status, text = "fail", "m1clip needs 2.9"
     yield "torch", status, f"PyTorch {torch_version}: {text or 'no known bug that matters here'}"
+
+    missing = [extra for extra, module in EXTRAS.items() if find_spec(module) is None]
+    installed = ", ".join(extra for extra in EXTRAS if extra not in missing) or "none"
+    text = f"; pip install 'm1clip[{','.join(missing)}]' adds the others" if missing else ""
+    yield "extras", "ok", f"{installed} installed{text}"
 
 
 def check_machine() -> Iterator[Check]:
