@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
+from rich.markup import escape
 
 from m1clip import sensors
 from m1clip.config import get_preset
@@ -66,7 +67,7 @@ def main(args: Args) -> int:
         for name, status, result in (*check_versions(), *check_machine(), *check_devices(args.preset)):
             remedy = "" if status == "ok" else REMEDIES.get(name, REMEDIES["gpu"])
             checks.append({"name": name, "status": status, "result": result, "remedy": remedy})
-            cell = f"{result}\n→ {remedy}" if remedy else result
+            cell = escape(f"{result}\n→ {remedy}" if remedy else result)
             rows.append((f"[{STATUS_STYLES[status]}]{status}[/]", name, cell))
     statuses = [check["status"] for check in checks]
     if args.json:
