@@ -22,7 +22,7 @@ from m1clip.images import Pixels, center_crop
 
 ImageInput = str | os.PathLike[str] | bytes | Image.Image | NDArray[Any] | Tensor
 ENCODED = (str, os.PathLike, bytes)  # files, still to be decoded
-THREADS = 4
+THREADS = min(4, os.cpu_count() or 1)
 T = TypeVar("T")
 
 
@@ -78,9 +78,9 @@ def open_image(image: ImageInput, min_size: int) -> Image.Image:
         return decode(image, min_size)
     if isinstance(image, str | os.PathLike):
         with open(image, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        require(len(data) <= MAX_BYTES, f"more than {MAX_BYTES:,} bytes are too many for an image")
-        return decode(data, min_size)
+            size = os.fstat(file.fileno()).st_size
+            require(size <= MAX_BYTES, f"{size:,} bytes are too many for an image")
+            return decode(file.read(size), min_size)
     if isinstance(image, Tensor):
         pixels = image.detach().cpu()
         pixels = pixels.float() if pixels.is_floating_point() else pixels  # NumPy has no bfloat16
