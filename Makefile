@@ -1,6 +1,7 @@
 # make train   installs into .venv and trains the nano preset on built-in data
 # make test    installs and runs the tests
 # make check   format, lint, types, tests: what CI runs
+# make wheel   builds sdist and wheel into dist/ and checks their metadata
 # make devices   measures this machine and writes its section of docs/devices.md (a quarter of an hour)
 # make fmt     formats and mends what ruff can;  make clean removes .venv and caches (runs/ is kept)
 # Flags go in ARGS:  make train ARGS="--epochs 2"
@@ -13,7 +14,7 @@ UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
 install = uv=$(or $(UV),$(BIN)/uv); if $$uv --version >/dev/null 2>&1; \
 	then $$uv pip install --quiet --python $(BIN)/python $(1); else $(BIN)/python -m pip install --quiet $(1); fi
 
-.PHONY: train test check fmt clean devices
+.PHONY: train test check fmt clean devices wheel
 .DELETE_ON_ERROR:
 
 train: .venv/installed
@@ -29,6 +30,12 @@ check: .venv/installed-dev
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist loadfile
 
+# Without build isolation: hatchling is one of the development tools, so nothing is downloaded.
+wheel: .venv/installed-dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+
 devices: .venv/installed
 	$(BIN)/python benchmarks/devices.py $(ARGS)
 
@@ -37,7 +44,7 @@ fmt: .venv/installed-dev
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/bin/python:

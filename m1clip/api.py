@@ -1,10 +1,11 @@
-"""The Python API: m1clip.train and m1clip.evaluate. The commands of the same names are thin callers."""
+"""The Python API: m1clip.train, m1clip.evaluate and m1clip.load. The commands of the same names are thin callers."""
 
 import time
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import numpy as np
 import torch
@@ -18,8 +19,10 @@ from m1clip.data.splits import Source, Split, TrainCaptions, open_eval_split, op
 from m1clip.devices import Plan
 from m1clip.evals.evaluate import EditScore, edit_scores, evaluate_model
 from m1clip.evals.retrieval import Retrieval
-from m1clip.model.clip import CLIP, load
-from m1clip.run import Run, create_run, is_run, new_run_path, open_run
+from m1clip.model.clip import CLIP
+from m1clip.model.clip import load as load_folder
+from m1clip.run import Run, create_run, find_model, is_run, new_run_path, open_run
+from m1clip.settings import DataSettings, TrainSettings
 from m1clip.training.device_plan import PlanChoice, check_parity
 from m1clip.training.loop import TrainResult, fit
 from m1clip.training.setup import prepare
@@ -33,12 +36,31 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     console: Console | None = None,
-    **settings: Any,
+    **settings: Unpack[TrainSettings],
 ) -> TrainResult:
-    """Train a CLIP model; keyword arguments are the fields of TrainConfig.
+    """Train a CLIP model in a new run folder; Ctrl-C stops it with a checkpoint.
 
-    Defaults come from `preset` ("nano"), from `config` (a TrainConfig or config.json), or with `resume` from the
-    run `name` (by default the newest). Nested settings have dotted names: **{"model.vision.width": 256}.
+    Args:
+        config: where defaults come from: a TrainConfig or a config.json; by default the settings' `preset`.
+        name: name of the run; by default the preset with the next free number.
+        runs: the folder of runs.
+        resume: continue the run `name`, by default the newest, from its last checkpoint.
+        overwrite: if the run `name` exists, delete it and start again.
+        console: where progress is printed; by default stderr.
+        settings: fields of TrainConfig, the flags of `m1clip train`. Nested ones have dotted names:
+            **{"model.vision.width": 256}.
+
+    Returns:
+        Paths of the run and its model, validation scores, steps and seconds. `finished` is False after Ctrl-C.
+
+    Raises:
+        ValueError: a setting is unknown or out of range, or settings contradict each other.
+        FileExistsError: the run exists.
+        FileNotFoundError: data, pretrained weights or a run to resume are missing.
+
+    Example:
+        result = m1clip.train(data="photos.csv", epochs=2, batch_size=16)
+        model = m1clip.load(result.model)
     """
     started, console, runs = time.monotonic(), console or Console(), Path(runs)
     options = {**settings, "config": config, "resume": resume, "overwrite": overwrite}
@@ -86,19 +108,36 @@ def evaluate(
     device: str = "auto",
     runs: str | Path = "runs",
     console: Console | None = None,
-    **settings: Any,
+    **settings: Unpack[DataSettings],
 ) -> EvalResult:
-    """Evaluate a run or a model folder (by default the newest run) on its own data, or on `data`.
+    """Validation retrieval of a model, on the data of its run or on other `data`.
 
-    Keyword arguments are the data fields of TrainConfig: data, val_size, seed, image_column, caption_column.
+    Args:
+        model: as in m1clip.load; by default the newest run.
+        split: validation or test split, or every pair.
+        device: auto, cpu, cuda or mps.
+        runs: the folder of runs.
+        console: where progress is printed; by default stderr.
+        settings: fields of DataConfig; by default those of the model's run.
+
+    Returns:
+        R@1/5/10 and median ranks in both directions with chance; on synthetic data also accuracy by changed word.
+
+    Raises:
+        ValueError: a setting is unknown or out of range, or the data has no such split.
+        FileNotFoundError: the model or the data is missing.
+
+    Example:
+        print(m1clip.evaluate("nano-1", data="photos.csv", split="all").scores.mean_r1)
     """
     console = console or Console()
-    folder, config = find_model(Path(runs), None if model is None else str(model))
+    folder = find_model(Path(runs), None if model is None else str(model))
+    config = trained_config(folder)
     if "data" in settings:  # column names and split need not be the run's
         config = replace(config, image_column="auto", caption_column="auto", val_size="auto", group_by="none")
     config = requested_config(settings, config)
     chosen, reason = devices.default_device(device)
-    clip, sources = load(folder), open_sources(config, console.progress)
+    clip, sources = load(folder or model, runs=runs), open_sources(config, console.progress)
     datasets = [select_split(source, split, config) for source in sources]
     bad_rows = sum((source.bad_rows for source in sources), BadRows())
     pairs = open_eval_split(datasets, clip.config.vision.preprocess, config, bad_rows, console.progress)
@@ -113,20 +152,48 @@ def evaluate(
     if len(datasets) == 1 and hasattr(scenes, "edits"):  # only synthetic scenes can change a word of a caption
         changed = [(row, kind, text) for row in range(len(scenes)) for kind, text in scenes.edits(row)]
         edits = edit_scores(clip, changed, evaluation.image_NE, evaluation.first_text_NE)
-    return EvalResult(folder, evaluation.scores, edits)
+    return EvalResult(folder or Path(str(model)), evaluation.scores, edits)
 
 
-def find_model(runs: Path, name: str | None) -> tuple[Path, TrainConfig]:
-    """The model folder, and the config it was trained with, if it belongs to a run."""
-    if name and (Path(name) / "model.safetensors").is_file():
-        parents = Path(name).resolve().parents[:2]  # of a run's model, or of one of its checkpoints
-        run = next((Run(folder) for folder in parents if is_run(folder)), None)
-        return Path(name), from_json(TrainConfig, run.path / "config.json") if run else TrainConfig()
-    run = open_run(runs, name)
-    folder = run.model if run.model.is_dir() else run.path / "last"
-    if not folder.exists():
-        raise FileNotFoundError(f"{run.path} has no model yet; it is saved at the end, and checkpoints before")
-    return folder, from_json(TrainConfig, run.path / "config.json")
+def load(model: str | Path | None = None, *, runs: str | Path = "runs") -> CLIP:
+    """Load a CLIP for inference, on the CPU.
+
+    Args:
+        model: what the commands take: a run (name or path; by default the newest), a model or checkpoint folder, or
+            a CLIP of OpenAI, OpenCLIP or transformers (file, folder or hub name).
+        runs: the folder of runs.
+
+    Raises:
+        FileNotFoundError: there is no such run, file, folder or hub name.
+        ValueError: its files are damaged, or of a model that m1clip cannot import.
+
+    Example:
+        model = m1clip.load("nano-1")
+        similarity = model.encode_image("cat.jpg") @ model.encode_text(["a cat", "a bus"]).T
+    """
+    name = None if model is None else str(model)
+    folder = find_model(Path(runs), name)
+    if folder is not None:
+        return load_folder(folder)
+    path = Path(str(name)).expanduser()
+    if path.name != str(name) and path.parent.is_dir() and not path.exists():  # a local path, so no name on the hub
+        raise FileNotFoundError(f"there is no run or model {name!r}; {path.parent} is a folder without it")
+    from m1clip.model.pretrained_clip import import_clip
+
+    try:
+        imported, note = import_clip(str(name))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"no run {name!r} in {runs}/, and {error}") from None
+    if note:
+        warnings.warn(f"{name}: {note}", stacklevel=2)
+    return imported
+
+
+def trained_config(folder: Path | None) -> TrainConfig:
+    """The config of the run that a model or checkpoint folder belongs to; the defaults if it belongs to none."""
+    parents = folder.resolve().parents[:2] if folder else ()
+    run = next((parent for parent in parents if is_run(parent)), None)
+    return from_json(TrainConfig, run / "config.json") if run else TrainConfig()
 
 
 def select_split(source: Source, split: str, config: TrainConfig) -> PairDataset:

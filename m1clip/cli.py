@@ -6,6 +6,7 @@ import sys
 import traceback
 from importlib import import_module
 from io import TextIOWrapper
+from types import ModuleType
 
 from m1clip import __version__
 from m1clip.format import did_you_mean, printable
@@ -37,6 +38,7 @@ usage: m1clip COMMAND [flags]
 {chr(10).join(f"  {name:15}{text}" for name, text in COMMANDS.items())}
 
 m1clip COMMAND --help lists the flags of a command. --debug shows the traceback of an error.
+m1clip --print-completion bash|zsh|fish prints the completion script of a shell.
 Exit codes: 0 success, 1 failure, 2 usage error, 130 stopped by Ctrl-C."""
 
 
@@ -63,7 +65,7 @@ def run_command(argv: list[str]) -> int:
         name, flags = split_command(argv)
         if name is None:
             return 0
-        module = import_module(f"m1clip.commands.{name.replace(' ', '_')}")
+        module = import_command(name)
         from m1clip.commands import parse_flags  # imports tyro
 
         return int(module.main(parse_flags(module.Args, f"m1clip {name}", flags)) or 0)
@@ -79,6 +81,10 @@ def run_command(argv: list[str]) -> int:
         return report_error(error)
 
 
+def import_command(name: str) -> ModuleType:
+    return import_module(f"m1clip.commands.{name.replace(' ', '_')}")
+
+
 def split_command(argv: list[str]) -> tuple[str | None, list[str]]:
     """The command (one or two words) and its flags; None once help or version have been printed."""
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -86,6 +92,11 @@ def split_command(argv: list[str]) -> tuple[str | None, list[str]]:
         return None, []
     if argv[0] in ("-V", "--version"):
         print(f"m1clip {__version__}")
+        return None, []
+    if argv[0] == "--print-completion":
+        from m1clip.commands.completion import print_completion  # imports tyro
+
+        print_completion(" ".join(argv[1:]), {name: import_command(name).Args for name in COMMANDS})
         return None, []
     for length in (2, 1):
         name = " ".join(argv[:length])

@@ -42,7 +42,7 @@ class Preprocess:
     crop_pct: float = 1.0
 
 
-class ImageInput:
+class HasPreprocess:
     """What all configurations of vision towers have in common."""
 
     image_size: int
@@ -56,7 +56,7 @@ class ImageInput:
 
 
 @dataclass(frozen=True)
-class VisionConfig(ImageInput):
+class VisionConfig(HasPreprocess):
     """Vision transformer, as in OpenAI CLIP and OpenCLIP."""
 
     image_size: Positive = 224
@@ -112,7 +112,7 @@ class TextConfig:
 
 
 @dataclass(frozen=True)
-class TimmConfig(ImageInput):
+class TimmConfig(HasPreprocess):
     """An image encoder of the timm library; all values come from timm."""
 
     timm: str
@@ -163,7 +163,7 @@ class HFConfig:
 
 
 @dataclass(frozen=True)
-class LibraryVisionConfig(ImageInput):
+class LibraryVisionConfig(HasPreprocess):
     """The image encoder of a CLIP of open_clip or transformers, projection included; all values come from the model."""
 
     library: Literal["open_clip", "transformers"]

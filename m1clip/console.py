@@ -91,6 +91,8 @@ class Console:
     def __init__(self, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic):
         stream = cast(IO[str], UnbreakableStream(stream or sys.stderr))
         self.console = RichConsole(file=stream, highlight=False)
+        if self.console.is_jupyter:  # each line would be an HTML output of its own; plain text is one
+            self.console = RichConsole(file=stream, highlight=False, force_jupyter=False, force_terminal=False)
         self.training_bar: Progress | None = None
         self.clock, self.line_at = clock, clock()  # when the last line of training progress was printed
         self.has_labels = False  # label accuracy has a column in the epoch table

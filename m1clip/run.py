@@ -196,10 +196,30 @@ def open_run(runs: Path, name: str | None) -> Run:
         if not found:
             raise FileNotFoundError(f"no run in {runs}/; `m1clip train` creates one")
         return found[-1]
-    for path in (runs / name, Path(name)):
+    run = find_run(runs, name)
+    if run is None:
+        raise FileNotFoundError(f"no run {name!r} in {runs}/ or at that path")
+    return run
+
+
+def find_run(runs: Path, name: str) -> Run | None:
+    """A run by name or path."""
+    for path in (runs / name, Path(name).expanduser()):
         if is_run(path):
             return Run(path if path.name else path.resolve())  # "." has no name of its own
-    raise FileNotFoundError(f"no run {name!r} in {runs}/ or at that path")
+    return None
+
+
+def find_model(runs: Path, name: str | None) -> Path | None:
+    """The model folder of a run (by default of the newest), or a model or checkpoint folder; None if it is none."""
+    run = open_run(runs, None) if name is None else find_run(runs, name)
+    if run is None:
+        path = Path(str(name)).expanduser()
+        return path if "embed_dim" in Run(path).read_or_empty("config.json") else None
+    for folder in (run.model, run.path / "last"):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(f"{run.path} has no model yet; it is saved at the end, and checkpoints before")
 
 
 def is_run(path: Path) -> bool:

@@ -1,18 +1,25 @@
 """The Python API: m1clip.train and m1clip.evaluate."""
 
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 import m1clip
 from helpers import QuietConsole
 from m1clip import api
-from m1clip.config import TrainConfig, from_json, get_preset, override, requested_config, to_json
+from m1clip.config import DataConfig, TrainConfig, from_json, get_preset, override, requested_config, to_json
 from m1clip.data.splits import open_sources
+from m1clip.model.interop import export_clip
 from m1clip.run import Run
+from m1clip.settings import DataSettings, TrainSettings
 from m1clip.training import autoconfig
 from m1clip.training.setup import prepare
 
@@ -43,6 +50,27 @@ def test_public_names_are_those_of_the_api():
     assert dir(m1clip) == ["CLIP", "evaluate", "load", "train"]
     with pytest.raises(AttributeError, match="m1clip has no trian; it has CLIP, evaluate, load, train"):
         m1clip.trian  # noqa: B018
+
+
+def test_the_typed_settings_are_the_fields_of_the_configs():
+    for settings, config in ((DataSettings, DataConfig), (TrainSettings, TrainConfig)):
+        assert get_type_hints(settings) == {**get_type_hints(config), "data": str | Path}
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_settings(tmp_path):
+    (tmp_path / "script.py").write_text("""import m1clip
+m1clip.train(lr=1e-3, val_size="auto", optimizer="muon")
+m1clip.train(lrr=1e-3)
+m1clip.train(optimizer="sgd")
+m1clip.evaluate("nano-1", data="x", lr=1e-3)
+reveal_type(m1clip.load("nano-1").encode_image("cat.jpg"))
+""")
+    command = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    errors = [line.partition(": ")[0] for line in done.stdout.splitlines() if ": error: " in line]
+    assert errors == ["script.py:3", "script.py:4", "script.py:5"], done.stdout
+    assert 'Revealed type is "torch._tensor.Tensor"' in done.stdout
 
 
 def test_train_takes_settings_by_keyword_and_returns_scores_and_paths(train, tmp_path):
@@ -169,6 +197,38 @@ def test_evaluate_gives_the_scores_of_training(train, tmp_path):
     assert evaluation.model == result.run / "last"
     assert {edit.changed for edit in evaluation.edits} >= {"color", "sky"}
     assert all(0 <= edit.accuracy <= 1 for edit in evaluation.edits)
+
+
+def test_load_takes_what_the_commands_take(train, tmp_path, monkeypatch):
+    result = train(**TINY)
+    expected = result.model / "model.safetensors"
+    (tmp_path / "copy").symlink_to(result.model)
+    weights = load_file(expected)["text_projection.weight"]
+    for model in (None, "nano-1", result.run, str(result.run), result.model, result.run / "best", tmp_path / "copy"):
+        loaded = m1clip.load(model, runs=tmp_path / "runs")
+        assert torch.equal(loaded.text_projection.weight, weights)
+    monkeypatch.chdir(tmp_path)
+    assert torch.equal(m1clip.load("nano-1").text_projection.weight, weights)
+
+
+def test_load_imports_the_clip_of_another_library(train, tmp_path):
+    native = {"model.vision.stem": "patch", "model.vision.pool": "class"}
+    clip = m1clip.load(train(**TINY, **native).model)
+    export_clip(clip, "transformers", tmp_path / "theirs")
+    imported = m1clip.load(tmp_path / "theirs")
+    torch.testing.assert_close(imported.encode_text("a cat"), clip.encode_text("a cat"))
+
+
+def test_load_says_where_it_looked(train, tmp_path, monkeypatch):
+    with pytest.raises(
+        FileNotFoundError, match=r"no run 'gone' in .*, and there is no model 'gone'; expected .*hub name"
+    ):
+        m1clip.load("gone", runs=tmp_path)
+    monkeypatch.setattr("m1clip.model.safe_load.download_from_hub", lambda name: pytest.fail("asked the hub"))
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no run or model 'runs/gone'; runs is a folder without it"):
+        m1clip.load("runs/gone")
 
 
 def test_evaluate_takes_other_data_and_splits(train, tmp_path):

@@ -3,10 +3,13 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections import namedtuple
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -516,6 +519,13 @@ def test_doctor_checks_the_machine_and_its_devices(capsys):
     assert {"python", "torch", "memory", "disk", "power", "heat", "load", "threads", "measurements"} <= names
     assert all(check["status"] in ("ok", "warn", "fail") for check in result["checks"])
     assert code == int(not result["ok"]) == int(any(check["status"] == "fail" for check in result["checks"]))
+
+
+def test_doctor_knows_every_extra():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert doctor.EXTRAS.keys() == project["optional-dependencies"].keys() - {"bench", "dev"}
+    (text,) = (text for name, _, text in doctor.check_versions() if name == "extras")
+    assert all(re.search(rf"\b{extra}\b", text) for extra in doctor.EXTRAS)
 
 
 def test_doctor_catches_a_device_with_wrong_gradients(capsys, monkeypatch):

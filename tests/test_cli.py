@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +39,8 @@ def call(capsys, *argv: str) -> tuple[int, str, str]:
     ("line", "words"),
     [
         ("trian", "no command 'trian'; did you mean train?"),
+        ("--print-completion tcsh", "takes bash, zsh, fish, not 'tcsh'"),
+        ("--print-completion", "takes bash, zsh, fish, not ''"),
         ("data previw", "did you mean data preview"),
         ("train --preset nanno", "no preset 'nanno'; did you mean nano?"),
         ("train --preset nano --preset tyni", "did you mean tiny"),
@@ -139,6 +143,44 @@ def test_help_lists_every_command(capsys):
     assert [line.split()[:3] for line in out.splitlines()] == [
         ["m1clip", *name.split()] for name in cli.COMMANDS if name.startswith("data ")
     ]
+
+
+@pytest.fixture(scope="module")
+def completion_scripts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("completion")
+    for shell in ("bash", "zsh", "fish"):
+        command = [sys.executable, "-m", "m1clip", "--print-completion", shell]
+        (folder / shell).write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (["tr"], {"train"}),
+        (["train", "--batch"], {"--batch-size"}),
+        (["train", "--optimizer", ""], {"adamw", "muon"}),
+        (["eval", "--split", ""], {"val", "test", "all"}),
+        (["data", ""], {"-h", "--help", "check", "convert", "preview"}),
+        (["train", "--da"], {"--data"}),  # whose help has two lines
+        (["bench", "sc"], {"scaling"}),
+        (["bench", "scaling", "--pa"], {"--pairs"}),
+        (["bench", "--qu"], {"--quick"}),
+    ],
+)
+def test_bash_completes_commands_flags_and_choices(completion_scripts, line, expected):
+    words = shlex.join(["m1clip", *line])
+    drive = f"COMP_WORDS=({words}); COMP_CWORD={len(line)}; _tyro_m1clip; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    script = f"source {shlex.quote(str(completion_scripts / 'bash'))}; {drive}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == expected
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_the_completion_of_other_shells_has_valid_syntax(completion_scripts, shell):
+    if not shutil.which(shell):
+        pytest.skip(f"{shell} is not installed")
+    subprocess.run([shell, "-n", completion_scripts / shell], check=True)
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

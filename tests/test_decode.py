@@ -3,14 +3,16 @@
 import io
 import random
 import struct
+import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from m1clip.config import Preprocess
-from m1clip.data.decode import BadImage, decode, read_header, supports_heic
+from m1clip.decode import BadImage, decode, read_header, supports_heic
 from m1clip.images import preprocess
 from photos import SCENES, jpeg
 
@@ -84,7 +86,7 @@ def test_heic_is_read():
 
 
 def test_heic_without_its_extra_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("m1clip.data.decode.supports_heic", lambda: False)
+    monkeypatch.setattr("m1clip.decode.supports_heic", lambda: False)
     with pytest.raises(BadImage, match=r"pip install 'm1clip\[heic\]'"):
         decode(b"\0\0\0\x18ftypheic" + bytes(100))
 
@@ -187,3 +189,12 @@ def test_a_transparent_color_is_not_averaged():
     pixels = np.where(np.indices((200, 200)).sum(0)[..., None] % 2, np.uint8([0, 0, 0]), np.uint8([255, 0, 0]))
     data = encode(Image.fromarray(pixels.astype(np.uint8)), "PNG", transparency=(0, 0, 0))
     assert np.asarray(decode(data, 50)).mean((0, 1)) == pytest.approx([255, 127.5, 127.5], abs=1)
+
+
+def test_decoding_in_threads_leaves_the_warnings_and_limits_of_the_program_alone():
+    filters, limit = list(warnings.filters), Image.MAX_IMAGE_PIXELS
+    files = [jpeg(0), encode(scene(), "PNG"), encode(scene(), "TIFF")] * 30
+    with ThreadPoolExecutor(8) as pool:
+        sizes = [image.size for image in pool.map(decode, files)]
+    assert sizes == [(48, 48), (96, 64), (96, 64)] * 30
+    assert (list(warnings.filters), Image.MAX_IMAGE_PIXELS) == (filters, limit)

@@ -221,7 +221,7 @@ FLAGS: set[str] = set()
 def known_flags() -> set[str]:
     """Every flag of every command, from their help; and those of benchmark scripts and other programs."""
     if not FLAGS:
-        FLAGS.update({"--help", "--debug"})
+        FLAGS.update({"--help", "--debug", "--print-completion"})
         for command in cli.COMMANDS:
             out = io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):

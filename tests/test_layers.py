@@ -14,19 +14,22 @@ from m1clip.config import TrainConfig
 ROOT = Path(__file__).parent.parent / "m1clip"
 FILES = sorted(ROOT.rglob("*.py"))
 
-BOTTOM = {"config", "run", "files", "format", "console", "devices", "sensors", "losses", "images", "parity", "hub"}
+BOTTOM = {"config", "run", "files", "format", "console", "devices", "sensors", "losses", "images", "decode", "parity"}
+BOTTOM |= {"hub"}
 # What a sub-package or file may import of ours, beside itself. "" is the package: version and lazy names.
 MAY_IMPORT = {
     **{name: {"files", "format", "config"} - {name} for name in BOTTOM},
     "format": set[str](),
     "files": set[str](),
     "config": {"format"},
+    "decode": {"images"},
+    "settings": {"config"},
     "document": {"format", "files"},
     "data": BOTTOM,
     "model": BOTTOM,
     "evals": BOTTOM | {"model", "data"},
     "training": BOTTOM | {"evals", "model", "data", ""},
-    "api": BOTTOM | {"training", "evals", "model", "data"},
+    "api": BOTTOM | {"settings", "training", "evals", "model", "data"},
     "bench": BOTTOM | {"training", "evals", "model", "data", "document", ""},
     "monitor": {"config", "run", "files", "format", "document"},  # never torch
     "commands": BOTTOM | {"api", "monitor", "bench", "training", "evals", "model", "data", "document", ""},
@@ -120,7 +123,7 @@ BUDGETS = {
     "bench": 480,
     "monitor": 1_420,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_450, 15_600, 94
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_780, 16_400, 98
 
 
 def test_every_part_stays_within_its_size():

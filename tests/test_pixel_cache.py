@@ -11,10 +11,10 @@ import pytest
 
 from m1clip.config import Preprocess
 from m1clip.data import pixel_cache
-from m1clip.data.decode import BadImage
 from m1clip.data.pixel_cache import PixelCache, build_pixel_cache, decode_rows, decode_to_memory
 from m1clip.data.splits import OnTheFlyImages
 from m1clip.data.synthetic import SyntheticScenes
+from m1clip.decode import BadImage
 from m1clip.files import cache_folder
 
 SIZE = Preprocess(16)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from m1clip.console import loading
-from m1clip.run import is_run
+from m1clip.run import find_model, find_run
 
 LOAD_CODE = {
     "transformers": 'CLIPModel.from_pretrained("{}")',
@@ -45,16 +45,16 @@ class Args:
 
 
 def main(args: Args) -> None:
-    run = args.runs / args.model
-    spec = str(run) if not Path(args.model).exists() and is_run(run) else args.model
-    path = Path(spec)
+    run = find_run(args.runs, args.model)
+    path = Path(args.model)
     name = f"{path.stem if path.is_file() else path.name}-{args.to}"
-    out = args.out or (path / args.to if is_run(path) else path.with_name(name))
+    out = args.out or (run.path / args.to if run else path.with_name(name))
     if out.exists() and not args.overwrite:
         raise FileExistsError(f"{out} exists; --overwrite replaces it, --out DIR writes elsewhere")
     with loading():
         from m1clip.model.interop import export_clip
         from m1clip.model.pretrained_clip import import_clip
+    spec = str(find_model(args.runs, args.model) or args.model)
     model, note = import_clip(spec, args.tokenizer, args.quick_gelu, args.model_name)
     if note:
         print(f"{spec}: {note}", file=sys.stderr)

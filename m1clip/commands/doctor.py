@@ -6,9 +6,11 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
+from rich.markup import escape
 
 from m1clip import sensors
 from m1clip.config import get_preset
@@ -31,6 +33,11 @@ REMEDIES = {
 KNOWN_BUGS = {  # of PyTorch on macOS
     "2.8.0": ("fail", "attention on MPS gives wrong results (pytorch#163597)"),
     "2.13.0": ("warn", "torch.compile on MPS is 9 times slower (pytorch#192551)"),
+}
+EXTRAS = {  # of pyproject.toml, and a module of each
+    **{"timm": "timm", "hf": "transformers", "openclip": "open_clip", "lora": "peft", "heic": "pillow_heif"},
+    **{"energy": "zeus"},
+    **{"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"},
 }
 STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 Check = tuple[str, str, str]  # name, status (ok, warn or fail), result
@@ -61,7 +68,7 @@ def main(args: Args) -> int:
         for name, status, result in (*check_versions(), *check_machine(), *check_devices(args.preset)):
             remedy = "" if status == "ok" else REMEDIES.get(name, REMEDIES["gpu"])
             checks.append({"name": name, "status": status, "result": result, "remedy": remedy})
-            cell = f"{result}\n→ {remedy}" if remedy else result
+            cell = escape(f"{result}\n→ {remedy}" if remedy else result)
             rows.append((f"[{STATUS_STYLES[status]}]{status}[/]", name, cell))
     statuses = [check["status"] for check in checks]
     if args.json:
@@ -85,6 +92,11 @@ def check_versions() -> Iterator[Check]:
     if tuple(int(part) for part in number.split(".")[:2]) < (2, 9):
         status, text = "fail", "m1clip needs 2.9"
     yield "torch", status, f"PyTorch {torch_version}: {text or 'no known bug that matters here'}"
+
+    missing = [extra for extra, module in EXTRAS.items() if find_spec(module) is None]
+    installed = ", ".join(extra for extra in EXTRAS if extra not in missing) or "none"
+    text = f"; pip install 'm1clip[{','.join(missing)}]' adds the others" if missing else ""
+    yield "extras", "ok", f"{installed} installed{text}"
 
 
 def check_machine() -> Iterator[Check]:

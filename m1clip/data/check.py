@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from m1clip.data.decode import DECODE_ERRORS, ORIENTATION, BadImage, decode, read_header
 from m1clip.data.index import BadImages, BadRows, IndexedPairs, PairDataset, ProgressFactory
 from m1clip.data.leakage import Pair, looks, near_duplicates, rows_by_key
 from m1clip.data.pixel_cache import map_chunks, row_chunks
 from m1clip.data.splits import Source, TrainCaptions, caption_key
+from m1clip.decode import DECODE_ERRORS, ORIENTATION, BadImage, decode, read_header
 
 TINY = 32  # pixels of the shorter edge
 HUGE = 25_000_000  # pixels: slow to decode

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from m1clip.data.decode import BadImage, decode, read_header
 from m1clip.data.index import BadRow, BadRows, IndexedPairs, PairDataset, ProgressFactory
 from m1clip.data.pixel_cache import row_chunks
 from m1clip.data.splits import Source
+from m1clip.decode import BadImage, decode, read_header
 from m1clip.files import read_jsonl
 
 Format = Literal["shards", "parquet"]

@@ -29,7 +29,7 @@ from PIL import Image
 
 from m1clip.config import DataConfig
 from m1clip.data.caption_text import remove_html
-from m1clip.data.decode import MAX_BYTES, BadImage, decode
+from m1clip.decode import MAX_BYTES, BadImage, decode
 from m1clip.files import cache_folder
 from m1clip.format import percent
 

@@ -25,9 +25,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from m1clip import images
+from m1clip import decode, images
 from m1clip.config import Preprocess
-from m1clip.data import decode
 from m1clip.data.index import Advance, BadImages, PairDataset
 from m1clip.files import cache_folder, lock_folder, read_jsonl
 from m1clip.format import file_size

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from m1clip.config import DataConfig, Preprocess
 from m1clip.data import pixel_cache
-from m1clip.data.decode import BadImage
 from m1clip.data.index import BadRows, IndexedPairs, IndexWriter, PairDataset, ProgressFactory, RowIndices, no_progress
+from m1clip.decode import BadImage
 from m1clip.files import cache_folder
 from m1clip.images import Pixels
 

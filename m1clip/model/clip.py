@@ -5,15 +5,13 @@ Shapes: B items, L tokens, D features, E embedding, C colors, H height, W width,
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor, nn
 
 from m1clip.config import (
@@ -27,11 +25,13 @@ from m1clip.config import (
     VisionConfig,
     check_model,
     from_json,
+    require,
     to_json,
 )
 from m1clip.files import atomic_folder
-from m1clip.images import preprocess
+from m1clip.images import Pixels
 from m1clip.model.fast import make_fast
+from m1clip.model.inputs import ImageInput, encode_batches, image_batches, list_images, text_batches
 from m1clip.model.lora import merged_state_dict
 from m1clip.model.pretrained import HFText, PretrainedTower, TimmVision
 from m1clip.model.rng import dropout_mask
@@ -166,22 +166,43 @@ class CLIP(nn.Module):
         return F.normalize(head(features_BD, *keys), dim=-1)
 
     @torch.no_grad()
-    def encode_image(self, images: Image.Image | Sequence[Image.Image]) -> Tensor:
-        """Unit vectors of PIL images of any size; one image gives one row."""
-        images = [images] if isinstance(images, Image.Image) else images
-        images_BHWC = np.stack([preprocess(image, self.config.vision.preprocess) for image in images])
-        return self.embed_images(self.normalize(torch.from_numpy(images_BHWC).to(self.devices[0])))
+    def encode_image(
+        self, images: ImageInput | Iterable[ImageInput], batch_size: int = 32, progress: bool = False
+    ) -> Tensor:
+        """Unit vectors (B, E) of images of any size; one image gives one row.
+
+        An image is a path, the bytes of a file, a PIL image, a NumPy array (H, W, 3) or a tensor (3, H, W), where
+        pixels are uint8 or float from 0 to 1; gray and transparent images are fine. Many are any iterable of these,
+        or one array with a batch axis. They are read lazily, at most two batches at a time.
+        """
+        require(batch_size >= 1, f"batch_size must be at least 1, not {batch_size}")
+        items, device = list_images(images), self.devices[0]
+
+        def encode(images_BHWC: Pixels) -> Tensor:
+            return self.embed_images(self.normalize(torch.from_numpy(images_BHWC).to(device)))
+
+        batches = image_batches(items, self.config.vision.preprocess, batch_size)
+        empty_0E = next(self.vision_projection.parameters()).new_empty(0, self.config.embed_dim)
+        return encode_batches(batches, encode, empty_0E, items, "encoding images" if progress else None)
 
     @torch.no_grad()
-    def encode_text(self, texts: str | Sequence[str]) -> Tensor:
-        """Unit vectors of strings; one string gives one row."""
-        return self.embed_tokens(self.tokenize(texts).to(self.devices[1]))
+    def encode_text(self, texts: str | Iterable[str], batch_size: int = 256, progress: bool = False) -> Tensor:
+        """Unit vectors (B, E) of a string or of any iterable of strings, read lazily; one string gives one row."""
+        require(batch_size >= 1, f"batch_size must be at least 1, not {batch_size}")
+        items, device = [texts] if isinstance(texts, str) else texts, self.devices[1]
 
-    def tokenize(self, texts: str | Sequence[str]) -> Tensor:
+        def encode(batch: list[str]) -> Tensor:
+            return self.embed_tokens(self.tokenize(batch).to(device))
+
+        empty_0E = next(self.text_projection.parameters()).new_empty(0, self.config.embed_dim)
+        batches = text_batches(items, batch_size)
+        return encode_batches(batches, encode, empty_0E, items, "encoding texts" if progress else None)
+
+    def tokenize(self, texts: str | Iterable[str]) -> Tensor:
         """Token ids (B, L)."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer; pass one to CLIP(config, tokenizer)")
-        return self.tokenizer([texts] if isinstance(texts, str) else texts, self.config.text.context_length)
+        return self.tokenizer([texts] if isinstance(texts, str) else list(texts), self.config.text.context_length)
 
     def normalize(self, images_BHWC: Tensor) -> Tensor:
         """Input of the vision tower from uint8 images."""

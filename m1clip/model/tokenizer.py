@@ -146,7 +146,7 @@ class Tokenizer:
 
     def pad(self, ids: Sequence[Sequence[int] | NDArray[np.int32]], length: int) -> Tensor:
         """(B, L), where L is the smallest bucket that holds the longest text."""
-        longest, settings = max(map(len, ids)), self.settings
+        longest, settings = max(map(len, ids), default=0), self.settings
         buckets = () if settings.fixed_length else BUCKETS
         width = next((bucket for bucket in buckets if longest <= bucket < length), length)
         padded_BL = np.full((len(ids), width), settings.pad_id, np.int64)

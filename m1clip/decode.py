@@ -4,7 +4,10 @@ import io
 import struct
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from threading import Lock
 
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
@@ -29,6 +32,7 @@ TRANSPOSES = {  # by the EXIF orientation; 1 is upright
     8: Image.Transpose.ROTATE_90,
 }
 HEIC_BRANDS = (b"ftypheic", b"ftypheix", b"ftypmif1", b"ftypheim", b"ftypheis", b"ftyphevc")
+PILLOW_LOCK = Lock()
 
 
 class BadImage(ValueError):  # noqa: N818 - the image is wrong, not the program
@@ -39,15 +43,28 @@ class BadImage(ValueError):  # noqa: N818 - the image is wrong, not the program
         self.kind = kind
 
 
+@contextmanager
+def quiet_pillow() -> Iterator[None]:
+    """Pillow without warnings and without its pixel limit: ours has a message.
+
+    Both are global, so one thread at a time changes them, and the program that uses us finds them as they were.
+    """
+    with PILLOW_LOCK, warnings.catch_warnings(action="ignore"):
+        limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+        try:
+            yield
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit
+
+
 def read_header(data: bytes) -> Image.Image:
     """Format, size and mode; the pixels are not decoded yet."""
     if not data:
         raise BadImage("empty file", "the file is empty")
     if data[4:12] in HEIC_BRANDS and not supports_heic():
         raise BadImage("HEIC", "HEIC images need pip install 'm1clip[heic]'")
-    Image.MAX_IMAGE_PIXELS = None  # our own limit follows, with a message
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with quiet_pillow():
             image = Image.open(io.BytesIO(data), formats=supported_formats())
     except UnidentifiedImageError:
         raise BadImage("unreadable", f"not an image of a known format (starts with {data[:8]!r})") from None
@@ -66,8 +83,8 @@ def decode(data: bytes, min_size: int = 0) -> Image.Image:
     header = read_header(data)
     is_plain_jpeg = header.format in ("JPEG", "MPO") and header.mode in ("RGB", "L")
     try:
-        with warnings.catch_warnings(action="ignore"):
-            image = _decode_jpeg(data, min_size) if is_plain_jpeg else None
+        image = _decode_jpeg(data, min_size) if is_plain_jpeg else None
+        with quiet_pillow():
             if image is None:
                 header.load()
             # Not read earlier: load() already applies the orientation of some formats.

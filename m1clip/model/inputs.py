@@ -1,0 +1,127 @@
+"""Images and texts as callers have them: one or many, files or pixels, read lazily and in batches."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from itertools import islice
+from operator import length_hint
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from m1clip.config import Preprocess, require
+from m1clip.console import Console
+from m1clip.decode import DECODE_ERRORS, MAX_BYTES, decode
+from m1clip.images import Pixels, preprocess
+
+ImageInput = str | os.PathLike[str] | bytes | Image.Image | NDArray[Any] | Tensor
+ENCODED = (str, os.PathLike, bytes)  # files, still to be decoded
+THREADS = min(4, os.cpu_count() or 1)
+T = TypeVar("T")
+
+
+def list_images(images: Any) -> Iterable[ImageInput]:
+    """The images of an iterable or of one array with a batch axis; anything else is a list of one."""
+    is_pixels = isinstance(images, Tensor) or (isinstance(images, np.ndarray) and images.dtype.kind not in "OU")
+    is_batch = images.ndim > 3 if is_pixels else hasattr(images, "__iter__") or hasattr(images, "__getitem__")
+    return images if is_batch and not isinstance(images, (*ENCODED, Image.Image)) else [images]
+
+
+def image_batches(images: Iterable[ImageInput], settings: Preprocess, batch_size: int) -> Generator[Pixels]:
+    """(B, size, size, 3) as in training. While one batch is encoded, threads decode the files of the next."""
+    pending = deque[Pixels | Future[Pixels]]()
+    with ThreadPoolExecutor(THREADS) as pool:
+        try:
+            for index, image in enumerate(images):
+                # Pixels are copied at once: a generator may reuse its buffer or close its image.
+                is_file = isinstance(image, ENCODED)
+                arguments = (index, image, settings)
+                pending.append(pool.submit(read_image, *arguments) if is_file else read_image(*arguments))
+                if len(pending) == 2 * batch_size:
+                    yield take_batch(pending, batch_size)
+            while pending:
+                yield take_batch(pending, batch_size)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def take_batch(pending: deque[Pixels | Future[Pixels]], batch_size: int) -> Pixels:
+    first = [pending.popleft() for _ in range(min(batch_size, len(pending)))]
+    return np.stack([image.result() if isinstance(image, Future) else image for image in first])
+
+
+def read_image(index: int, image: ImageInput, settings: Preprocess) -> Pixels:
+    """One image as the vision tower sees it; errors name it."""
+    path = image if isinstance(image, str | os.PathLike) else getattr(image, "filename", "")
+    name = f"image {index} ({os.fspath(path)})" if path else f"image {index}"
+    try:
+        return preprocess(open_image(image, 2 * settings.size), settings)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+    except OSError as error:
+        raise type(error)(f"{name}: {error.strerror or error}") from None
+    except DECODE_ERRORS as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def open_image(image: ImageInput, min_size: int) -> Image.Image:
+    if isinstance(image, Image.Image):
+        return image
+    if isinstance(image, bytes):
+        return decode(image, min_size)
+    if isinstance(image, str | os.PathLike):
+        with open(image, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            require(size <= MAX_BYTES, f"{size:,} bytes are too many for an image")
+            return decode(file.read(size), min_size)
+    if isinstance(image, Tensor):
+        pixels = image.detach().cpu()
+        pixels = pixels.float() if pixels.is_floating_point() else pixels  # NumPy has no bfloat16
+        return pixels_to_image((pixels.movedim(0, -1) if image.ndim == 3 else pixels).numpy(), "(3, H, W)", image.shape)
+    if isinstance(image, np.ndarray):
+        return pixels_to_image(image, "(H, W, 3)", image.shape)
+    raise TypeError(f"expected a path, bytes, PIL image, array or tensor, not {type(image).__name__}")
+
+
+def pixels_to_image(pixels: NDArray[Any], expected: str, shape: tuple[int, ...]) -> Image.Image:
+    """From (H, W), or (H, W, C) with 1, 3 or 4 channels: uint8, or float from 0 to 1."""
+    is_image = pixels.size and (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3, 4)))
+    require(bool(is_image), f"expected pixels of shape {expected}, not {tuple(shape)}")
+    if pixels.dtype.kind == "f":
+        low, high = pixels.min(), pixels.max()
+        require(low >= 0 and high <= 1, f"float pixels must be between 0 and 1, not {low:.3g} to {high:.3g}")
+        pixels = (255 * pixels).round().astype(np.uint8)
+    require(pixels.dtype == np.uint8, f"pixels must be uint8 or float, not {pixels.dtype}")
+    return Image.fromarray(pixels.squeeze(2) if pixels.shape[2:] == (1,) else pixels)
+
+
+def text_batches(texts: Iterable[str], batch_size: int) -> Generator[list[str]]:
+    texts, start = iter(texts), 0
+    while batch := list(islice(texts, batch_size)):
+        for index, text in enumerate(batch, start):
+            if not isinstance(text, str):
+                raise TypeError(f"text {index}: expected a string, not {type(text).__name__}")
+            require(bool(text.strip()), f"text {index} is empty: {text!r}")
+        start += len(batch)
+        yield batch
+
+
+def encode_batches(
+    batches: Generator[T], encode: Callable[[T], Tensor], empty_0E: Tensor, items: Iterable[Any], bar: str | None
+) -> Tensor:
+    """Rows of all batches; `bar` is the name of a progress bar over the items."""
+    rows = [empty_0E]
+    with ExitStack() as stack:
+        stack.enter_context(closing(batches))
+        advance = stack.enter_context(Console().progress(bar, length_hint(items) or None)) if bar else None
+        for batch in batches:
+            rows.append(encode(batch))
+            if advance:
+                advance(len(rows[-1]))
+    return torch.cat(rows)

@@ -1,0 +1,70 @@
+"""Keyword arguments of m1clip.train and m1clip.evaluate, for editors and type checkers: the fields of the configs."""
+
+from pathlib import Path
+from typing import Literal, TypedDict
+
+from m1clip.config import ModelConfig, Recipe
+
+
+class DataSettings(TypedDict, total=False):
+    """See DataConfig."""
+
+    data: str | Path
+    val_size: int | Literal["auto"]
+    group_by: Literal["none", "caption", "folder"]
+    image_column: str
+    caption_column: str
+    caption_from: Literal["auto", "text", "folder", "filename"]
+    template: str
+    allow: tuple[Literal["urls", "links"], ...]
+    max_bad_rows: float
+    cache_gb: float
+    workers: int
+    seed: int
+
+
+class TrainSettings(DataSettings, total=False):
+    """See TrainConfig."""
+
+    model: ModelConfig
+    preset: str
+    recipe: Recipe
+    init: str
+    model_name: str
+    vision: str
+    text: str
+    budget: str
+    freeze: Literal["auto", "both", "vision", "text"]
+    unfreeze: int
+    lora_rank: int
+    head_dropout: float
+    wise_ft: float
+    tokenizer: str
+    epochs: int
+    steps: int
+    batch_size: int
+    captions_per_image: int
+    lr: float
+    warmup: float
+    weight_decay: float
+    grad_clip: float
+    optimizer: Literal["adamw", "muon"]
+    ema: float
+    label_smoothing: float
+    patch_dropout: float
+    word_dropout: float
+    crop_scale: float
+    hflip: bool
+    color_jitter: float
+    chunk: int | Literal["auto"]
+    grad_checkpointing: bool
+    device: str
+    precision: Literal["auto", "fp32", "bf16", "fp16"]
+    compile: Literal["auto", "on", "off"]
+    threads: int
+    log_every: int
+    eval_every: int
+    save_every: str
+    best_metric: Literal["mean_r1", "i2t_r1", "t2i_r1", "i2t_r5", "t2i_r5", "i2t_r10", "t2i_r10"]
+    patience: int
+    track: Literal["none", "tensorboard", "wandb", "trackio"]
