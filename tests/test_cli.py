@@ -161,7 +161,7 @@ def completion_scripts(tmp_path_factory):
         (["train", "--batch"], {"--batch-size"}),
         (["train", "--optimizer", ""], {"adamw", "muon"}),
         (["eval", "--split", ""], {"val", "test", "all"}),
-        (["data", ""], {"-h", "--help", "check", "convert", "preview"}),
+        (["data", ""], {"-h", "--help", "check", "convert", "preview", "template"}),
         (["train", "--da"], {"--data"}),  # whose help has two lines
         (["bench", "sc"], {"scaling"}),
         (["bench", "scaling", "--pa"], {"--pairs"}),

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from m1clip.config import ModelConfig
-from m1clip.images import center_crop
+from m1clip.config import ModelConfig, Preprocess
+from m1clip.images import preprocess
 from m1clip.model import inputs
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ def model(tiny: ModelConfig) -> CLIP:
 
 def embed_one_by_one(model: CLIP, images: list[Image.Image]) -> torch.Tensor:
     """Without any of the code under test."""
-    pixels = [torch.from_numpy(np.array(center_crop(image, 32)))[None] for image in images]
+    pixels = [torch.from_numpy(np.array(preprocess(image, Preprocess(32))))[None] for image in images]
     with torch.no_grad():
         return torch.cat([model.embed_images(model.normalize(one)) for one in pixels])
 
@@ -178,7 +178,7 @@ def test_memory_does_not_grow_with_the_number_of_images(model, tmp_path):
 
     def peak_of(count: int) -> int:
         tracemalloc.start()
-        for _ in inputs.image_batches((tmp_path / name for _ in range(count)), 64, 8):
+        for _ in inputs.image_batches((tmp_path / name for _ in range(count)), Preprocess(64), 8):
             pass
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

@@ -115,7 +115,7 @@ def test_help_monitoring_and_decoding_start_without_torch():
 
 # Lines of Python by part. Growth is a decision: raise a budget in the commit that needs it.
 BUDGETS = {
-    "commands": 1_650,
+    "commands": 1_700,
     "model": 2_450,
     "data": 3_600,
     "training": 3_400,
@@ -123,7 +123,7 @@ BUDGETS = {
     "bench": 480,
     "monitor": 1_420,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_780, 16_400, 98
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_830, 16_400, 98
 
 
 def test_every_part_stays_within_its_size():

@@ -1,4 +1,3 @@
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -230,7 +229,7 @@ def test_closing_a_pool_ends_workers_that_are_busy():
     pool = pixel_cache.WorkerPool(time.sleep, 2)
     results = pool.map([0, *[600] * 20])
     next(results)
-    workers = multiprocessing.active_children()
+    workers = list(pool.executor._processes.values())
     pool.close()
     deadline = time.monotonic() + 120
     while any(worker.is_alive() for worker in workers) and time.monotonic() < deadline:

@@ -194,7 +194,7 @@ def test_a_failed_download_advises_a_weights_file_that_can_be_read(tmp_path, mon
         return create(name, **options)
 
     monkeypatch.setattr(timm, "create_model", offline)
-    with pytest.raises(FileNotFoundError, match=r"--vision timm:test_vit\?weights=FILE"):
+    with pytest.raises(FileNotFoundError, match=r"timm:test_vit\?weights=FILE reads them"):
         load_timm("timm:test_vit")
     assert load_timm(f"timm:test_vit?weights={path}").config.timm == "test_vit"
 

@@ -334,3 +334,30 @@ def test_every_recipe_trains_and_resumes_exactly(kind, recipe, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert any(not torch.equal(first[name], initial[name]) for name in first)
     assert resumed.scores is not None
+
+
+class Embed(torch.nn.Module):
+    """One tower with its projection head, as a module of its own."""
+
+    def __init__(self, model: m1clip.CLIP, tower: str):
+        super().__init__()
+        self.model, self.tower = model, tower
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (self.model.embed_images if self.tower == "vision" else self.model.embed_tokens)(inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ResNet", "siglip"])
+def test_towers_of_other_libraries_export_to_onnx(kind, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    save = save_open_clip if kind in OPEN_CLIP_MODELS else save_transformers
+    model, _ = import_clip(str(save(kind, tmp_path)))
+    size = model.config.vision.image_size
+    for tower, inputs in (("vision", torch.randn(3, 3, size, size)), ("text", model.tokenize(CAPTIONS))):
+        program = torch.onnx.export(Embed(model, tower), (inputs,), dynamo=True)
+        program.save(str(tmp_path / "tower.onnx"))
+        session = onnxruntime.InferenceSession(str(tmp_path / "tower.onnx"))
+        output = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})[0]
+        expected = Embed(model, tower)(inputs).detach()
+        torch.testing.assert_close(torch.from_numpy(output), expected, rtol=0, atol=1e-5)

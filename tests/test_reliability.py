@@ -145,7 +145,7 @@ def test_a_run_with_only_damaged_checkpoints_is_not_started_again(tiny_run, tmp_
 
 
 def constant_scores(score: float) -> Retrieval:
-    return Retrieval(*4 * [Direction(score, score, score, 1.0)], images=16, captions=16)
+    return Retrieval(*4 * [Direction(score, score, score, 1.0)], images=16, captions=16, distinct_captions=16)
 
 
 class Evaluated:

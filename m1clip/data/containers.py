@@ -9,7 +9,7 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from hashlib import sha256
 from itertools import count, islice, repeat
@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from m1clip import hub
 from m1clip.config import DataConfig
 from m1clip.data.caption_text import label_caption
 from m1clip.data.index import MAX_CAPTION_BYTES, BadRow, Listing, Row
@@ -154,7 +155,9 @@ def _load(name: str, config: str | None, split: str | None, **options: Any) -> d
                     raise ValueError(f"there is no split {split!r}; there are {', '.join(loaded)}")
                 loaded = loaded[split]
         else:
-            loaded = datasets.load_dataset(name, config, split=split, **options)
+            is_local = name == "parquet" or Path(name).expanduser().exists()
+            with nullcontext() if is_local else hub.downloading(f"the dataset {name}"):
+                loaded = datasets.load_dataset(name, config, split=split, **options)
         return loaded if isinstance(loaded, dict) else {split or "": loaded}
 
 
@@ -167,7 +170,8 @@ def _load_stream(name: str, options: dict[str, str]) -> dict[str, Dataset]:
     done = len(list(folder.glob("*.parquet"))) * STREAM_CHUNK
     with _explain_errors(name) as datasets:
         split = options.get("split", "train")
-        stream = datasets.load_dataset(name, options.get("config"), split=split, streaming=True)
+        with hub.downloading(f"the dataset {name}"):
+            stream = datasets.load_dataset(name, options.get("config"), split=split, streaming=True)
         stream = stream.decode(False) if stream.features else stream
         rest = iter(stream.skip(done).take(max(0, int(options["stream"]) - done)))
         while rows := list(islice(rest, STREAM_CHUNK)):

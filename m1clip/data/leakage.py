@@ -13,7 +13,7 @@ from m1clip.data.splits import OnTheFlyImages, Split
 
 MAX_BITS, MAX_COLOR = 3, 8  # differences of near duplicates: bits of each 64-bit dHash, mean color of 255
 MAX_NEAR_DUPLICATES = 100_000
-MAX_HASHED = 200_000  # images compared before training; about 10 s
+MAX_HASHED = 20_000  # images compared after training; about a second
 LOOKS = np.dtype([("dhash", "u8", 2), ("color", "i2", 3)])
 Looks = NDArray[Any]  # has the fields of LOOKS
 Pair = tuple[int, int]

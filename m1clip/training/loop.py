@@ -91,6 +91,8 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
     elif completed and (evaluation is None or checkpoints.restored):
         with s.state.averaged_model() as model:
             evaluation = evaluate_on_val(s, model)
+    if completed:
+        run.write("data.json", {**run.read("data.json"), "val_near_duplicates": s.setup.splits.near_duplicates()})
     s.logger.write_status("finished" if completed else "stopped")
     final = evaluation.scores if completed and evaluation else None
     best = (progress.best_step, checkpoints.restored)
@@ -221,8 +223,7 @@ def write_run_files(s: Session) -> None:
     if setup.init and not setup.checkpoint and not (run.path / "start").is_dir():
         s.state.model.save(run.path / "start")
     images = s.batches.features.images
-    views, near_duplicates = len(images.views) if images else 0, setup.splits.near_duplicates()
-    run.write("data.json", {**setup.splits.record(), "views": views, "val_near_duplicates": near_duplicates})
+    run.write("data.json", {**setup.splits.record(), "views": len(images.views) if images else 0})
     run.truncate_log(step)
     for path, reason in setup.damaged.items():
         with suppress(OSError):
