@@ -103,7 +103,10 @@ def build_open_clip(settings: Settings, tower: str) -> Any:
             (Path(folder) / "config.json").write_text(json.dumps(settings["hf_config"]))
             text_cfg["hf_model_name"] = folder
         quick_gelu = bool(settings.get("quick_gelu"))
-        model = open_clip.CustomTextCLIP(settings["embed_dim"], vision_cfg, text_cfg, quick_gelu)
+        try:
+            model = open_clip.CustomTextCLIP(settings["embed_dim"], vision_cfg, text_cfg, quick_gelu)
+        except (TypeError, ValueError, KeyError, RuntimeError, AssertionError) as error:
+            raise ValueError(f"open_clip cannot build this {tower} tower: {short_error(error)}") from None
     return model.visual if tower == "vision" else model.text
 
 

@@ -29,6 +29,7 @@ from m1clip.config import (
     TextConfig,
     VisionConfig,
     override,
+    require,
 )
 from m1clip.devices import short_error
 from m1clip.format import did_you_mean
@@ -212,7 +213,9 @@ def custom_text_names(weights: Weights) -> Weights:
 
 
 def build_open_clip(path: Path, weights: Weights, config: Settings, tokenizer: str) -> CLIP:
-    text_cfg = config["model_cfg"].get("text_cfg", {})
+    model_cfg, text_cfg = config["model_cfg"], config["model_cfg"].get("text_cfg", {})
+    is_ours = is_native(text_cfg) and is_native(model_cfg.get("vision_cfg", {}))
+    require(is_ours or "embed_dim" in model_cfg, f"the open_clip configuration of {path} has no embed_dim")
     if is_native(text_cfg):
         chosen = find_clip_tokenizer(path, tokenizer)
     else:
@@ -313,8 +316,8 @@ def require_dual_encoder(folder: Path, config: Settings) -> None:
     if kind not in CONFIG_MAPPING:
         reason = f"which transformers {__version__} does not have; code that comes with a model is never run"
         raise ValueError(f"{folder} is a {kind} model, {reason}")
-    model = MODEL_MAPPING.get(CONFIG_MAPPING[kind], None)
-    if not (hasattr(model, "get_image_features") and hasattr(model, "get_text_features")):
+    model, towers = MODEL_MAPPING.get(CONFIG_MAPPING[kind], None), config.keys() & {"vision_config", "text_config"}
+    if not (hasattr(model, "get_image_features") and hasattr(model, "get_text_features") and len(towers) == 2):
         raise ValueError(f"{folder} is a {kind} model, not a dual encoder of images and text such as clip or siglip")
 
 
@@ -393,7 +396,20 @@ def build_clip(
     heads = {name: ours.pop(name) for name in (f"{tower}_projection.weight" for tower in library_towers)}
     safe_load.check_weights(source, weights, layout.from_ours(ours))
     model.load_state_dict({**layout.to_ours(weights, ours), **heads}, assign=True)
+    if library_towers:
+        check_embeddings(source, model)
     return model.eval()
+
+
+@torch.no_grad()
+def check_embeddings(source: Path, model: CLIP) -> None:
+    """Refuse modules of other libraries that do not give one embedding of the expected size."""
+    size = model.config.vision.image_size
+    try:
+        model.embed_images(torch.zeros(1, 3, size, size))
+        model.embed_tokens(model.tokenize("a"))
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"{source} gives no embedding of an image or caption: {short_error(error)}") from None
 
 
 def check_vocabulary(source: Path, vocab_size: int, tokenizer: Tokenizer, end_id: int | None) -> None:
