@@ -85,7 +85,9 @@ def train_unfrozen(config: TrainConfig, run: Run, resume: bool, elapsed_s: float
     budget = f"{max(1.0, config.budget_s - elapsed_s):.0f}s" if config.budget_s else ""
     second = replace(config, **{**RECIPES["full"], "crop_scale": config.crop_scale, "hflip": config.hflip})
     second = replace(second, weight_decay=0.1, ema=0.0, eval_every=1, steps=0, budget=budget)
-    second = replace(second, init=str(run.model), vision="", text="", freeze="auto", recipe="full", lr=2e-5)
+    second = replace(
+        second, init=str(run.model), model_name="", vision="", text="", freeze="auto", recipe="full", lr=2e-5
+    )
     name, runs = f"{run.name}-unfrozen", run.path.parent
     exists = is_run(runs / name)
     console.print(f"\nnow training the last {config.unfreeze} layers of each tower in {runs / name}\n")
@@ -135,9 +137,13 @@ def evaluate(
     config = trained_config(folder)
     if "data" in settings:  # column names and split need not be the run's
         config = replace(config, image_column="auto", caption_column="auto", val_size="auto", group_by="none")
-    config = requested_config(settings, config)
+        config = replace(config, caption_from="auto", template=TrainConfig().template)
+    requested = requested_config(settings, config)
     chosen, reason = devices.default_device(device)
-    clip, sources = load(folder or model, runs=runs), open_sources(config, console.progress)
+    clip, sources = load(folder or model, runs=runs), open_sources(requested, console.progress)
+    if "data" not in settings and "val_size" in settings:
+        sources = keep_trained_split(sources, open_sources(config, console.progress))
+    config = requested
     datasets = [select_split(source, split, config) for source in sources]
     bad_rows = sum((source.bad_rows for source in sources), BadRows())
     pairs = open_eval_split(datasets, clip.config.vision.preprocess, config, bad_rows, console.progress)
@@ -153,6 +159,16 @@ def evaluate(
         changed = [(row, kind, text) for row in range(len(scenes)) for kind, text in scenes.edits(row)]
         edits = edit_scores(clip, changed, evaluation.image_NE, evaluation.first_text_NE)
     return EvalResult(folder or Path(str(model)), evaluation.scores, edits)
+
+
+def keep_trained_split(requested: list[Source], trained: list[Source]) -> list[Source]:
+    """The sources as the run was trained on them: a larger validation split would contain training images."""
+    for new, old in zip(requested, trained, strict=True):
+        if not new.has_own_splits and len(new.val) > len(old.val):
+            raise ValueError(
+                f"the run has {len(old.val)} validation images; --val-size {len(new.val)} adds training images"
+            )
+    return [new if new.has_own_splits else old for new, old in zip(requested, trained, strict=True)]
 
 
 def load(model: str | Path | None = None, *, runs: str | Path = "runs") -> CLIP:

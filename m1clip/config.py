@@ -18,7 +18,9 @@ from m1clip.format import did_you_mean
 
 T = TypeVar("T")
 ResizeMode = Literal["shortest", "longest", "squash"]
+CropOffset = Literal["round", "floor"]
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
+BestMetric = Literal["mean_r1", "i2t_r1", "t2i_r1", "i2t_r5", "t2i_r5", "i2t_r10", "t2i_r10", "label_accuracy"]
 Recipe = Literal["auto", "scratch", "frozen", "lora", "full"]
 Positive = Annotated[int, Ge(1)]
 NonNegative = Annotated[int, Ge(0)]
@@ -40,6 +42,7 @@ class Preprocess:
     resize_mode: ResizeMode = "shortest"
     interpolation: Interpolation = "bicubic"
     crop_pct: float = 1.0
+    crop_offset: CropOffset = "round"
 
 
 class HasPreprocess:
@@ -49,10 +52,11 @@ class HasPreprocess:
     resize_mode: ResizeMode
     interpolation: Interpolation
     crop_pct: float
+    crop_offset: CropOffset
 
     @property
     def preprocess(self) -> Preprocess:
-        return Preprocess(self.image_size, self.resize_mode, self.interpolation, self.crop_pct)
+        return Preprocess(self.image_size, self.resize_mode, self.interpolation, self.crop_pct, self.crop_offset)
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ class VisionConfig(HasPreprocess):
     """Interpolation of the resize."""
     crop_pct: Suppress[Annotated[float, Gt(0), Le(1)]] = 1.0
     """Image size divided by the length that the shortest edge is resized to."""
+    crop_offset: Suppress[CropOffset] = "round"
+    """Half a pixel of the crop's position is rounded by torchvision and open_clip, and dropped by transformers."""
 
     @property
     def tokens(self) -> int:
@@ -127,6 +133,7 @@ class TimmConfig(HasPreprocess):
     resize_mode: ResizeMode = "shortest"
     interpolation: Interpolation = "bicubic"
     crop_pct: float = 1.0
+    crop_offset: CropOffset = "round"
 
 
 @dataclass(frozen=True)
@@ -177,6 +184,7 @@ class LibraryVisionConfig(HasPreprocess):
     resize_mode: ResizeMode = "shortest"
     interpolation: Interpolation = "bicubic"
     crop_pct: float = 1.0
+    crop_offset: CropOffset = "round"
 
 
 @dataclass(frozen=True)
@@ -324,8 +332,8 @@ class TrainConfig(DataConfig):
     """Epochs between evaluations; there is always one at the end."""
     save_every: str = "5m"
     """Time (5m) or steps (500) between checkpoints; also saved at each new best score, at the end, on Ctrl-C."""
-    best_metric: Literal["mean_r1", "i2t_r1", "t2i_r1", "i2t_r5", "t2i_r5", "i2t_r10", "t2i_r10"] = "mean_r1"
-    """Validation metric that selects the best checkpoint."""
+    best_metric: BestMetric = "mean_r1"
+    """Validation metric that selects the best checkpoint; label_accuracy replaces mean_r1 where captions are labels."""
     patience: NonNegative = 0
     """Stop after this many evaluations without improvement and keep the best model; 0 is off."""
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"

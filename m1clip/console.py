@@ -227,10 +227,11 @@ def show_retrieval(scores: Mapping[str, Any], near_duplicates: int | None = None
     """The record of a Retrieval, with chance; `near_duplicates`: validation images that look like a training image."""
     if "label_accuracy" in scores:
         low, high = wilson_interval(scores["label_accuracy"], scores["images"])
-        keys = ("label_accuracy", "chance_label", "most_frequent_label", "label_top5")
+        keys, labels = ("label_accuracy", "chance_label", "most_frequent_label", "label_top5"), scores["labels"]
         accuracy, chance, majority, top5 = (percent(scores[key]) for key in keys)
         guesses = f"chance {chance}, most frequent label {majority}; 95 % interval {100 * low:.1f}–{100 * high:.1f}"
-        print(f"accuracy over {scores['labels']:,} labels {accuracy} ({guesses}); top-5 {top5}\n")
+        top5 = f"; top-5 {top5} (chance {percent(5 / labels)})" if labels > 5 else ""
+        print(f"accuracy over {labels:,} labels {accuracy} ({guesses}){top5}\n")
     prefixes = {"image→text": "i2t", "text→image": "t2i", "chance i→t": "chance_i2t", "chance t→i": "chance_t2i"}
     rows = []
     for name, prefix in prefixes.items():

@@ -24,6 +24,7 @@ DECODE_ERRORS = (
     *(OSError, ValueError, SyntaxError, EOFError, TypeError, LookupError, ArithmeticError, AttributeError),
     *(AssertionError, RuntimeError, struct.error, zlib.error, Image.DecompressionBombError),
 )
+HUGE = 10_000_000  # pixels: from here on pixels are averaged before anything else, and are not exactly open_clip's
 REDUCIBLE = ("RGB", "RGBA", "L", "LA", "P", "1", "CMYK")
 ORIENTATION = 0x0112
 TRANSPOSES = {  # by the EXIF orientation; 1 is upright
@@ -79,7 +80,7 @@ def read_header(data: bytes) -> Image.Image:
 
 
 def decode(data: bytes, min_size: int = 0) -> Image.Image:
-    """Upright RGB image. A large one is decoded at a smaller scale (JPEG) or reduced, but not below `min_size`."""
+    """Upright RGB image. A large JPEG is decoded at a smaller scale, a huge image is reduced, not below `min_size`."""
     header = read_header(data)
     is_plain_jpeg = header.format in ("JPEG", "MPO") and header.mode in ("RGB", "L")
     try:
@@ -104,7 +105,7 @@ def decode(data: bytes, min_size: int = 0) -> Image.Image:
 def _reduce(image: Image.Image, min_size: int) -> Image.Image:
     """Average whole pixels before transparency is removed: of 100 megapixels that takes 4 s and three copies."""
     factor = min(image.size) // min_size if min_size else 1
-    if factor < 2 or image.mode not in REDUCIBLE:
+    if factor < 2 or image.width * image.height < HUGE or image.mode not in REDUCIBLE:
         return image
     if image.mode in ("P", "1") or "transparency" in image.info:  # a palette or a transparent color has no average
         image = image.convert("RGBA" if image.has_transparency_data else "RGB")

@@ -3,7 +3,6 @@
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -20,6 +19,8 @@ def downloading(context: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # through several libraries
+        if isinstance(error, ValueError) and not isinstance(error, OSError):  # not about the download
+            raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = lines[-1].strip() if is_reachable() else "there is no network, and it is not in the hub's cache"
         raise FileNotFoundError(f"{context} cannot be downloaded: {reason}") from None
@@ -27,11 +28,10 @@ def downloading(context: str) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = is_offline
 
 
-@cache
 def is_reachable() -> bool:
     from huggingface_hub import constants
 
-    if getproxies():  # a proxy may reach what we cannot
+    if getproxies().keys() & {"http", "https", "all"}:  # a proxy may reach what we cannot
         return True
     url = urlsplit(constants.ENDPOINT)
     try:

@@ -1,5 +1,6 @@
 """PIL images as square RGB bytes, the input of every vision tower: one transform for model and data."""
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -21,7 +22,8 @@ def preprocess(image: Image.Image, settings: Preprocess) -> Pixels:
         return np.asarray(_pad(image.resize(_fit(image.size, size, max), resample), size))
     # Not the box of Pillow's resize: that is rounded to float32, and some pixels would differ.
     image = image.resize(_fit(image.size, round(size / settings.crop_pct), min), resample)
-    left, top = (round((length - size) / 2) for length in image.size)
+    to_int = round if settings.crop_offset == "round" else math.floor
+    left, top = (to_int((length - size) / 2) for length in image.size)
     return np.asarray(image.crop((left, top, left + size, top + size)))
 
 

@@ -38,10 +38,12 @@ def sigmoid_loss(logit_BB: Tensor, duplicate_BB: Tensor | None = None, smoothing
 
 def chance(kind: str, batch: int, duplicate_BB: Tensor | None = None) -> float:
     """The loss of the best constant logits: one of `batch` pairs, without duplicates, matches."""
-    candidates_B = torch.full((batch,), float(batch)) if duplicate_BB is None else (~duplicate_BB).sum(1).double().cpu()
+    candidates_B = torch.full((batch,), float(batch)) if duplicate_BB is None else (~duplicate_BB).sum(1).cpu().double()
     if kind == "softmax":
         return candidates_B.log().mean().item()
     mean = candidates_B.mean().item()
+    if mean == 1:  # all pairs are duplicates
+        return 0.0
     return math.log(mean) + (mean - 1) * math.log(mean / (mean - 1))
 
 
@@ -49,7 +51,7 @@ def chance_accuracy(batch: int, duplicate_BB: Tensor | None = None) -> float:
     """Accuracy of random embeddings, the mean of both directions; equal captions have equal embeddings."""
     if duplicate_BB is None:
         return 1 / batch
-    duplicates_B = duplicate_BB.sum(1).double().cpu()
+    duplicates_B = duplicate_BB.sum(1).cpu().double()
     groups = (1 / (1 + duplicates_B)).sum()
     return ((1 / groups + (1 / (batch - duplicates_B)).mean()) / 2).item()
 

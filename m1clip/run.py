@@ -215,7 +215,7 @@ def find_model(runs: Path, name: str | None) -> Path | None:
     run = open_run(runs, None) if name is None else find_run(runs, name)
     if run is None:
         path = Path(str(name)).expanduser()
-        return path if "embed_dim" in Run(path).read_or_empty("config.json") else None
+        return path if {"embed_dim", "vision", "text"} <= Run(path).read_or_empty("config.json").keys() else None
     for folder in (run.model, run.path / "last"):
         if folder.is_dir():
             return folder

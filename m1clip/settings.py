@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from m1clip.config import ModelConfig, Recipe
+from m1clip.config import BestMetric, ModelConfig, Recipe
 
 
 class DataSettings(TypedDict, total=False):
@@ -65,6 +65,6 @@ class TrainSettings(DataSettings, total=False):
     log_every: int
     eval_every: int
     save_every: str
-    best_metric: Literal["mean_r1", "i2t_r1", "t2i_r1", "i2t_r5", "t2i_r5", "i2t_r10", "t2i_r10"]
+    best_metric: BestMetric
     patience: int
     track: Literal["none", "tensorboard", "wandb", "trackio"]

@@ -124,7 +124,7 @@ def test_a_config_file_gets_no_other_defaults_from_its_recipe(train, tmp_path):
 
 
 def test_given_settings_survive_a_budget(monkeypatch):
-    monkeypatch.setattr(autoconfig, "training_speed", lambda config, tokens: 1000.0)
+    monkeypatch.setattr(autoconfig, "training_speed", lambda config, tokens, max_s: 1000.0)
     given = {"data": "synthetic:512", "budget": "60s", "lr": 0.5, "model.vision.layers": 1, "batch_size": 8}
     requested = requested_config(given)
     config, reason = autoconfig.fit_budget(requested, given, open_sources(requested), QuietConsole())

@@ -253,7 +253,7 @@ def test_models_too_large_for_memory_are_left_out_and_none_at_all_is_an_error(tm
 
 
 def test_the_users_settings_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(autoconfig, "training_speed", lambda config, tokens: 500.0)
+    monkeypatch.setattr(autoconfig, "training_speed", lambda config, tokens, max_s: 500.0)
     data = str(captioned_photos(tmp_path / "photos", 24))
     given = {"data": data, "budget": "10m", "crop_scale": 0.7, "lr": 1e-5, "model.text.encoder": "transformer"}
     config = override(TrainConfig(), given)

@@ -174,7 +174,8 @@ def test_formats_that_run_programs_are_not_opened():
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK"])
-def test_a_large_image_is_reduced_to_no_less_than_the_minimum_and_looks_the_same(mode):
+def test_a_huge_image_is_reduced_to_no_less_than_the_minimum_and_looks_the_same(mode, monkeypatch):
+    monkeypatch.setattr("m1clip.decode.HUGE", 100_000)
     image = SCENES.image(5).resize((700, 500)).convert("RGB")
     if mode in ("RGBA", "LA"):
         image.putalpha(Image.linear_gradient("L").resize((700, 500)))
@@ -185,7 +186,8 @@ def test_a_large_image_is_reduced_to_no_less_than_the_minimum_and_looks_the_same
     assert np.abs(np.asarray(reduced.resize((35, 25), Image.Resampling.BOX)) - expected).max() <= 3
 
 
-def test_a_transparent_color_is_not_averaged():
+def test_a_transparent_color_is_not_averaged(monkeypatch):
+    monkeypatch.setattr("m1clip.decode.HUGE", 10_000)
     pixels = np.where(np.indices((200, 200)).sum(0)[..., None] % 2, np.uint8([0, 0, 0]), np.uint8([255, 0, 0]))
     data = encode(Image.fromarray(pixels.astype(np.uint8)), "PNG", transparency=(0, 0, 0))
     assert np.asarray(decode(data, 50)).mean((0, 1)) == pytest.approx([255, 127.5, 127.5], abs=1)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import m1clip
+from helpers import QuietConsole
 from m1clip import cli
 from m1clip.console import Console
 from m1clip.data.splits import Split, SplitPart, TrainCaptions
@@ -93,7 +94,8 @@ def labeled_run(tmp_path_factory) -> SimpleNamespace:
     config = replace(tiny_run_config(tiny_config()), data=str(folder / "images"), val_size="auto", batch_size=8)
     console = Console((folder / "stderr.txt").open("w"))
     result = m1clip.train(config=config, name="r", runs=folder / "runs", console=console)
-    return SimpleNamespace(result=result, run=Run(folder / "runs" / "r"), header=folder / "stderr.txt")
+    run = Run(folder / "runs" / "r")
+    return SimpleNamespace(result=result, run=run, header=folder / "stderr.txt", config=config)
 
 
 def score_keys(record: dict) -> dict:
@@ -147,8 +149,9 @@ def test_seen_captions_are_those_that_also_occur_in_training():
 
 
 def test_the_best_checkpoint_follows_the_logged_scores(labeled_run):
-    scores = [record["mean_r1"] for record in labeled_run.run.records("eval")]
-    assert labeled_run.run.read("status.json")["best_score"] == max(scores)
+    scores = [record["label_accuracy"] for record in labeled_run.run.records("eval")]
+    status = labeled_run.run.read("status.json")
+    assert (status["best_score"], status["best_metric"]) == (max(scores), "label_accuracy")
     assert all(score > 0 for score in scores)  # equal captions are not errors: chance is a third
 
 
@@ -157,6 +160,15 @@ def test_the_table_shows_chance_under_the_scores(labeled_run, capsys):
     lines = capsys.readouterr().out.splitlines()
     chance = next(line for line in lines if line.startswith("chance t→i"))
     assert chance.split()[2] == f"{100 * labeled_run.result.scores.chance_text_to_image.r1:.1f}"
+
+
+def test_a_validation_split_with_training_images_is_refused(labeled_run, tmp_path):
+    data = str(labeled_run.run.path.parent.parent / "images" / "train")  # no splits of its own
+    settings = {"data": data, "steps": 1, "batch_size": 8, "model": labeled_run.config.model, "device": "cpu"}
+    result = m1clip.train(name="r", runs=tmp_path, val_size=6, console=QuietConsole(), **settings)
+    assert m1clip.evaluate(result.run, val_size=5, device="cpu").scores.images == 5
+    with pytest.raises(ValueError, match="the run has 6 validation images; --val-size 7 adds training images"):
+        m1clip.evaluate(result.run, val_size=7, device="cpu")
 
 
 def test_another_model_folder_and_split_can_be_evaluated(labeled_run):

@@ -128,7 +128,9 @@ def test_an_exported_model_gives_the_same_embeddings_and_is_imported_unchanged(l
     assert_same(ours.encode_image(images(size)), image)
     assert_same(ours.encode_text([unescape(caption) for caption in CAPTIONS]), text)
     imported, note = import_clip(str(tmp_path / "out"))
-    assert (imported.config, note) == (ours.config, "")
+    offset = "floor" if library == "transformers" else "round"  # of a crop by half a pixel
+    assert note == ""
+    assert imported.config == replace(ours.config, vision=replace(ours.config.vision, crop_offset=offset))
     assert torch.equal(imported.tokenize(CAPTIONS), ours.tokenize(CAPTIONS))
     assert all(torch.equal(imported.state_dict()[name], value) for name, value in ours.state_dict().items())
 

@@ -116,7 +116,7 @@ def test_help_monitoring_and_decoding_start_without_torch():
 # Lines of Python by part. Growth is a decision: raise a budget in the commit that needs it.
 BUDGETS = {
     "commands": 1_700,
-    "model": 2_450,
+    "model": 2_480,
     "data": 3_600,
     "training": 3_400,
     "evals": 700,

@@ -106,3 +106,10 @@ def test_smoothing_without_duplicates_equals_smoothing_with_an_empty_mask(kind):
     no_duplicates = torch.zeros(4, 4, dtype=torch.bool)
     assert loss(logits, None, 0.1).item() == pytest.approx(loss(logits, no_duplicates, 0.1).item(), abs=1e-6)
     assert loss(logits, None, 0.1).item() != pytest.approx(loss(logits).item(), abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_chance_of_a_batch_of_duplicates_is_no_loss(kind):
+    all_equal = ~torch.eye(4, dtype=torch.bool)
+    assert losses.chance(kind, 4, all_equal) == 0
+    assert losses.chance_accuracy(4, all_equal) == 1

@@ -312,6 +312,40 @@ def test_incomplete_weights_are_refused(tmp_path):
         import_clip(str(folder))
 
 
+def test_preprocessing_is_read_from_the_processor_config_of_transformers_5(tmp_path):
+    folder = save_transformers("siglip", tmp_path)
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    expected = import_clip(str(folder))[0].config.vision
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(ValueError, match=r"no preprocessor_config\.json"):
+        import_clip(str(folder))
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": settings}))
+    assert import_clip(str(folder))[0].config.vision == expected
+    assert (expected.resize_mode, expected.mean) == ("squash", (0.5, 0.5, 0.5))
+
+
+def test_a_saved_tower_of_transformers_without_its_config_is_refused_without_a_download(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    ours, _ = import_clip(str(save_open_clip("HF text tower", tmp_path / "theirs")))
+    ours.save(tmp_path / "ours")
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    config["text"]["settings"] |= {"hf_config": None}
+    config["text"]["settings"]["text_cfg"]["hf_model_name"] = "someone/model"
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="open_clip cannot build this text tower"):
+        m1clip.load(tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("tower", "output", "embedding"),
+    [("vision", "proj", "conv1.weight"), ("text", "text_projection", "token_embedding.weight")],
+)
+def test_the_projection_of_an_open_clip_tower_is_its_last_layer(tower, output, embedding, tmp_path):
+    ours, _ = import_clip(str(save_open_clip("CLIPA", tmp_path)))
+    layers_from_top = ours.get_submodule(tower).layers_from_top
+    assert (layers_from_top(f"net.{output}"), layers_from_top(f"net.{embedding}")) == (1, 3)
+
+
 def fine_tuning(init: Path, recipe: str) -> TrainConfig:
     settings = {"init": str(init), "batch_size": 8, "epochs": 2, "eval_every": 1, "log_every": 1, "lora_rank": 2}
     settings |= {"data": "synthetic:32", "val_size": 8, "device": "cpu", "unfreeze": 1 if recipe == "full" else 0}

@@ -339,7 +339,7 @@ def test_a_budget_too_short_for_encoding_trains_on_fewer_images(finetuning, tmp_
     assert result.finished
     assert data["every"] > 1
     assert data["train"] == -(-64 // data["every"])
-    assert any(f"1 of {data['every']} training images is used" in text for text in console.warnings)
+    assert any(f"1 of {data['every']} images is used" in text for text in console.warnings)
     assert train_run(config, tmp_path / "r").step == result.step  # a resumed run has the same images
     whole = train_run(replace(config, budget=""), tmp_path / "whole")
     assert Run(whole.run).read("data.json")["train"] == 64

@@ -92,8 +92,10 @@ def test_the_sigmoid_loss_trains_its_bias(tiny_run, tmp_path):
 def test_a_batch_larger_than_the_data_is_refused_before_anything_is_written(tiny_run, tmp_path):
     config = replace(tiny_run, batch_size=65)
     with pytest.raises(ValueError, match="batch_size 65 is larger than the 64 training pairs"):
-        prepare(config, {}, tmp_path / "runs", None, QuietConsole(), time.monotonic(), is_final=False)
+        prepare(config, {"batch_size": 65}, tmp_path / "runs", None, QuietConsole(), time.monotonic(), is_final=False)
     assert not list(tmp_path.iterdir())
+    setup = prepare(config, {}, tmp_path / "runs", None, QuietConsole(), time.monotonic(), is_final=False)
+    assert setup.config.batch_size == 64  # a default is adapted
 
 
 def test_a_disk_without_room_for_checkpoints_is_refused_before_anything_is_written(tmp_path, monkeypatch):

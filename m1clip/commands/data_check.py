@@ -72,6 +72,7 @@ def main(args: Args) -> int:
 
 def check_source(source: "Source", args: Args, number: int, console: Console) -> Report:
     from m1clip.data import check
+    from m1clip.data.splits import caption_advice
 
     pairs, bad_rows = source.all, source.bad_rows
     sheet = args.sheet.with_stem(f"{args.sheet.stem}-{number}") if number > 1 else args.sheet
@@ -79,11 +80,16 @@ def check_source(source: "Source", args: Args, number: int, console: Console) ->
     duplicates = check.duplicate_images(source, stats)
     traits = zip(check.TRAITS, stats["traits"].sum(0).tolist(), strict=True)
     notable = check.notable_images(stats, duplicates)[:18]
-    tiles = [check.make_tile(pairs, index, f"[{reason}] ") for index, reason in notable]
-    check.contact_sheet([*check.sample_tiles(pairs, 12), *tiles], 6).save(sheet)
+    with console.progress("drawing the contact sheet", len(notable)) as advance:
+        tiles = check.sample_tiles(pairs, 12)
+        for index, reason in notable:
+            tiles.append(check.make_tile(pairs, index, f"[{reason}] "))
+            advance(1)
+    check.contact_sheet(tiles, 6).save(sheet)
     largest = int((stats["width"].astype(int) * stats["height"]).argmax())
     width, height = stats[["width", "height"]][largest].item()
-    splits = {"train": source.train, "val": source.val, "test": source.test}
+    is_test = source.test is source.val  # no validation split of its own
+    splits = {"train": source.train, "val": None if is_test else source.val, "test": source.test}
     return {
         "data": source.spec,
         "images": len(stats),
@@ -92,6 +98,7 @@ def check_source(source: "Source", args: Args, number: int, console: Console) ->
         "own_splits": source.has_own_splits,
         "rows": bad_rows.rows,
         "bad_rows": bad_rows.record(),
+        "advice": caption_advice(source.spec, bad_rows, args.caption_from),
         "notes": bad_rows.note_lines(),
         "sizes": check.size_histogram(stats),
         "largest": None if not width else [width, height, pairs.location(largest)],
@@ -143,7 +150,7 @@ def bad_row_lines(report: Report, args: Args) -> Iterator[Line]:
     if not bad["count"]:
         yield "bad rows", "none", "green"
         return
-    verdict = f"above --max-bad-rows {percent(args.max_bad_rows)}: training refuses this data"
+    verdict = f"above --max-bad-rows {percent(args.max_bad_rows)}: training refuses this data{report.get('advice', '')}"
     counted = f"{bad['count']:,} of {report['rows']:,} rows ({percent(bad['fraction'])})"
     yield "bad rows", f"{counted}, {verdict if refused else 'training skips them'}", "bold red" if refused else "yellow"
     yield "", ", ".join(f"{count:,} {kind}" for kind, count in bad["kinds"].items())

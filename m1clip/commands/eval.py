@@ -17,7 +17,7 @@ class Args(RunsFolder):
     """Retrieval (R@1/5/10 in both directions, with chance) and, on synthetic data, accuracy by changed word.
 
     m1clip eval                                     the newest run
-    m1clip eval runs/mine --val-size 5000           harder: more images to choose from
+    m1clip eval --val-size 5000                     synthetic data: more scenes to choose from
     m1clip eval path/to/model --json                any saved model
     """
 
@@ -35,6 +35,10 @@ class Args(RunsFolder):
     """Table column with the image; by default as in training, or guessed."""
     caption_column: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Table column with the caption."""
+    caption_from: Literal["auto", "text", "folder", "filename"] | None = None
+    """Captions of a folder: .txt files beside the images, folder names, or file names."""
+    template: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """Caption of images in labelled folders, such as 'a photo of a {}'."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -45,7 +49,7 @@ def main(args: Args) -> None:
     with loading():
         from m1clip import api
 
-    names = ("data", "val_size", "seed", "image_column", "caption_column")
+    names = ("data", "val_size", "seed", "image_column", "caption_column", "caption_from", "template")
     settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     result = api.evaluate(args.model, split=args.split, device=args.device, runs=args.runs, **settings)
     scores, edits = result.scores.record(), [asdict(edit) for edit in result.edits]

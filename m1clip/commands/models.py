@@ -18,7 +18,7 @@ FAMILIES = (
     ("--init ViT-B-32.pt", "ViTs of OpenAI and OpenCLIP: a .pt or .safetensors file", "own", ""),
     ("--init open_clip:ViT-B-32/openai", "any model of open_clip: NAME/TAG", "own or open_clip", "openclip"),
     ("--init FILE --model-name NAME", "a checkpoint of open_clip, such as SigLIP", "own or open_clip", "openclip"),
-    ("--init hf:openai/clip-vit-base-patch32", "CLIP in the format of transformers", "own", "hf"),
+    ("--init hf:openai/clip-vit-base-patch32", "CLIP in the format of transformers", "own", ""),
     ("--init hf:google/siglip2-base-patch16-224", "SigLIP, SigLIP 2", "transformers", "hf"),
     ("--init hf:BAAI/AltCLIP", "AltCLIP, Chinese-CLIP, MetaCLIP 2, AIMv2, ALIGN, BLIP", "transformers", "hf"),
     ("--init hf:clip-italian/clip-italian", "VisionTextDualEncoder: any two encoders", "transformers", "hf"),
@@ -86,11 +86,10 @@ def open_clip_names() -> list[str]:
 
 def architectures(name: str) -> Iterator[dict[str, Any]]:
     names = [known for known in open_clip_names() if name.lower() in known.lower()]
+    if not open_clip_names():
+        raise ValueError("open_clip, whose architectures are listed, is not installed: pip install 'm1clip[openclip]'")
     if not names:
-        needed = (
-            "" if open_clip_names() else "; its names are known once it is installed: pip install 'm1clip[openclip]'"
-        )
-        raise ValueError(f"open_clip has no architecture with {name!r} in its name{needed}")
+        raise ValueError(f"open_clip has no architecture with {name!r} in its name")
     from m1clip.model.pretrained_clip import is_native, named_config, open_clip_tags
 
     for known in names:

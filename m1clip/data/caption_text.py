@@ -13,7 +13,8 @@ _INLINE = "a|abbr|b|big|cite|code|del|em|font|i|ins|mark|q|s|small|span|strike|s
 _BLOCK = "article|blockquote|body|br|center|dd|div|dl|dt|figcaption|figure|h[1-6]|head|header|hr|html|iframe|img|li"
 _BLOCK += "|ol|p|pre|section|table|tbody|td|tfoot|th|thead|title|tr|ul|wbr"
 INLINE_TAG, BLOCK_TAG = (re.compile(rf"</?(?:{names}){_ATTRIBUTES}", re.I) for names in (_INLINE, _BLOCK))
-NO_TEXT = re.compile(rf"<!--.*?-->|<(script|style){_ATTRIBUTES}.*?</\1\s*>", re.I | re.S)
+# A comment ends at the next one that begins, or many unclosed ones would take quadratic time.
+NO_TEXT = re.compile(rf"<!--(?:(?!<!--).)*?-->|<(script|style){_ATTRIBUTES}(?:(?!<\1).)*?</\1\s*>", re.I | re.S)
 ENTITY = re.compile(r"&(#\d+|#x[\da-f]+|[a-z]+\d*);", re.I)
 
 # IMG_1234, DSC00012, PXL_20210704_101112, screenshots: names that a camera, a phone or a program gave.
@@ -42,6 +43,9 @@ VAGUE = re.compile(
 codecs.register_error("latin-1", lambda error: (error.object[error.start : error.end].decode("latin-1"), error.end))  # type: ignore[attr-defined]
 
 
+MAX_INSPECTED_BYTES = 64_000_000  # of a text file whose encoding is detected
+
+
 def detect_encoding(file: BinaryIO) -> tuple[str, str, str]:
     """Encoding and `errors` for reading a text file, and an excerpt that is not UTF-8 if that decided it.
 
@@ -56,7 +60,7 @@ def detect_encoding(file: BinaryIO) -> tuple[str, str, str]:
         if 2 * high_bytes.count(0) > len(high_bytes):
             return encoding, "replace", ""
     valid, invalid, first = 0, 0, b""
-    for line in file:
+    while file.tell() < MAX_INSPECTED_BYTES and (line := file.readline(MAX_INSPECTED_BYTES)):
         if not line.isascii() and b"\xff" not in line:
             try:
                 line.decode()

@@ -13,7 +13,7 @@ from m1clip.data.splits import OnTheFlyImages, Split
 
 MAX_BITS, MAX_COLOR = 3, 8  # differences of near duplicates: bits of each 64-bit dHash, mean color of 255
 MAX_NEAR_DUPLICATES = 100_000
-MAX_HASHED = 20_000  # images compared after training; about a second
+MAX_HASHED = 20_000  # training images compared after training
 LOOKS = np.dtype([("dhash", "u8", 2), ("color", "i2", 3)])
 Looks = NDArray[Any]  # has the fields of LOOKS
 Pair = tuple[int, int]
@@ -48,8 +48,8 @@ def near_duplicates(images: Looks) -> list[Pair]:
                 near = near[np.bitwise_count(upper[near] ^ upper[row]) <= MAX_BITS]
                 near = near[(np.abs(color[near] - color[row]) <= MAX_COLOR).all(1)]
                 pairs.update((int(row), int(other)) for other in near)
-            if len(pairs) >= MAX_NEAR_DUPLICATES:
-                return sorted(pairs)
+                if len(pairs) >= MAX_NEAR_DUPLICATES:
+                    return sorted(pairs)
     return sorted(pairs)
 
 
@@ -65,13 +65,36 @@ def val_near_duplicates(train: Split, val: Split) -> int | None:
     stores = [part.images for split in (train, val) for part in split.parts]
     if len(train) > MAX_HASHED or any(isinstance(store, OnTheFlyImages) for store in stores):
         return None
-    pairs = near_duplicates(np.concatenate([split_looks(split) for split in (train, val)]))
-    return len({b for a, b in pairs if a < len(train) <= b})
+    train_looks, val_looks = (split_looks(split) for split in (train, val))
+    by_block = [np.argsort(block_keys(train_looks, block)) for block in range(4)]
+    return sum(looks_like_any(image, train_looks, by_block) for image in val_looks)
+
+
+def looks_like_any(image: Any, others: Looks, by_block: Sequence[NDArray[Any]]) -> bool:
+    """Whether one of the others looks like the image; `by_block` has their order by each block of the hash."""
+    if not 4 < np.bitwise_count(image["dhash"][0]) < 60:  # flat
+        return False
+    for block, order in enumerate(by_block):
+        keys, key = block_keys(others, block), block_keys(image[None], block)[0]
+        start, stop = np.searchsorted(keys, key, "left", order), np.searchsorted(keys, key, "right", order)
+        near = others[order[start : min(stop, start + 2000)]]
+        bits = np.bitwise_count(near["dhash"] ^ image["dhash"])
+        colors = np.abs(near["color"] - image["color"])
+        if ((bits <= MAX_BITS).all(1) & (colors <= MAX_COLOR).all(1)).any():
+            return True
+    return False
+
+
+def block_keys(images: Looks, block: int) -> NDArray[np.uint64]:
+    """16 bits of the first hash."""
+    keys: NDArray[np.uint64] = (images["dhash"][:, 0] >> np.uint64(16 * block)) & np.uint64(0xFFFF)
+    return keys
 
 
 def split_looks(split: Split) -> Looks:
     chunks = (split.take(np.array(rows))[1] for rows in row_chunks(len(split), 256))
-    return np.array([looks(Image.fromarray(image)) for chunk in chunks for image in chunk], LOOKS)
+    images = (Image.fromarray(image) for chunk in chunks for image in chunk)
+    return np.array([looks(image.reduce(max(1, image.width // 64))) for image in images], LOOKS)
 
 
 def connected_rows(keys: Iterable[Iterable[Hashable]]) -> list[int]:

@@ -3,6 +3,7 @@
 A folder has captions in a table, in .txt files, or in its folder or file names; a note names what is used.
 """
 
+import io
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from m1clip.format import did_you_mean
 # Text files about a folder, not about one of its images.
 NOT_CAPTIONS = re.compile(r"(readme|licen[cs]e|notes?|credits|captions?|classes|labels|attribution)\.\w+", re.I)
 # Folder names that say nothing about the images.
-NO_LABEL = re.compile(r"images?|imgs?|pictures?|photos?|jpe?gs?|data|(train|val|test)\d+|flick.*", re.I)
+NO_LABEL = re.compile(r"images?|imgs?|pictures?|photos?|jpe?gs?|data|(train|val|test)\d+|flickr.*", re.I)
 # IMG_1.jpg.json and IMG_1.jpg.supplemental-metadata.json of a Google Takeout.
 TAKEOUT = re.compile(rf"(.*{tables.IMAGE_SUFFIX.pattern[:-1]})(\.supp[\w.-]*)?\.json", re.I)
 
@@ -99,7 +100,7 @@ def _list_folder(path: Path, config: DataConfig) -> Listing:
         return listing
     images = _inspect(path, config)
     files = sorted(file for file in path.iterdir() if file.suffix.lower() in tables.TABLE_SUFFIXES and file.is_file())
-    if caption_from == "auto" and not images.has_caption_files and len(files) == 1:
+    if caption_from == "auto" and not images.has_caption_files and len(files) == 1 and tables.names_images(files[0]):
         return _list_path(files[0], config).with_note(f"captions from {files[0]}")
     if not images.counts:
         hint = f"; or name a table: {', '.join(map(str, files))}" if files else ""
@@ -168,8 +169,11 @@ def _inspect(path: Path, config: DataConfig) -> FolderImages:
 
 def _folder_label(folder: str) -> str:
     """The name of the innermost folder that is neither a split nor a word such as images."""
-    names = (name for name in reversed(Path(folder).parts) if name.lower() not in SPLIT_WORDS)
-    return next((name for name in names if not NO_LABEL.fullmatch(name)), "train" if folder == "train" else "")
+    names = list(Path(folder).parts)
+    if split := next((name for name in names if name.lower() in SPLIT_WORDS), ""):
+        names.remove(split)  # a second one is a label: train is a vehicle
+    label = next((name for name in reversed(names) if not NO_LABEL.fullmatch(name)), "")
+    return label or ("train" if folder == "train" else "")
 
 
 def _doubt_about_labels(images: FolderImages) -> str:
@@ -180,21 +184,25 @@ def _doubt_about_labels(images: FolderImages) -> str:
     albums = [label for label in counts if label and not caption_text.is_label(label)]
     unlikely = next(iter(albums or (vague if 2 * len(vague) > len(counts) else [])), "")
     camera_names = sum(bool(caption_text.CAMERA_NAME.match(os.path.basename(name))) for name in images.names)
-    reasons = {
-        f"{unlabelled:,} of {counts.total():,} images are in no folder with a label": bool(unlabelled),
-        f"{unlikely!r} is the name of an album or an id, not a label": bool(unlikely),
-        f"{next(iter(counts))!r} is the only folder": len(counts) == 1,
-        "most folders have a single image": counts.total() < 2 * len(counts),
-        "the file names are those of a camera, so the folders may be albums": 2 * camera_names > len(images.names),
-    }
-    return next((reason for reason, applies in reasons.items() if applies), "")
+    if unlabelled:
+        return f"{unlabelled:,} of {counts.total():,} images are in no folder with a label"
+    if unlikely:
+        return f"{unlikely!r} is the name of an album or an id, not a label"
+    if len(counts) == 1:
+        return f"{next(iter(counts))!r} is the only folder"
+    if counts.total() < 2 * len(counts):
+        return "most folders have a single image"
+    if 2 * camera_names > len(images.names):
+        return "the file names are those of a camera, so the folders may be albums"
+    return ""
 
 
 def _ask_for_captions(path: Path, images: FolderImages, config: DataConfig, doubt: str, files: list[Path]) -> str:
     """The message about images without captions: what names would give, and how to go on."""
     words = sum(bool(_name_caption(name, config, "filename")) for name in images.names)
     choices = {"filename": 2 * words > len(images.names), "folder": bool(set(images.first) - {"", "train"})}
-    template = f"`m1clip data template {shlex.quote(str(path))}`"
+    origin = "" if config.caption_from == "auto" else f" --caption-from {config.caption_from}"
+    template = f"`m1clip data template {shlex.quote(str(path))}{origin}`"
     return "; ".join(
         [
             f"{path} has images but no captions, and {doubt}",
@@ -247,13 +255,15 @@ def _caption_file_rows(path: Path, config: DataConfig) -> Iterator[Listed]:
 
 def _read_caption_file(path: Path, image: str, file: Path) -> Iterator[Listed]:
     try:
+        if not file.is_file():
+            raise OSError(0, "there is no .txt file beside it")
         with open(file, "rb") as opened:
-            encoding, errors, _ = caption_text.detect_encoding(opened)
-            text = opened.read(MAX_CAPTION_BYTES).decode(encoding, errors)
+            data = opened.read(MAX_CAPTION_BYTES)
     except OSError as error:
-        reason = "there is no .txt file beside it" if file.is_dir() else f"{file.name}: {error.strerror}"
-        yield BadRow("no caption", str(path / image), reason)
+        yield BadRow("no caption", str(path / image), str(error.strerror))
         return
+    encoding, errors, _ = caption_text.detect_encoding(io.BytesIO(data))
+    text = data.decode(encoding, errors)
     if encoding != "utf-8-sig":
         yield Note(f"caption files that are not UTF-8, read as {encoding}", 1)
     text = _takeout_description(text) if file.suffix.lower() == ".json" else text

@@ -25,6 +25,7 @@ from m1clip.images import Pixels
 SCHEMES = ("synthetic", "coco", "flickr30k", "flickr8k", "hf")
 MAX_VAL = 5000  # validation images of a dataset's own split that are used, unless --val-size asks for more
 SYNTHETIC_VAL = 240
+MIN_VAL = 50  # validation images that are kept where a budget allows only some
 OWN_SPLIT = "the dataset's own"
 IMAGES_PER_LABEL = 5  # captions with at least so many images each are labels
 SHUFFLE_WINDOW = 10_000  # rows; on the fly, shards are read nearly in sequence
@@ -37,12 +38,14 @@ class NoUsablePairs(ValueError):  # noqa: N818 - the data is wrong, not the prog
         self.spec, self.bad_rows = spec, bad_rows
 
 
-def caption_advice(spec: str, bad_rows: BadRows) -> str:
+def caption_advice(spec: str, bad_rows: BadRows, caption_from: str = "auto") -> str:
     """The ways on if most bad rows are images without a caption."""
     if 2 * bad_rows.counts["no caption"] <= len(bad_rows):
         return ""
     is_folder = os.path.isdir(os.path.expanduser(spec))
-    table = f"the table that `m1clip data template {shlex.quote(spec)}` makes" if is_folder else "their captions"
+    origin = "" if caption_from == "auto" else f" --caption-from {caption_from}"
+    template = f"`m1clip data template {shlex.quote(spec)}{origin}`"
+    table = f"the table that {template} makes" if is_folder else "their captions"
     return f"; fill in {table}, remove these {'images' if is_folder else 'rows'}, or raise --max-bad-rows to skip them"
 
 
@@ -98,7 +101,7 @@ def _open_source(spec: str, weight: float, config: DataConfig, progress: Progres
     pairs = IndexedPairs(folder)
     if not len(pairs):
         raise NoUsablePairs(spec, bad_rows)
-    bad_rows.require_at_most(config.max_bad_rows, caption_advice(spec, bad_rows))
+    bad_rows.require_at_most(config.max_bad_rows, caption_advice(spec, bad_rows, config.caption_from))
     train, val, test, reason = split_rows(pairs, config, progress)
     val_pairs = pairs.take(val)
     test_pairs = None if test is None else val_pairs if test is val else pairs.take(test)
@@ -141,6 +144,8 @@ def split_rows(
     distinct = np.unique(hashes)
     count = min(1000, max(1, len(distinct) // 20)) if config.val_size == "auto" else config.val_size
     if count >= len(distinct):
+        if config.val_size == "auto":
+            raise ValueError("there is only one distinct image; at least two are needed, one for validation")
         raise ValueError(f"--val-size {count} of {len(distinct)} distinct images leaves none for training")
     if config.group_by != "none":
         is_val = _split_groups(pairs.take(rows), hashes, config.group_by, count)
@@ -157,6 +162,8 @@ def _split_groups(pairs: IndexedPairs, hashes: NDArray[np.uint64], group_by: str
         keys = [[os.path.dirname(pairs.value("image", row))] for row in range(len(pairs))]
     else:
         keys = [[caption_key(text) for text in pairs.captions(row)] for row in range(len(pairs))]
+        if TrainCaptions.compare(None, keys).labels:
+            raise ValueError("--group-by caption would put all images of a label into one split; leave the flag out")
     groups = connected_rows([*texts, content] for texts, content in zip(keys, hashes.tolist(), strict=True))
     if len(set(groups)) < 2:
         raise ValueError(f"--group-by {group_by} leaves no validation split: all images are in one group")
@@ -398,12 +405,16 @@ class Splits:
     val: Split
     skipped: BadRows
     facts: dict[str, str]  # for the run's header: how the data was split, which images are decoded on the fly
-    every: int = 1  # only every n-th training image is used, where a budget allows no more
+    every: int = 1  # only every n-th image is used, where a budget allows no more
 
     def with_every(self, n: int) -> "Splits":
         if n == 1:
             return self
-        return replace(self, train=Split([part.every(n) for part in self.train.parts]), every=n)
+        val_n = min(n, max(1, len(self.val) // MIN_VAL))
+        train, val = (
+            Split([part.every(k) for part in split.parts]) for split, k in ((self.train, n), (self.val, val_n))
+        )
+        return replace(self, train=train, val=val, every=n)
 
     def near_duplicates(self) -> int | None:
         """Validation images that look like a training image; None if that is unknown."""

@@ -252,6 +252,17 @@ def read_parquet(path: Path) -> Iterator[Record]:
         raise ValueError(f"{path} is not a readable Parquet file: {error}") from None
 
 
+def names_images(path: Path) -> bool:
+    """Whether one of the first rows of a table names an image; a list of classes does not."""
+    try:
+        if path.suffix.lower() == ".parquet" and contains_images(path):
+            return True
+        head = [values for _, values in islice(READERS[path.suffix.lower()](path), SAMPLED_ROWS)]
+    except ValueError:  # COCO's and Karpathy's JSON are no tables
+        return path.suffix.lower() == ".json" and list_captions(path) is not None
+    return any(_is_image(value) for values in head if isinstance(values, dict) for value in values.values())
+
+
 def contains_images(path: Path) -> bool:
     """Whether a Parquet file contains images, not only their paths."""
     try:

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from itertools import islice
 from operator import length_hint
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +20,8 @@ from m1clip.console import Console
 from m1clip.decode import DECODE_ERRORS, MAX_BYTES, decode
 from m1clip.images import Pixels, preprocess
 
-ImageInput = str | os.PathLike[str] | bytes | Image.Image | NDArray[Any] | Tensor
-ENCODED = (str, os.PathLike, bytes)  # files, still to be decoded
+ImageInput = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | Image.Image | NDArray[Any] | Tensor
+ENCODED = (str, os.PathLike, bytes, bytearray, memoryview)  # files, still to be decoded
 THREADS = min(4, os.cpu_count() or 1)
 T = TypeVar("T")
 
@@ -30,7 +30,8 @@ def list_images(images: Any) -> Iterable[ImageInput]:
     """The images of an iterable or of one array with a batch axis; anything else is a list of one."""
     is_pixels = isinstance(images, Tensor) or (isinstance(images, np.ndarray) and images.dtype.kind not in "OU")
     is_batch = images.ndim > 3 if is_pixels else hasattr(images, "__iter__") or hasattr(images, "__getitem__")
-    return images if is_batch and not isinstance(images, (*ENCODED, Image.Image)) else [images]
+    is_one = isinstance(images, (*ENCODED, Image.Image)) or hasattr(images, "read")
+    return images if is_batch and not is_one else [images]
 
 
 def image_batches(images: Iterable[ImageInput], settings: Preprocess, batch_size: int) -> Generator[Pixels]:
@@ -73,8 +74,10 @@ def read_image(index: int, image: ImageInput, settings: Preprocess) -> Pixels:
 def open_image(image: ImageInput, min_size: int) -> Image.Image:
     if isinstance(image, Image.Image):
         return image
-    if isinstance(image, bytes):
-        return decode(image, min_size)
+    image = image.read(MAX_BYTES + 1) if hasattr(image, "read") else image  # an open file
+    if isinstance(image, bytes | bytearray | memoryview):
+        require(len(image) <= MAX_BYTES, "too many bytes for an image")
+        return decode(bytes(image), min_size)
     if isinstance(image, str | os.PathLike):
         with open(image, "rb") as file:
             size = os.fstat(file.fileno()).st_size

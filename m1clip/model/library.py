@@ -18,9 +18,9 @@ from m1clip import devices, hub
 from m1clip.config import LibraryTextConfig, LibraryVisionConfig, TokenizerSettings
 from m1clip.devices import short_error
 from m1clip.model.pretrained import (
-    UNUSED_HF_KEYS,
     PretrainedTower,
     avoid_fused_attention,
+    clean_hf_config,
     create_hf,
     parse_hf_config,
     require_extra,
@@ -93,19 +93,19 @@ def build_open_clip(settings: Settings, tower: str) -> Any:
     require_extra("open_clip", "openclip", f"this {tower} tower of open_clip")
     import open_clip
 
-    vision_cfg = {**settings.get("vision_cfg", TINY_VISION), "timm_model_pretrained": False}
-    text_cfg = {**settings.get("text_cfg", TINY_TEXT), "hf_model_pretrained": False}
+    vision_cfg = {**(settings["vision_cfg"] if tower == "vision" else TINY_VISION), "timm_model_pretrained": False}
+    text_cfg = {**(settings["text_cfg"] if tower == "text" else TINY_TEXT), "hf_model_pretrained": False}
     name = str(vision_cfg.get("timm_model_name") or "")
     if not re.fullmatch(r"[\w.]*", name):
         raise ValueError(f"timm_model_name must be a name of timm, not {name!r}")
     with TemporaryDirectory() as folder:
-        if "hf_config" in settings:  # open_clip reads it from a folder or from the hub
-            (Path(folder) / "config.json").write_text(json.dumps(settings["hf_config"]))
+        if text_cfg.get("hf_model_name"):  # open_clip would look for its config.json on the hub
+            (Path(folder) / "config.json").write_text(json.dumps(clean_hf_config(settings.get("hf_config") or {})))
             text_cfg["hf_model_name"] = folder
         quick_gelu = bool(settings.get("quick_gelu"))
         try:
             model = open_clip.CustomTextCLIP(settings["embed_dim"], vision_cfg, text_cfg, quick_gelu)
-        except (TypeError, ValueError, KeyError, RuntimeError, AssertionError) as error:
+        except (TypeError, ValueError, KeyError, RuntimeError, AssertionError, OSError) as error:
             raise ValueError(f"open_clip cannot build this {tower} tower: {short_error(error)}") from None
     return model.visual if tower == "vision" else model.text
 
@@ -140,7 +140,7 @@ def open_clip_tokenizer(path: Path, tokenizer: str, text_cfg: Settings) -> Token
         fixed_length=fixed_length,
         zeroed_id=theirs.sep_token_id if options.get("strip_sep_token") else None,
     )
-    return HFTokenizer(copy_core(theirs), settings)
+    return require_same_ids(HFTokenizer(copy_core(theirs), settings), theirs)
 
 
 def given_folder(tokenizer: str) -> Path | None:
@@ -151,16 +151,17 @@ def given_folder(tokenizer: str) -> Path | None:
     return path if path.is_dir() else path.parent
 
 
-def transformers_tokenizer(folder: Path, tokenizer: str, config: Settings) -> tuple[Tokenizer, int]:
+def transformers_tokenizer(folder: Path, given: str, config: Settings) -> tuple[Tokenizer, int]:
     """The tokenizer of a dual encoder of transformers, and the longest caption it is meant for."""
-    theirs, kind = load_hf_tokenizer(given_folder(tokenizer) or folder), config["model_type"]
+    theirs, kind = load_hf_tokenizer(given_folder(given) or folder), config["model_type"]
     settings = TokenizerSettings(
         clean="strip_punctuation" if type(theirs).__name__ == "SiglipTokenizer" else "none",
         pad_id=theirs.pad_token_id or 0,
         pad_left=theirs.padding_side == "left",
         fixed_length=kind in WITHOUT_MASK,
     )
-    return HFTokenizer(copy_core(theirs), settings), int(min(theirs.model_max_length, 10_000))
+    tokenizer = require_same_ids(HFTokenizer(copy_core(theirs), settings), theirs)
+    return tokenizer, int(min(theirs.model_max_length, 10_000))
 
 
 def load_hf_tokenizer(folder: Path) -> Any:
@@ -179,8 +180,16 @@ def copy_core(theirs: Any) -> tokenizers.Tokenizer:
     if core is None:
         from transformers import T5Tokenizer
 
-        core = T5Tokenizer(vocab_file=theirs.vocab_file, extra_ids=0).backend_tokenizer
+        core = T5Tokenizer.from_pretrained(Path(theirs.vocab_file).parent, extra_ids=0).backend_tokenizer
     return tokenizers.Tokenizer.from_str(core.to_str())
+
+
+def require_same_ids(tokenizer: HFTokenizer, theirs: Any) -> HFTokenizer:
+    """The tokenizer, after a few captions have been compared with the library's."""
+    for text in ("a photo of a cat", "two dogs run in the snow"):  # which no cleaning changes
+        if tokenizer.core.encode(text).ids != theirs(text, truncation=False, padding=False)["input_ids"]:
+            raise ValueError(f"the tokenizer in {theirs.name_or_path} ({type(theirs).__name__}) cannot be converted")
+    return tokenizer
 
 
 def find_hf_config(path: Path, name: str) -> Settings:
@@ -190,4 +199,4 @@ def find_hf_config(path: Path, name: str) -> Settings:
     if "hidden_size" not in config and "d_model" not in config:  # that of another model, such as transformers' CLIP
         with hub.downloading(f"{path} has no config.json of its text tower beside it, and {name}"):
             config = read_json(download_from_hub(name, owner_optional=True, weights=False) / "config.json")
-    return {key: value for key, value in config.items() if key not in UNUSED_HF_KEYS}
+    return clean_hf_config(config)

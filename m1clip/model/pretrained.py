@@ -27,7 +27,11 @@ MAX_STAGES = 5  # last stages of a timm model whose mean outputs are features
 MAX_CONTEXT = 128  # tokens of a caption; the encoder's own limit may be lower
 # Position embeddings that these models do not use for tokens.
 POSITION_OFFSET = {"roberta": 2, "xlm-roberta": 2, "camembert": 2, "mpnet": 2}
-UNUSED_HF_KEYS = ("auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
+# Keys of a config.json that say nothing about the architecture; some would download or run code.
+UNUSED_HF_KEYS = (
+    *("auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "quantization_config"),
+    *("attn_implementation", "_attn_implementation"),
+)
 TASK_HEADS = r"(^|\.)(pooler|cls|lm_head|classifier|vocab_\w+|predictions?|qa_outputs|dense)\.|position_ids$"
 
 
@@ -49,7 +53,7 @@ class PretrainedTower(nn.Module):
     def layer_numbers(self) -> dict[str, int]:
         """The layer of each parameter of `net`, from the input: each numbered block or stage is a layer."""
         numbers, last = dict[str, int](), ""
-        for name, _ in self.net.named_parameters():
+        for name in sorted((name for name, _ in self.net.named_parameters()), key=is_output_projection):
             block = re.match(r".*?\.\d+\.", name)
             starts_layer = block is not None and block[0] != last
             last = block[0] if block else last
@@ -59,6 +63,11 @@ class PretrainedTower(nn.Module):
     def layers_from_top(self, parameter: str) -> int:
         """Layers from a parameter to the output, its own included."""
         return 1 + max(self.layer_numbers.values()) - self.layer_numbers[parameter.removeprefix("net.")]
+
+
+def is_output_projection(parameter: str) -> bool:
+    """Whether a parameter belongs to the output, although open_clip registers it before the blocks."""
+    return parameter.partition(".")[0] in ("proj", "text_projection")
 
 
 class TimmVision(PretrainedTower):
@@ -160,6 +169,12 @@ def create_hf(hf_config: Any, *variants: Mapping[str, Any]) -> Any:
     raise ValueError(f"transformers cannot create a {hf_config.model_type} model: {reason}")
 
 
+def clean_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without keys that say nothing about the architecture, also in its parts."""
+    kept = {key: value for key, value in config.items() if key not in UNUSED_HF_KEYS}
+    return {key: clean_hf_config(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
 def parse_hf_config(config: Mapping[str, Any]) -> Any:
     """The transformers config object, which knows each architecture's names for width and layers."""
     require_extra("transformers", "hf", f"a {config['model_type']} model")
@@ -246,7 +261,7 @@ def load_hf_text(spec: str) -> tuple[HFText, HFTokenizer]:
 
 
 def hf_text_config(folder: Path) -> HFConfig:
-    config = {key: value for key, value in read_json(folder / "config.json").items() if key not in UNUSED_HF_KEYS}
+    config = clean_hf_config(read_json(folder / "config.json"))
     if "model_type" not in config:
         raise ValueError(f"{folder / 'config.json'} has no model_type; expected a transformers encoder")
     parsed = parse_hf_config(config)

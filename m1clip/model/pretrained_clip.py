@@ -10,7 +10,6 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
@@ -36,9 +35,10 @@ from m1clip.format import did_you_mean
 from m1clip.model import library, safe_load
 from m1clip.model.clip import CLIP, load
 from m1clip.model.interop import OPEN_CLIP, OPENAI_VOCAB_SIZE, TABLES, TRANSFORMERS, Layout, Weights
-from m1clip.model.pretrained import POSITION_OFFSET, UNUSED_HF_KEYS, parse_hf_config, require_extra
+from m1clip.model.pretrained import POSITION_OFFSET, clean_hf_config, parse_hf_config, require_extra
 from m1clip.model.safe_load import WEIGHT_SUFFIXES, WeightMismatch, load_folder_tensors, read_json
 from m1clip.model.tokenizer import Tokenizer, find_clip_tokenizer
+from m1clip.run import Run
 
 # Width of an attention head by the width of the vision tower, where it is not 64 (ViT-H, g and bigG).
 HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104}
@@ -92,6 +92,8 @@ def find_checkpoint(spec: str, model_name: str) -> tuple[Path, Settings | None]:
         return find_open_clip(spec.removeprefix("open_clip:"))
     path = Path(spec.removeprefix("hf:")).expanduser()
     path = path if path.exists() else safe_load.download_from_hub(spec)
+    if path.is_dir() and "vision" in Run(path).read_or_empty("config.json"):  # a model of ours
+        return path, None
     return path, named_config(model_name) if model_name else config_beside(path)
 
 
@@ -283,10 +285,12 @@ def preprocess_settings(preprocess: Settings) -> dict[str, Any]:
 
 # transformers
 def import_transformers(folder: Path, tokenizer: str) -> CLIP:
-    config = {key: value for key, value in read_json(folder / "config.json").items() if key not in UNUSED_HF_KEYS}
+    config = clean_hf_config(read_json(folder / "config.json"))
     require_dual_encoder(folder, config)
-    path = folder / "preprocessor_config.json"
-    preprocess = transformers_preprocess(read_json(path) if path.is_file() else {})
+    processor = read_image_processor(folder)
+    is_known = bool(processor) or config["model_type"] == "clip"  # whose own preprocessing is the default
+    require(is_known, f"{folder} has no preprocessor_config.json, which says how images are resized and normalized")
+    preprocess = transformers_preprocess(processor)
     if config["model_type"] == "clip" and (hints := transformers_hints(config)):
         weights = load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"])
         hints |= {f"vision.{key}": value for key, value in preprocess.items()}
@@ -302,13 +306,23 @@ def import_transformers(folder: Path, tokenizer: str) -> CLIP:
         LibraryVisionConfig("transformers", config, size, width, **preprocess),
         LibraryTextConfig("transformers", config, text.vocab_size, length, width, chosen.settings),
     )
-    return build_clip(folder, transformers_weights(folder), {}, chosen, towers)
+    return build_clip(folder, transformers_weights(folder, parsed), {}, chosen, towers)
+
+
+def read_image_processor(folder: Path) -> Settings:
+    """preprocessor_config.json, or since transformers 5 a part of processor_config.json."""
+    for name, part in (("preprocessor_config.json", ""), ("processor_config.json", "image_processor")):
+        if (folder / name).is_file():
+            config = read_json(folder / name)
+            if not part or isinstance(config.get(part), dict):
+                return config[part] if part else config
+    return {}
 
 
 def require_dual_encoder(folder: Path, config: Settings) -> None:
     """Refuse by its name what is not a CLIP, or needs code of its own."""
     kind = config.get("model_type")
-    if kind == "clip" and find_spec("transformers") is None:  # our own towers may do
+    if kind == "clip":  # our own towers may do, without transformers
         return
     require_extra("transformers", "hf", f"{folder} is a {kind} model, which")
     from transformers import CONFIG_MAPPING, MODEL_MAPPING, __version__
@@ -344,7 +358,8 @@ def transformers_preprocess(config: Settings) -> dict[str, Any]:
     size, crop, is_cropped = config.get("size"), config.get("crop_size"), config.get("do_center_crop", True)
     edge = size.get("shortest_edge") if isinstance(size, dict) else size if is_cropped else None
     crop = crop.get("height") if isinstance(crop, dict) else crop
-    settings: dict[str, Any] = {"interpolation": INTERPOLATIONS.get(config.get("resample", 3), "bicubic")}
+    interpolation = INTERPOLATIONS.get(config.get("resample", 3), "bicubic")
+    settings: dict[str, Any] = {"interpolation": interpolation, "crop_offset": "floor"}
     if size and not edge:
         settings["resize_mode"] = "squash"
     elif edge and crop and is_cropped:
@@ -357,15 +372,16 @@ def transformers_preprocess(config: Settings) -> dict[str, Any]:
     return {**settings, "mean": tuple(mean), "std": tuple(std)}
 
 
-def transformers_weights(folder: Path) -> Weights:
+def transformers_weights(folder: Path, config: Any) -> Weights:
     """As transformers loads them: it knows the names that older versions used."""
     from transformers import AutoModel, logging
 
     logging.disable_progress_bar()
+    require(not (folder / "adapter_config.json").is_file(), f"{folder} is an adapter, not a whole model")
     options = {"trust_remote_code": False, "local_files_only": True, "dtype": torch.float32}
     try:
-        model, info = AutoModel.from_pretrained(folder, output_loading_info=True, **options)
-    except (OSError, RuntimeError, ValueError, SafetensorError, UnpicklingError) as error:
+        model, info = AutoModel.from_pretrained(folder, config=config, output_loading_info=True, **options)
+    except (OSError, RuntimeError, ValueError, ImportError, SafetensorError, UnpicklingError) as error:
         raise ValueError(f"the weights of {folder} cannot be loaded: {short_error(error)}") from None
     if info["missing_keys"] or info["mismatched_keys"]:
         raise WeightMismatch(folder, missing=info["missing_keys"], misshapen=map(str, info["mismatched_keys"]))

@@ -12,18 +12,25 @@ from dataclasses import dataclass, replace
 from statistics import median, median_high
 from typing import Any
 
+import torch
+
+from m1clip import devices
 from m1clip.config import PRESETS, ModelConfig, TextConfig, TrainConfig, VisionConfig, check_config, with_defaults
 from m1clip.console import Console
 from m1clip.data.batches import stored_size
 from m1clip.data.pixel_cache import PixelCache, decode_rows
 from m1clip.data.splits import Source
+from m1clip.devices import Plan
 from m1clip.format import duration
+from m1clip.model.clip import CLIP
 from m1clip.training.device_plan import default_plan
 from m1clip.training.setup import evenly_spaced
-from m1clip.training.timing import random_batch, time_plans
+from m1clip.training.step import TrainState
+from m1clip.training.timing import random_batch, time_step
 
 TRANSFORMER_FROM = 50_000  # images from which a text transformer is worth its time, if they are seen often
-TRIAL_S, SAMPLE, EVALUATIONS = 0.3, 100, 6
+TRIAL, TRIAL_STEPS = 0.02, 8  # of the budget, and steps, for timing one model
+SAMPLE, EVALUATIONS = 100, 6
 MAX_SAMPLE_S = 2.0  # decoding a sample
 OVERHEAD = 0.1  # of the budget: listing data, evaluating, saving
 MAX_DECODING = 0.2  # of the budget; if decoding up front takes more, images are decoded on the fly
@@ -143,7 +150,7 @@ def fit_budget(
             if budget.pairs(fastest) < candidate.min_pairs:
                 break  # this and all larger models are too slow
             try:
-                speeds.append(training_speed(trial, round(1.3 * data.words_per_caption) + 2))
+                speeds.append(training_speed(trial, round(1.3 * data.words_per_caption) + 2, TRIAL * config.budget_s))
             except ValueError:
                 if not speeds:
                     raise
@@ -195,14 +202,21 @@ def decodes_on_the_fly(sources: Sequence[Source], config: TrainConfig, console: 
     return (True,) * len(sources)
 
 
-def training_speed(config: TrainConfig, tokens: int) -> float:
-    """Pairs per second of real training steps on random images and captions."""
-    plan = default_plan(config).plan
+def training_speed(config: TrainConfig, tokens: int, max_s: float) -> float:
+    """Pairs per second of real training steps on random images and captions, timed for at most about `max_s`."""
+    plan, samples_ms = default_plan(config).plan, list[float]()
     batch = random_batch(config, config.batch_size, max(3, min(tokens, config.model.text.context_length)))
-    timing = time_plans(config, [plan], batch, TRIAL_S)[0]
-    if timing.error:
-        raise ValueError(f"a batch of {config.batch_size} pairs does not run on {plan.device}: {timing.error}")
-    return 1e3 * config.batch_size / min(timing.samples_ms)
+    try:
+        with torch.random.fork_rng(devices=[]):  # the run has its own random state
+            state = TrainState(CLIP(config.model), config, replace(plan, compile=False))
+        while len(samples_ms) < TRIAL_STEPS and sum(samples_ms) < 1e3 * max_s:
+            samples_ms.append(time_step(state, plan, batch)[0])
+    except devices.DEVICE_ERRORS as error:
+        reason = devices.short_error(error)
+        raise ValueError(f"a batch of {config.batch_size} pairs does not run on {plan.device}: {reason}") from None
+    finally:
+        devices.apply_plan(Plan())
+    return 1e3 * config.batch_size / min(samples_ms)
 
 
 def choose_candidate(

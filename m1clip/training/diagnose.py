@@ -89,10 +89,11 @@ def overfitting(history: History) -> Findings:
     if len(history.evals) < 3 or len(history.epochs) < 2:
         return {}
     # Retrieval by a few labels has as few queries: its R@1 is noise.
-    key = "label_accuracy" if "label_accuracy" in history.evals[-1] else "mean_r1"
+    key = "label_accuracy" if all("label_accuracy" in record for record in history.evals) else "mean_r1"
     *before, last, now = (float(record[key]) for record in history.evals)
     best = max(*before, last)
-    noise = math.sqrt(best * (1 - best) / (2 * history.evals[-1]["images"]))
+    queries = history.evals[-1]["images"] * (1 if key == "label_accuracy" else 2)
+    noise = math.sqrt(best * (1 - best) / queries)
     rising = history.epochs[-1]["accuracy"] > history.epochs[-2]["accuracy"]
     falling = now < best - 2 * noise and now <= last
     name = "label accuracy" if key == "label_accuracy" else "R@1"

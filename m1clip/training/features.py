@@ -35,36 +35,35 @@ from m1clip.training.setup import FEATURE_VIEWS, Setup, sample_captions
 
 VERSION = 3  # raise it when the same tower gives other features
 CPU_CHUNK, GPU_CHUNK = 16, 64
-TRIALS = 3  # timed encodings of a chunk
+TRIALS, MAX_TRIAL_S = 3, 3.0  # timed encodings of a chunk
 FP16_MAX = 65504.0
 HEAD_TIME = 0.1  # of a budget, reserved for training heads on encoded features
 Encode = Callable[[RowIndices], tuple[Tensor, Notes]]
 
 
 def plan_encoding(setup: Setup, model: CLIP, console: Console) -> Setup:
-    """Print how long encoding takes; with a budget, keep as many training images as can be encoded in time."""
+    """Print how long encoding takes; with a budget, keep as many images as can be encoded in time."""
     splits, config, towers = setup.splits, setup.config, setup.frozen
-    images, captions = len(splits.train) * ("vision" in towers), 0
-    if "text" in towers:
-        captions = sum(map(len, splits.train.all_captions()))
     encoder = FeatureEncoder(model.to_devices(*default_plan(config).plan.devices), config, console.progress)
-    if encoder.has_first_view(splits.train) or not images:
+    if encoder.is_cached(splits.train, towers):
         return setup
     image_s, caption_s = time_encoding(model, list(islice(sample_captions(splits.train), CPU_CHUNK)))
-    val_s = len(splits.val) * (image_s + captions / images * caption_s)
-    first_s = val_s + images * image_s + captions * caption_s
-    views = setup.views or (FEATURE_VIEWS if encoder.augmentation != Augmentation() else 1)
-    all_s = first_s + (views - 1) * images * image_s
-    console.print(f"encoding {images:,} images ({views} views) and {captions:,} captions: about {duration(all_s)}")
+    image_s, caption_s = image_s * ("vision" in towers), caption_s * ("text" in towers)
+    images, captions = len(splits.train) + len(splits.val), 0
+    if caption_s:
+        captions = sum(len(one) for split in (splits.train, splits.val) for one in split.all_captions())
+    views = setup.views or (FEATURE_VIEWS if image_s and encoder.augmentation != Augmentation() else 1)
+    first_s = images * image_s + captions * caption_s
+    all_s = first_s + (views - 1) * len(splits.train) * image_s
+    counts = [f"{images:,} images ({views} views)"] * bool(image_s) + [f"{captions:,} captions"] * bool(captions)
+    console.print(f"encoding {' and '.join(counts)}: about {duration(all_s)}")
     if setup.deadline is None or setup.checkpoint:
         return setup
-    available_s = setup.deadline - HEAD_TIME * (config.budget_s or 0.0) - time.monotonic() - val_s
-    every = min(images // 2, math.ceil((first_s - val_s) / max(available_s, 1e-3)))
+    available_s = setup.deadline - HEAD_TIME * (config.budget_s or 0.0) - time.monotonic()
+    every = min(len(splits.train) // 2, math.ceil(first_s / max(available_s, 1e-3)))
     if every < 2:
         return setup
-    console.warn(
-        f"--budget {config.budget} is too short for {duration(first_s)}: 1 of {every:,} training images is used"
-    )
+    console.warn(f"--budget {config.budget} is too short for {duration(first_s)}: 1 of {every:,} images is used")
     return setup.with_every(every)
 
 
@@ -84,12 +83,12 @@ def time_images(model: CLIP) -> float:
 
 @torch.inference_mode()
 def time_per_item(encode: Callable[[Tensor], Tensor], inputs: Tensor, device: torch.device) -> float:
-    seconds = []
-    for _ in range(1 + TRIALS):  # the first is warm-up
+    seconds = list[float]()
+    while len(seconds) <= TRIALS and sum(seconds) < MAX_TRIAL_S:
         started = time.perf_counter()
         encode_chunks(encode, inputs, device).cpu()
         seconds.append(time.perf_counter() - started)
-    return median(seconds[1:]) / len(inputs)
+    return median(seconds[1:] or seconds) / len(inputs)  # the first is warm-up
 
 
 def encode_frozen(
@@ -136,9 +135,17 @@ class FeatureEncoder:
         stored = batches.stored_size(self.model.config.vision.image_size, self.config.crop_scale)
         return digest("images", self.vision_digest, split_digest(pairs), variant, stored)
 
-    def has_first_view(self, pairs: Split) -> bool:
-        """Whether the first view of all images is in the cache."""
-        return not feature_store(self.image_key(pairs, 0), len(pairs), self.model.config.vision.width).missing_bytes
+    def caption_key(self, captions: Sequence[str]) -> str:
+        assert self.model.tokenizer is not None
+        return digest("captions", tower_digest(self.model, "text"), self.model.tokenizer.core.to_str(), *captions)
+
+    def is_cached(self, pairs: Split, towers: Sequence[str]) -> bool:
+        """Whether the first view of all images, or else all captions, have been encoded."""
+        model = self.model.config
+        if "vision" in towers:
+            return not feature_store(self.image_key(pairs, 0), len(pairs), model.vision.width).missing_bytes
+        captions = [caption for of_image in pairs.all_captions() for caption in of_image]
+        return not feature_store(self.caption_key(captions), len(captions), model.text.width).missing_bytes
 
     def _encode_images(self, pairs: Split, views: int, deadline: float | None) -> ImageFeatureTable:
         model, config = self.model, self.config
@@ -175,17 +182,15 @@ class FeatureEncoder:
 
     def _encode_captions(self, pairs: Split) -> CaptionFeatureTable:
         model = self.model
-        assert model.tokenizer is not None
-        width, by_image = model.config.text.width, [pairs.captions(row) for row in range(len(pairs))]
+        width, by_image = model.config.text.width, list(pairs.all_captions())
         captions = [caption for of_image in by_image for caption in of_image]
         order_M = np.argsort([len(caption) for caption in captions], kind="stable")  # similar lengths: little padding
-        key = digest("captions", tower_digest(model, "text"), model.tokenizer.core.to_str(), *captions)
 
         def encode(rows: RowIndices) -> tuple[Tensor, Notes]:
             tokens_BL = model.tokenize([captions[order_M[row]] for row in rows])
             return encode_chunks(model.text, tokens_BL, model.devices[1]), {}
 
-        store = self._build_store(key, len(captions), width, encode, "encoding captions")
+        store = self._build_store(self.caption_key(captions), len(captions), width, encode, "encoding captions")
         position_M = np.argsort(order_M)  # the inverse permutation
         start_N = np.cumsum([0, *map(len, by_image)])
         return CaptionFeatureTable(store.memmap(np.float16, width), position_M, start_N, batches.group_ids(captions))

@@ -91,9 +91,9 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
     elif completed and (evaluation is None or checkpoints.restored):
         with s.state.averaged_model() as model:
             evaluation = evaluate_on_val(s, model)
-    if completed:
-        run.write("data.json", {**run.read("data.json"), "val_near_duplicates": s.setup.splits.near_duplicates()})
     s.logger.write_status("finished" if completed else "stopped")
+    if completed and not config.budget_s:  # a budget has no time for it
+        run.write("data.json", {**run.read("data.json"), "val_near_duplicates": s.setup.splits.near_duplicates()})
     final = evaluation.scores if completed and evaluation else None
     best = (progress.best_step, checkpoints.restored)
     return TrainResult(run.path, completed, progress.step, progress.seconds, final, *best)
@@ -172,7 +172,9 @@ def start_session(setup: Setup, run: Run, console: Console) -> Session:
         console.print_fact("features", f"encoded, or read from the cache, in {duration(time.monotonic() - started)}")
     else:
         batches, val_features = make_batches(setup), FeatureTables()
-    batch = batches.batch(setup.total - 1)
+    captions = TrainCaptions.compare(setup.splits.train.all_captions(), list(setup.splits.val.all_captions()))
+    setup = replace(setup, config=choose_best_metric(setup.config, captions))
+    config, batch = setup.config, batches.batch(setup.total - 1)
     choice = device_plan.choose_plan(config, model, batch, setup.total, setup.resumed_plan, console)
     devices.apply_plan(choice.plan)
     memory.retain_freed_memory()
@@ -183,7 +185,6 @@ def start_session(setup: Setup, run: Run, console: Console) -> Session:
     schedule, metrics = make_schedule(setup, progress), StepMetrics(config, state.device, batch.duplicate_BB)
     logger = Logger(run, console, state, progress, batches, schedule, setup.imported)
     checkpoints = CheckpointManager(run, state, progress, console.warn)
-    captions = TrainCaptions.compare(setup.splits.train.all_captions(), list(setup.splits.val.all_captions()))
     parts = (state, progress, batches, val_features, captions, schedule, metrics, logger, checkpoints)
     s = Session(setup, run, console, *parts, ContentionPolicy(state, console.print))
     write_run_files(s)
@@ -194,6 +195,15 @@ def start_session(setup: Setup, run: Run, console: Console) -> Session:
     write_machine(run, choice)
     print_header(s, choice, chunk_reason)
     return s
+
+
+def choose_best_metric(config: TrainConfig, captions: TrainCaptions) -> TrainConfig:
+    """Label accuracy instead of the default where captions are labels, whose R@1 has as few queries as labels."""
+    if captions.labels and config.best_metric == "mean_r1":
+        return replace(config, best_metric="label_accuracy")
+    if config.best_metric == "label_accuracy" and not captions.labels:
+        raise ValueError("--best-metric label_accuracy is for data with labels; these captions are not labels")
+    return config
 
 
 def make_batches(setup: Setup) -> BatchStream:
@@ -274,13 +284,12 @@ def print_header(s: Session, choice: PlanChoice, chunk_reason: str) -> None:
         length = f"{config.budget} of training" + (f", at most {length}" if config.recipe != "scratch" else "")
     position = f"from step {s.progress.step:,}, " if s.progress.step else ""
     chunks = "" if s.state.chunk >= config.batch_size else f", {s.state.chunk:,} in memory at once"
+    has_recipe = bool(setup.init or setup.reason)
     facts = {
         "run": f"{s.run.path}, {position}{length}",
         "device": f"{choice.plan}: {choice.reason}; {choice.plan.threads or devices.DEFAULT_THREADS} CPU threads",
         "parity": choice.parity or "",
-        "recipe": recipe_fact(setup)
-        if (setup.init or setup.reason) and not setup.frozen
-        else "",  # printed before encoding
+        "recipe": recipe_fact(setup) if has_recipe and not setup.frozen else "",  # else it is above the encoding
         "model": f"{parameters:.2f} M parameters{trained_part}; {config.model.vision.image_size} px images",
         "data": f"{config.data}: {len(train):,} training images, {len(val):,} validation images",
         **setup.splits.facts,

@@ -24,7 +24,7 @@ from m1clip.model.clip import CLIP, load, load_tokenizer
 from m1clip.model.lora import add_lora
 from m1clip.model.pretrained import HFText, TimmVision, load_hf_text, load_timm
 from m1clip.model.tokenizer import Tokenizer, check_tokenizer, make_tokenizer
-from m1clip.run import Run
+from m1clip.run import Run, find_model
 from m1clip.training import checkpoint
 from m1clip.training.device_plan import default_plan, requested_plan
 from m1clip.training.logger import check_tracker
@@ -74,7 +74,7 @@ class Setup:
         return frozen_towers(self.config, self.init)
 
     def with_every(self, n: int) -> "Setup":
-        """The same run on every n-th training image."""
+        """The same run on every n-th image."""
         splits = self.splits.with_every(n)
         config = settle(self.config, self.init, splits.train.pairs_per_epoch)
         total = config.steps or config.epochs * (splits.train.pairs_per_epoch // config.batch_size)
@@ -95,7 +95,7 @@ def prepare(
     check_tracker(config.track)
     if not resumed:  # a resumed run has its tokenizer
         check_tokenizer(config.tokenizer)
-    config, init = load_init(config, resumed)
+    config, init = load_init(config, resumed, runs)
     sources = open_sources(config, console.progress)
     if not resumed:
         config, reason = choose_settings(config, given, is_final, init, sources, console)
@@ -112,6 +112,8 @@ def prepare(
     splits = open_splits(sources, config, evaluated, stored, console.progress, on_the_fly)
     splits = splits.with_every(before.get("every", 1))
     pairs, identity = splits.train.pairs_per_epoch, splits.train.identity
+    if not resumed and not is_final and "batch_size" not in given:
+        config = replace(config, batch_size=max(2, min(config.batch_size, pairs)))
     config = settle(config, init, pairs)
     if config.batch_size > pairs:
         raise ValueError(f"batch_size {config.batch_size} is larger than the {pairs} training pairs")
@@ -240,7 +242,7 @@ def check_disk_space(config: TrainConfig, init: InitModel, runs: Path, resumed: 
         raise OSError(f"{folder} has {file_size(free)} free; checkpoints need {file_size(need)}")
 
 
-def load_init(config: TrainConfig, resumed: Run | None) -> tuple[TrainConfig, InitModel]:
+def load_init(config: TrainConfig, resumed: Run | None, runs: Path = Path("runs")) -> tuple[TrainConfig, InitModel]:
     """Load what the config names, and the config with that model's shape."""
     torch.manual_seed(config.seed)  # new heads depend on the seed alone
     if resumed and (resumed.path / "start").is_dir():  # a run keeps its initial model
@@ -252,7 +254,8 @@ def load_init(config: TrainConfig, resumed: Run | None) -> tuple[TrainConfig, In
         from m1clip.model.pretrained_clip import import_clip
 
         requested = config.model
-        clip, note = import_clip(config.init, config.tokenizer, requested.activation == "quick_gelu", config.model_name)
+        spec = str(find_model(runs, config.init) or config.init)
+        clip, note = import_clip(spec, config.tokenizer, requested.activation == "quick_gelu", config.model_name)
         if requested.loss == "sigmoid" and clip.config.loss == "softmax":
             raise ValueError("--init was trained with the softmax loss; --model.loss sigmoid cannot continue it")
         if requested.head != "linear" and clip.config.head == "linear":
