@@ -37,6 +37,7 @@ VERSION = 3  # raise it when the same tower gives other features
 CPU_CHUNK, GPU_CHUNK = 16, 64
 TRIALS, MAX_TRIAL_S = 3, 3.0  # timed encodings of a chunk
 FP16_MAX = 65504.0
+MIN_IMAGES = 200  # encoded however short a budget is: fewer teach nothing
 HEAD_TIME = 0.1  # of a budget, reserved for training heads on encoded features
 Encode = Callable[[RowIndices], tuple[Tensor, Notes]]
 
@@ -60,7 +61,7 @@ def plan_encoding(setup: Setup, model: CLIP, console: Console) -> Setup:
     if setup.deadline is None or setup.checkpoint:
         return setup
     available_s = setup.deadline - HEAD_TIME * (config.budget_s or 0.0) - time.monotonic()
-    every = min(len(splits.train) // 2, math.ceil(first_s / max(available_s, 1e-3)))
+    every = min(max(2, len(splits.train) // MIN_IMAGES), math.ceil(first_s / max(available_s, 1e-3)))
     if every < 2:
         return setup
     console.warn(f"--budget {config.budget} is too short for {duration(first_s)}: 1 of {every:,} images is used")
