@@ -178,10 +178,11 @@ def clean_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def parse_hf_config(config: Mapping[str, Any]) -> Any:
     """The transformers config object, which knows each architecture's names for width and layers."""
     require_extra("transformers", "hf", f"a {config['model_type']} model")
-    from transformers import AutoConfig
+    from transformers import AutoConfig, logging
 
+    logging.set_verbosity_error()  # it warns of token ids that only generation would use
     try:
-        return AutoConfig.for_model(**config)
+        return AutoConfig.for_model(**clean_hf_config(config))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"transformers has no model of type {config['model_type']}: {error}") from None
 
