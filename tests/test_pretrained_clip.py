@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 import m1clip
 from helpers import train_run
 from m1clip.config import TrainConfig, check_config, from_json, recipe_defaults, with_defaults
-from m1clip.model.library import LibraryText, LibraryVision
+from m1clip.model.library import LibraryText, LibraryVision, transformers_tokenizer
 from m1clip.model.pretrained_clip import import_clip
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
@@ -114,7 +114,7 @@ TRANSFORMERS_MODELS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 
 def images() -> list[Image.Image]:
     noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
-    return [Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC) for size in ((240, 170), (64, 64), (90, 200))]
+    return [Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC) for size in ((240, 170), (64, 64), (97, 150))]
 
 
 def randomize(model: torch.nn.Module) -> torch.nn.Module:
@@ -229,6 +229,21 @@ def test_a_dual_encoder_of_transformers_gives_its_embeddings_and_is_saved_self_c
     ours.save(tmp_path / "ours")
     folder.rename(tmp_path / "elsewhere")
     assert_embeds(m1clip.load(tmp_path / "ours"), *expected)
+
+
+def test_a_sentencepiece_tokenizer_of_siglip_keeps_its_ids(tmp_path):
+    from sentencepiece import SentencePieceTrainer
+    from transformers import SiglipTokenizer
+
+    (tmp_path / "text.txt").write_text("\n".join([*CAPTIONS, "the quick brown fox jumps over lazy dogs"] * 20))
+    SentencePieceTrainer.train(input=str(tmp_path / "text.txt"), model_prefix=str(tmp_path / "spiece"), vocab_size=40)
+    theirs = SiglipTokenizer(str(tmp_path / "spiece.model"), model_max_length=16)
+    theirs.save_pretrained(tmp_path / "tokenizer")
+    ours, length = transformers_tokenizer(tmp_path / "tokenizer", "", {"model_type": "siglip"})
+    padding = {"padding": "max_length", "truncation": True, "max_length": 16}
+    texts = ["a photo of a cat", "Two dogs, RUNNING far!"]
+    assert ours(texts, length).tolist() == theirs(texts, **padding)["input_ids"]
+    assert len({tuple(row) for row in ours(texts, length).tolist()}) == 2
 
 
 def test_logits_keep_temperature_and_bias(tmp_path):

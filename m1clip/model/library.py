@@ -86,10 +86,10 @@ def naflex_patches(pixels_BCHW: Tensor, patch: int) -> dict[str, Tensor]:
 def build_net(config: LibraryVisionConfig | LibraryTextConfig, tower: str) -> Any:
     """The library's module with random weights, from the stored settings alone: nothing is downloaded."""
     avoid_fused_attention()
-    return (build_open_clip if config.library == "open_clip" else build_transformers)(config.settings, tower)
+    return (build_open_clip_net if config.library == "open_clip" else build_transformers_net)(config.settings, tower)
 
 
-def build_open_clip(settings: Settings, tower: str) -> Any:
+def build_open_clip_net(settings: Settings, tower: str) -> Any:
     require_extra("open_clip", "openclip", f"this {tower} tower of open_clip")
     import open_clip
 
@@ -110,7 +110,7 @@ def build_open_clip(settings: Settings, tower: str) -> Any:
     return model.visual if tower == "vision" else model.text
 
 
-def build_transformers(settings: Settings, tower: str) -> Any:
+def build_transformers_net(settings: Settings, tower: str) -> Any:
     hf_config = parse_hf_config(settings)
     other: Any = hf_config.text_config if tower == "vision" else hf_config.vision_config
     other.num_hidden_layers = 1  # of the tower that is removed
