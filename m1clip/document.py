@@ -24,6 +24,7 @@ from m1clip.format import UNKNOWN
 
 PACKAGE = Path(__file__).parent
 SPECIAL = re.compile(r"[\\`*\[\]~|#]|(?<![^\W_])_|_(?![^\W_])")  # read as Markdown
+matplotlib.rcdefaults()  # a matplotlibrc in the current folder could even run LaTeX
 matplotlib.rcParams["text.parse_math"] = False  # a caption with two dollar signs is not a formula
 # Distinguishable with color blindness (Okabe and Ito).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A", "#000000")

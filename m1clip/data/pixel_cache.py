@@ -82,7 +82,8 @@ class WorkerPool(Generic[T]):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self.workers = workers or cores or 1
         context = multiprocessing.get_context("spawn")
-        self.executor = ProcessPoolExecutor(self.workers, context, _start_worker, (function,))
+        with safe_path():  # its queues start multiprocessing's resource tracker
+            self.executor = ProcessPoolExecutor(self.workers, context, _start_worker, (function,))
         atexit.register(self.close)  # before Python joins its children: after a second Ctrl-C it would wait forever
 
     def map(self, chunks: Iterable[Rows]) -> Iterator[T]:
@@ -106,7 +107,8 @@ class WorkerPool(Generic[T]):
         """Submitting may start a process, which inherits the blocked Ctrl-C: it would print a traceback."""
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            return self.executor.submit(_apply, rows)
+            with safe_path():
+                return self.executor.submit(_apply, rows)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
@@ -116,6 +118,20 @@ class WorkerPool(Generic[T]):
         self.executor.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.terminate()
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Python processes started in the block do not import modules from the current folder."""
+    previous = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = previous
 
 
 _function: Callable[[Rows], Any]
