@@ -1,14 +1,13 @@
 """The command table. A command's module is imported when it is called; errors end here as one sentence."""
 
 import os
-import signal
 import sys
 import traceback
 from importlib import import_module
 from io import TextIOWrapper
 from types import ModuleType
 
-from m1clip import __version__
+from m1clip import __version__, signals
 from m1clip.format import did_you_mean, printable
 
 COMMANDS = {
@@ -46,12 +45,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # arrows on ASCII terminals
-    handled = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    for number in handled:  # nohup ignores SIGHUP
-        signal.signal(number, signal.default_int_handler)  # all as Ctrl-C: partial files are removed
+    signals.answer_signals()
+    os.environ["PYTHONSAFEPATH"] = "1"  # no process that is started imports modules of the current folder
     code = run_command(sys.argv[1:])
-    for number in handled:
-        signal.signal(number, signal.SIG_DFL)  # another one ends the exiting process without a traceback
+    signals.end_at_next_signal()
     sys.exit(code)
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent / "m1clip"
 FILES = sorted(ROOT.rglob("*.py"))
 
 BOTTOM = {"config", "run", "files", "format", "console", "devices", "sensors", "losses", "images", "decode", "parity"}
-BOTTOM |= {"hub"}
+BOTTOM |= {"hub", "signals"}
 # What a sub-package or file may import of ours, beside itself. "" is the package: version and lazy names.
 MAY_IMPORT = {
     **{name: {"files", "format", "config"} - {name} for name in BOTTOM},
@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "bench": BOTTOM | {"training", "evals", "model", "data", "document", ""},
     "monitor": {"config", "run", "files", "format", "document"},  # never torch
     "commands": BOTTOM | {"api", "monitor", "bench", "training", "evals", "model", "data", "document", ""},
-    "cli": {"format", "commands", ""},
+    "cli": {"format", "signals", "commands", ""},
     "__main__": {"cli"},
     "": {"api", "model"},
 }
@@ -123,7 +123,7 @@ BUDGETS = {
     "bench": 480,
     "monitor": 1_420,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_830, 16_400, 96
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_980, 16_700, 97
 
 
 def test_every_part_stays_within_its_size():
@@ -195,7 +195,7 @@ def test_few_files_lead_from_the_command_to_the_first_gradient(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     executed, loaded = ast.literal_eval(done.stderr.splitlines()[-1])
     assert f"{ROOT}/training/loop.py" in executed
-    assert len(executed) <= 35, executed
+    assert len(executed) <= 36, executed
     assert len(loaded) <= 45, loaded
 
 

@@ -13,8 +13,8 @@ from helpers import QuietConsole, train_run
 from m1clip.config import get_preset, override
 from m1clip.model.clip import load
 from m1clip.run import Run
+from m1clip.signals import StopSignal
 from m1clip.training import checkpoint
-from m1clip.training.loop import StopSignal
 from m1clip.training.optim import learning_rate
 from m1clip.training.setup import prepare
 
@@ -158,7 +158,7 @@ def test_a_missing_link_to_the_last_checkpoint_loses_no_work(tiny_run, tmp_path)
 
 def test_a_second_ctrl_c_stops_at_once_unless_it_follows_within_a_second(monkeypatch):
     messages, clock = [], iter((100.0, 100.1, 105.0))
-    monkeypatch.setattr("m1clip.training.loop.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("m1clip.signals.time.monotonic", lambda: next(clock))
     with StopSignal(messages.append) as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.received

@@ -1,14 +1,11 @@
 """One training run: place the model, run the loop, keep the result."""
 
-import signal
 import time
-from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ from m1clip.format import duration
 from m1clip.model.clip import CLIP, load
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run
+from m1clip.signals import StopSignal
 from m1clip.training import checkpoint, device_plan, memory
 from m1clip.training.checkpoint import CheckpointManager, Progress
 from m1clip.training.contention import ContentionPolicy
@@ -99,7 +97,7 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
     return TrainResult(run.path, completed, progress.step, progress.seconds, final, *best)
 
 
-def training_loop(s: Session, stop: "StopSignal") -> tuple[bool, Evaluation | None]:
+def training_loop(s: Session, stop: StopSignal) -> tuple[bool, Evaluation | None]:
     """Train until the schedule ends or a signal arrives; whether it is complete, and the last evaluation."""
     state, config, progress = s.state, s.state.config, s.progress
     evaluation, ending = None, has_ended(s)
@@ -314,29 +312,3 @@ def token_facts(tokenizer: Tokenizer, pairs: Split, config: TrainConfig) -> str:
     truncated = sum(length > limit for length in lengths) / len(lengths)
     text = f"{len(tokenizer):,} tokens, up to {max(lengths)} per caption"
     return text + (f"; context length {limit} truncates {truncated:.0%} of the captions" if truncated else "")
-
-
-class StopSignal:
-    """The first signal ends the run after the current step, another one at once."""
-
-    def __init__(self, report: Callable[[str], None]):
-        self.report, self.received, self.received_at = report, False, 0.0
-
-    def __enter__(self) -> "StopSignal":
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores
-        self.previous = {number: signal.signal(number, self._handle) for number in handled}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if not self.received:
-            self.received, self.received_at = True, now
-            name = signal.Signals(number).name
-            self.report(f"{name}: finishing this step and saving; send it again to stop at once")
-        elif now - self.received_at >= 1:  # less: one signal sent twice, by a shell to its group and by `timeout`
-            raise KeyboardInterrupt
