@@ -733,3 +733,52 @@ def test_a_million_rows_need_less_than_300_mb(tmp_path):
     images, grown = map(int, done.stdout.split())
     assert images == 700_000
     assert grown < 300e6
+
+
+def write_table(folder, caption, count=4):
+    """A table of images, one of them with that caption; the others are intact."""
+    names = write_photos(folder, count)
+    rows = "".join(f"{name},scene {i}\n" for i, name in enumerate(names[1:], 1))
+    (folder / "table.csv").write_text(f"image,caption\n{names[0]},{caption}\n{rows}")
+    return folder / "table.csv"
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "字", "🙂"])
+def test_long_captions_are_truncated_to_10000_bytes_and_counted(tmp_path, letter):
+    source = open_source(write_table(tmp_path, letter * 300_000))
+    (caption,) = captions_by_image(source)["0000.jpg"]
+    assert caption == letter * (10_000 // len(letter.encode()))
+    assert source.bad_rows.note_lines() == ["1 captions longer than 10,000 bytes, which are truncated"]
+
+
+def test_a_caption_of_10000_bytes_is_kept(tmp_path):
+    source = open_source(write_table(tmp_path, "é" * 5000))
+    assert captions_by_image(source)["0000.jpg"] == ["é" * 5000]
+    assert not source.bad_rows.note_lines()
+
+
+def test_of_a_line_of_many_megabytes_only_the_beginning_is_read(tmp_path):
+    source = open_source(write_table(tmp_path, "x" * 5_000_000))
+    captions = captions_by_image(source)
+    assert captions["0000.jpg"] == ["x" * 10_000]
+    assert captions["0003.jpg"] == ["scene 3"]
+    assert source.all.location(3).endswith("line 5 (0003.jpg)")  # the long line counts as one
+
+
+def test_a_path_or_a_split_of_a_million_characters_affects_no_other_row(tmp_path):
+    names = write_photos(tmp_path, 4)
+    rows = [f"{names[0]},a,{'1' * 400_000}x", f"{'a' * 400_000}.jpg,b,train", f"{names[1]},c,val"]
+    (tmp_path / "table.csv").write_text("\n".join(["image,caption,split", *rows]))
+    source = open_source(tmp_path / "table.csv")
+    assert captions_by_image(source).keys() == {"0000.jpg", "0001.jpg"}
+    assert bad_rows(source) == {("broken line", "table.csv line 3")}
+
+
+def test_captions_in_deeply_nested_lists_are_bad_rows(tmp_path):
+    names = write_photos(tmp_path, 4)
+    nested = ["[" * depth + '"a cat"' + "]" * depth for depth in (2, 3, 300, 900)]
+    rows = (f'{{"image": "{name}", "caption": {value}}}\n' for name, value in zip(names, nested, strict=True))
+    (tmp_path / "table.jsonl").write_text("".join(rows))
+    source = open_source(tmp_path / "table.jsonl")
+    assert captions_by_image(source) == {"0000.jpg": ["a cat"], "0001.jpg": ["a cat"]}
+    assert len(source.bad_rows) == 2

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from m1clip.model import tokenizer
 from m1clip.model.tokenizer import Tokenizer, clean, make_tokenizer
 
 
@@ -123,3 +124,10 @@ def test_clean_fixes_entities_encodings_and_white_space():
     assert clean("tom &amp;amp; jerry") == "tom & jerry"
     assert clean("schÃ¶n\n  gut") == "schön gut"
     assert clean("plain ascii") == "plain ascii"
+
+
+def test_bpe_is_learned_from_words_and_captions_of_bounded_length(monkeypatch):
+    texts = list(tokenizer.training_texts(["a " + "x" * 5000 + " b", "CAT"]))
+    assert texts == ["a " + "x" * 256 + " b", "cat"]
+    monkeypatch.setattr(tokenizer, "BPE_BYTES", 10)
+    assert list(tokenizer.training_texts(["four", "eight", "twelve"])) == ["four", "eight"]

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from m1clip import hub
 from m1clip.config import DataConfig
 from m1clip.data.caption_text import label_caption
-from m1clip.data.index import MAX_CAPTION_BYTES, BadRow, Listing, Row
+from m1clip.data.index import MAX_CAPTION_FILE_BYTES, BadRow, Listing, Row
 from m1clip.data.tables import IMAGE_SUFFIX, Values, caption_texts, holds_images, parse_records
 from m1clip.files import cache_folder
 
@@ -119,7 +119,7 @@ def split_from_name(name: str) -> str:
 def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     file = tar.extractfile(member)
     assert file is not None  # links were refused
-    return file.read(MAX_CAPTION_BYTES)
+    return file.read(MAX_CAPTION_FILE_BYTES)
 
 
 # `hf:NAME`, and Parquet files with images.

@@ -6,6 +6,7 @@ Rows that name the same image become one entry with several captions.
 
 import html
 import json
+import operator
 import os
 import re
 import stat
@@ -18,7 +19,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain, groupby, islice
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -40,7 +40,9 @@ NUMBERS = {"offset": pa.int64(), "length": pa.int64(), "line": pa.int32()}
 CODES = {"container": pa.int32(), "table": pa.int32(), "split": pa.int8()}
 SCHEMA = pa.schema({"image": pa.string(), **NUMBERS, **CODES, "captions": pa.list_(pa.string())})
 TIMEOUT_S, ATTEMPTS = 20, 2  # of downloads
-MAX_CAPTION_BYTES = 1_000_000  # captions of one image
+MAX_CAPTION_BYTES = 10_000  # the rest of a longer caption is not read
+MAX_CAPTION_FILE_BYTES = 1_000_000  # likewise, of a text file with the captions of one image
+MAX_NAME = 4096  # characters of a path or URL
 BY_LINES = (".csv", ".tsv", ".jsonl", ".txt", ".token")  # other tables have rows
 MAX_EXAMPLES = 10_000  # bad rows that are listed; further ones are only counted
 SPLIT_WORDS = {
@@ -112,6 +114,9 @@ class Row(NamedTuple):
         """The row with its usable captions only, or the reason why it cannot be used."""
         if not self.image or "\0" in self.image:
             return BadRow("broken line", self.location(root), "names no image")
+        if len(self.image) > MAX_NAME:
+            reason = f"{self.image[:80]}… is no path: it has {len(self.image):,} characters"
+            return BadRow("broken line", self.location(root), reason)
         if re.search("[\ud800-\udfff]", "".join((self.image, *self.captions))):  # made by surrogateescape
             return BadRow("not UTF-8", self.location(root), "the text is not UTF-8; save the file as UTF-8")
         texts = (caption.strip() for caption in self.captions)
@@ -208,6 +213,14 @@ def normalize_split(word: str) -> str:
     return "unlisted" if word == "unlisted" else next(filter(None, known), "unknown")
 
 
+def truncate(caption: str) -> str:
+    """The caption if it is not too long, else its first MAX_CAPTION_BYTES."""
+    if 4 * len(caption) <= MAX_CAPTION_BYTES:  # a character has at most four bytes
+        return caption
+    data = caption.strip().encode(errors="surrogateescape")
+    return caption if len(data) <= MAX_CAPTION_BYTES else data[:MAX_CAPTION_BYTES].decode(errors="ignore")
+
+
 class IndexWriter:
     def __init__(self, listing: Listing, config: DataConfig, bad_rows: BadRows):
         self.listing, self.allow, self.bad_rows = listing, config.allow, bad_rows
@@ -239,7 +252,7 @@ class IndexWriter:
                 columns = {name: [getattr(row, name) for row in batch] for name in ("image", *NUMBERS, "captions")}
                 for name, numbers in (("container", self.containers), ("table", self.tables)):
                     columns[name] = [numbers.setdefault(getattr(row, name), len(numbers)) for row in batch]
-                columns["split"] = [SPLIT_CODES[normalize_split(row.split) if row.split else ""] for row in batch]
+                columns["split"] = [SPLIT_CODES[normalize_split(row.split[:100]) if row.split else ""] for row in batch]
                 writer.write_batch(pa.record_batch([columns[name] for name in SCHEMA.names], SCHEMA))
                 progress(len(batch))
         return np.array(keys, np.int64)
@@ -247,7 +260,7 @@ class IndexWriter:
     def _usable_rows(self) -> Iterator[Row]:
         """Valid rows; consecutive rows of one image are merged here already."""
         rows = filter(None, map(self._validate, self.listing.rows))
-        for _, group in groupby(rows, attrgetter("container", "offset", "image")):
+        for _, group in groupby(rows, operator.attrgetter("container", "offset", "image")):
             first, *others = group
             self.bad_rows.rows += len(others)
             yield first._replace(captions=[caption for row in (first, *others) for caption in row.captions])
@@ -256,12 +269,21 @@ class IndexWriter:
         if isinstance(row, Note):
             self.bad_rows.notes[row.text] += row.occurrences
             return None
-        row = row if isinstance(row, BadRow) else self._without_html(row).validated(self.allow, self.root)
+        if isinstance(row, Row):
+            row = self._without_html(self._truncated(row)).validated(self.allow, self.root)
         if isinstance(row, Row):
             return row
         self.bad_rows.add(row)
         self.bad_rows.rows += 1
         return None
+
+    def _truncated(self, row: Row) -> Row:
+        """The row with captions of bounded length: tokenizers and regular expressions are slow on others."""
+        captions = [truncate(caption) for caption in row.captions]
+        if cut := sum(map(operator.is_not, captions, row.captions)):
+            self.bad_rows.notes[f"captions longer than {MAX_CAPTION_BYTES:,} bytes, which are truncated"] += cut
+            return row._replace(captions=captions)
+        return row
 
     def _without_html(self, row: Row) -> Row:
         captions = list(map(remove_html, row.captions))

@@ -19,7 +19,7 @@ from braceexpand import braceexpand
 
 from m1clip.config import DataConfig
 from m1clip.data import caption_text, containers, tables
-from m1clip.data.index import MAX_CAPTION_BYTES, SPLIT_WORDS, BadRow, Listed, Listing, Note, Row
+from m1clip.data.index import MAX_CAPTION_FILE_BYTES, SPLIT_WORDS, BadRow, Listed, Listing, Note, Row
 from m1clip.data.splits import SCHEMES
 from m1clip.format import did_you_mean
 
@@ -258,7 +258,7 @@ def _read_caption_file(path: Path, image: str, file: Path) -> Iterator[Listed]:
         if not file.is_file():
             raise OSError(0, "there is no .txt file beside it")
         with open(file, "rb") as opened:
-            data = opened.read(MAX_CAPTION_BYTES)
+            data = opened.read(MAX_CAPTION_FILE_BYTES)
     except OSError as error:
         yield BadRow("no caption", str(path / image), str(error.strerror))
         return

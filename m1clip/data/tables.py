@@ -9,9 +9,9 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from m1clip.config import DataConfig
 from m1clip.data.caption_text import detect_encoding
 from m1clip.data.index import BadRow, Listed, Listing, Note, Row, table_location
+from m1clip.signals import ended_by_signals
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 IMAGE_SUFFIX = re.compile(r"\.(jpe?g|jpe|jfif|png|webp|gif|bmp|tiff?|avif|heic|heif|jp2|ppm|pgm)$", re.I)
@@ -36,6 +37,9 @@ CAPTION_COLUMNS = (
 SPLIT_COLUMNS = ("split", "set", "partition", "subset")
 ID_COLUMN = re.compile(r"(^|_)(id|ids|key|index|idx|hash|sha256|md5)$")
 MAX_QUOTED_LINES = 50  # a longer quoted field counts as a missing quotation mark
+MAX_LINE = 1_000_000  # characters; the rest of a longer line is not read
+MAX_NESTING = 8  # of lists of captions
+LARGE_JSON = 20_000_000  # bytes that take about as long as Ctrl-C may
 SAMPLED_ROWS = 200  # columns are guessed from these
 
 Values = dict[str, Any]
@@ -85,17 +89,17 @@ def find_images(folder: Path, rows: Iterator[Listed]) -> Listing:
     return Listing(folders[best], chain(head, rows))
 
 
-def caption_texts(value: Any) -> list[str]:
+def caption_texts(value: Any, depth: int = 0) -> list[str]:
     """One or several captions, from a string, a list, a list written as a string, or objects."""
     if isinstance(value, dict):
         # In a conversation, the answer is the caption.
         answer = value.get("value") if value.get("from") in ("gpt", "assistant") else None
         value = answer or value.get("raw") or value.get("caption") or value.get("text")
-    if isinstance(value, list | tuple):
-        return [text for item in value for text in caption_texts(item)]
+    if isinstance(value, list | tuple) and depth < MAX_NESTING:
+        return [text for item in value for text in caption_texts(item, depth + 1)]
     if not isinstance(value, str):
         return []
-    if value.startswith("[") and value.endswith("]"):
+    if value.startswith("[") and value.endswith("]") and len(value) <= MAX_LINE:
         for parse in (json.loads, ast.literal_eval):
             try:
                 items = parse(value)
@@ -157,7 +161,7 @@ def read_csv(path: Path) -> Iterator[Record]:
     """One record per line. A line that does not fit the header, or lacks a quotation mark, is broken."""
     with open_text(path, newline="") as (file, notes):
         yield from ((0, note) for note in notes)
-        lines: Iterator[tuple[int, str]] = enumerate(file, 1)
+        lines = read_lines(file)
         number, text = next(((n, line) for n, line in lines if line.strip()), (0, ""))
         delimiter = _find_delimiter(text)
         if text.strip().strip('"') == f"sep={delimiter}":  # Excel's first line
@@ -176,7 +180,7 @@ def read_csv(path: Path) -> Iterator[Record]:
             fields, extra = _split_fields(text, delimiter), list[tuple[int, str]]()
             if fields and len(fields) > len(names) and ends_with_caption:  # unquoted commas can only belong to it
                 fields = [*fields[: len(names) - 1], delimiter.join(fields[len(names) - 1 :])]
-            while fields is None and len(extra) < MAX_QUOTED_LINES and (following := next(lines, None)):
+            while fields is None and may_continue(extra) and (following := next(lines, None)):
                 extra.append(following)
                 fields = _split_fields(text + "".join(line for _, line in extra), delimiter, strict=True)
             if fields and len(fields) == len(names):
@@ -185,6 +189,22 @@ def read_csv(path: Path) -> Iterator[Record]:
                 yield number, ValueError(f"expected {len(names)} fields ({', '.join(names)})")
                 lines = chain(extra, lines)
             number, text = next(lines, (0, ""))
+
+
+def read_lines(file: TextIO) -> Iterator[tuple[int, str]]:
+    """The lines with their numbers, from 1; of a line longer than MAX_LINE only the beginning."""
+    for number in count(1):
+        line = rest = file.readline(MAX_LINE)
+        if not line:
+            return
+        while len(rest) == MAX_LINE and rest[-1] not in "\r\n":
+            rest = file.readline(MAX_LINE)
+        yield number, line
+
+
+def may_continue(lines: Sequence[tuple[int, str]]) -> bool:
+    """Whether a quoted field may have still more lines than these."""
+    return len(lines) < MAX_QUOTED_LINES and sum(len(line) for _, line in lines) < MAX_LINE
 
 
 def _find_delimiter(text: str) -> str:
@@ -212,7 +232,7 @@ def _split_fields(text: str, delimiter: str, strict: bool = False) -> list[str] 
 def read_json_lines(path: Path) -> Iterator[Record]:
     with open_text(path) as (file, notes):
         yield from ((0, note) for note in notes)
-        for number, line in enumerate(file, 1):
+        for number, line in read_lines(file):
             try:
                 if line.strip():
                     yield number, json.loads(line)
@@ -236,7 +256,9 @@ def read_json_table(path: Path) -> Iterator[Record]:
 def load_json(path: Path) -> Any:
     try:
         with open(path, "rb") as file:
-            return json.load(file)
+            is_large = os.fstat(file.fileno()).st_size > LARGE_JSON
+            with ended_by_signals() if is_large else nullcontext():
+                return json.load(file)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
@@ -321,7 +343,7 @@ def list_captions(path: Path) -> Listing | None:
     """A JSON file of COCO or Karpathy, or a text file of Flickr (name.jpg#0, a tab and a caption); else None."""
     if path.suffix.lower() != ".json":
         with open_text(path) as (file, _):
-            is_token_file = re.match(r"[^\t]+#\d+\t", file.readline())
+            is_token_file = re.match(r"[^\t]+#\d+\t", file.readline(MAX_LINE))
         return find_images(path.parent, _token_rows(path)) if is_token_file else None
     values = load_json(path)
     if not isinstance(values, dict) or not isinstance(values.get("images"), list):
@@ -383,8 +405,9 @@ def _list_flickr(path: Path, config: DataConfig) -> Listing | None:
     splits = {}  # from lists such as Flickr_8k.trainImages.txt, train.txt, dev.txt
     for file in files:
         if split := re.search(r"(?:^|[._])(train|val|dev|test)(?:images)?\.txt$", file.name, re.I):
-            for line in file.read_text(errors="replace").splitlines():
-                splits[os.path.splitext(line.strip())[0]] = split[1].lower()
+            with open(file, errors="replace") as text:
+                for _, line in read_lines(text):
+                    splits[os.path.splitext(line.strip())[0]] = split[1].lower()
     if not splits:
         return listing
     rows = (
@@ -398,7 +421,7 @@ def _token_rows(path: Path) -> Iterator[Listed]:
     """1000268201_693b08cb0e.jpg#0<tab>A child in a pink dress is climbing up the stairs ."""
     with open_text(path) as (file, notes):
         yield from notes
-        for number, line in enumerate(file, 1):
+        for number, line in read_lines(file):
             name, tab, caption = line.rstrip("\n").partition("\t")
             image, mark, _ = name.partition("#")
             if tab and mark and IMAGE_SUFFIX.search(re.sub(r"\.\d+$", "", image)):

@@ -6,7 +6,8 @@ All three are a `tokenizer.json` of the tokenizers library; the start and end to
 import gzip
 import html
 import json
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -29,6 +30,8 @@ VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"  # of OpenAI
 CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 CLIP_MERGES = 49152 - 256 - 2  # OpenAI's file has more; CLIP uses these
 BPE_CAPTIONS = 50_000  # captions that BPE is learned from
+BPE_BYTES = 32_000_000  # of them, at most
+LONG_WORD = re.compile(r"(\S{256})\S+")  # the time of training BPE grows with the square of a word's length
 
 
 class Tokenizer:
@@ -63,7 +66,7 @@ class Tokenizer:
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size, special_tokens=[PAD, START, END], initial_alphabet=alphabet, show_progress=False
         )
-        core.train_from_iterator(map(clean, islice(captions, BPE_CAPTIONS)), trainer)
+        core.train_from_iterator(training_texts(captions), trainer)
         return cls.from_state(json.loads(core.to_str()))
 
     @classmethod
@@ -168,6 +171,17 @@ class HFTokenizer(Tokenizer):
         clean_text, zeroed = CLEANERS[self.settings.clean], self.settings.zeroed_id
         encodings = self.core.encode_batch_fast([clean_text(text) for text in texts])
         return [[0 if id_ == zeroed else id_ for id_ in encoding.ids] for encoding in encodings]
+
+
+def training_texts(captions: Iterable[str]) -> Iterator[str]:
+    """The captions that BPE is learned from, with words of bounded length."""
+    size = 0
+    for caption in islice(captions, BPE_CAPTIONS):
+        text = LONG_WORD.sub(r"\1", clean(caption))
+        size += len(text.encode())
+        if size > BPE_BYTES:
+            return
+        yield text
 
 
 def make_tokenizer(kind: str, captions: Iterable[str], vocab_size: int) -> Tokenizer:
