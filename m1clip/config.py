@@ -22,11 +22,14 @@ CropOffset = Literal["round", "floor"]
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 BestMetric = Literal["mean_r1", "i2t_r1", "t2i_r1", "i2t_r5", "t2i_r5", "i2t_r10", "t2i_r10", "label_accuracy"]
 Recipe = Literal["auto", "scratch", "frozen", "lora", "full"]
-Positive = Annotated[int, Ge(1)]
-NonNegative = Annotated[int, Ge(0)]
+Positive = Annotated[int, Ge(1), Le(10**9)]
+NonNegative = Annotated[int, Ge(0), Le(10**9)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+MAX_SECONDS = 10 * 365 * 86400.0
 
 
 def require(condition: bool, message: str) -> None:
@@ -286,7 +289,7 @@ class TrainConfig(DataConfig):
     """Passes over the training images."""
     steps: NonNegative = 0
     """Stop after this many steps; 0 trains for --epochs."""
-    batch_size: Annotated[int, Ge(2)] = 256
+    batch_size: Annotated[int, Ge(2), Le(10**7)] = 256
     """Contrastive batch size."""
     captions_per_image: Positive = 1
     """Captions of each image used per step, where it has several."""
@@ -367,7 +370,7 @@ def parse_duration(text: str, name: str) -> float:
         seconds = float(text[:-1]) * {"s": 1, "m": 60, "h": 3600}[text[-1:]]
     except (ValueError, KeyError):
         seconds = 0.0
-    require(0 < seconds < float("inf"), f"{name} must be a duration such as 90s, 10m or 2h, not {text!r}")
+    require(0 < seconds < MAX_SECONDS, f"{name} must be a duration such as 90s, 10m or 2h, not {text!r}")
     return seconds
 
 

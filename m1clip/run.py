@@ -13,6 +13,8 @@ from typing import Any
 
 from m1clip.files import PARTIAL, atomic_write, fsync, json_safe, lock_folder, read_jsonl, remove_partial
 
+MAX_NAME = 200  # bytes of a run's name; file systems allow 255, and temporary names are longer
+
 
 class Run:
     def __init__(self, path: Path):
@@ -140,6 +142,8 @@ def new_run_path(runs: Path, name: str | None, preset: str, overwrite: bool) -> 
     name = next_name(runs, preset) if name is None else name
     if name in ("", ".", "..") or set(name) & set("/\\\0"):
         raise ValueError(f"--name must be a plain folder name, not {name!r}; --runs sets the parent folder")
+    if len(name.encode(errors="replace")) > MAX_NAME or not name.isprintable():
+        raise ValueError(f"--name must have at most {MAX_NAME} printable characters, not {name[:50]!r}…")
     path = runs / name
     if not path.exists() or (path.is_dir() and is_empty(path)):
         return path
@@ -234,7 +238,7 @@ def is_empty(folder: Path) -> bool:
 
 def next_name(runs: Path, stem: str) -> str:
     numbers = [path.name.removeprefix(f"{stem}-") for path in runs.glob(f"{stem}-*")]
-    return f"{stem}-{max((int(n) for n in numbers if n.isdecimal()), default=0) + 1}"
+    return f"{stem}-{max((int(n) for n in numbers if n.isdecimal() and len(n) < 10), default=0) + 1}"
 
 
 def _number(value: Any) -> float | int | None:

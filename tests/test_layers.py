@@ -115,7 +115,7 @@ def test_help_monitoring_and_decoding_start_without_torch():
 
 # Lines of Python by part. Growth is a decision: raise a budget in the commit that needs it.
 BUDGETS = {
-    "commands": 1_700,
+    "commands": 1_780,
     "model": 2_480,
     "data": 3_600,
     "training": 3_400,

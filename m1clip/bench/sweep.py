@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 from m1clip import devices, sensors
 from m1clip.config import TrainConfig, get_preset
@@ -80,6 +79,8 @@ def time_operation(operation: Operation, name: str, precision: str, seconds: flo
     def run_alone() -> None:
         operation.call(*inputs)
         devices.synchronize(device)
+
+    from torch.utils.benchmark import Timer  # warns of a CUDA compiler without a GPU
 
     def time_calls(call: Callable[[], Any]) -> Any:
         timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())

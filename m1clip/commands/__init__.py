@@ -2,15 +2,21 @@
 refuses flags that contradict each other; `main` runs the command and returns the exit code, or None for 0.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Sequence, Set
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from inspect import cleandoc
+from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import tyro
+from tyro import _errors  # where tyro reports a wrong flag; the public interface only prints a box
 
 RunName = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")]
+KINDS = {"INT": "a whole number", "FLOAT": "a number"}  # of values, by tyro's words in the help
 
 
 @dataclass(frozen=True)
@@ -20,13 +26,67 @@ class RunsFolder:
 
 
 def parse_flags(kind: Any, program: str, argv: Sequence[str]) -> Any:
-    """Parse argv; prints help or an error with suggestions and exits where that is due."""
+    """Parse argv; prints help and exits where that is asked for. A wrong flag is a ValueError of one sentence."""
     # tyro joins lines, but not indented ones: these are the examples.
     description = "\n  ".join(cleandoc(kind.__doc__ or "").splitlines())
-    config = (tyro.conf.AvoidSubcommands, tyro.conf.HelptextFromCommentsOff)
     keeps_argv = any(field.name == "argv" for field in fields(kind))  # to know which flags were given
-    default = kind(argv=tuple(argv)) if keeps_argv else tyro.MISSING_NONPROP
-    args = tyro.cli(kind, prog=program, args=argv, description=description, config=config, default=default)
+    options: dict[str, Any] = {"prog": program, "description": description}
+    options["config"] = (tyro.conf.AvoidSubcommands, tyro.conf.HelptextFromCommentsOff)
+    options["default"] = kind(argv=tuple(argv)) if keeps_argv else tyro.MISSING_NONPROP
+
+    def refuse(event: _errors.ParseErrorEvent) -> NoReturn:
+        with redirect_stdout(StringIO()) as text, suppress(SystemExit):
+            tyro.cli(kind, args=["--help"], **options)
+        raise ValueError(explain_flag(event, program, argv, {*re.findall(r"--[a-z][\w.-]*", text.getvalue())}))
+
+    with _errors.on_parse_error(refuse):
+        args = tyro.cli(kind, args=argv, **options)
     if hasattr(args, "check"):
         args.check()
     return args
+
+
+def explain_flag(event: _errors.ParseErrorEvent, program: str, argv: Sequence[str], flags: Set[str]) -> str:
+    """What is wrong with a command line, and what was expected; `flags` are those of the command."""
+    see_help = f"{program} --help lists the flags"
+    match event:
+        case _errors.UnrecognizedArgs():
+            word = event.tokens[0]
+            if not word.startswith("-"):
+                return f"unexpected argument {word!r}; {see_help}"
+            close = get_close_matches(word.partition("=")[0], sorted(flags), n=3)
+            suggestion = f"did you mean {' or '.join(close)}?" if close else see_help
+            return f"no flag {word}; {suggestion}"
+        case _errors.MissingArgs():
+            names = [missing.arg.display_name() for missing in event.missing_arguments]
+            names = [name if name.startswith("-") else name.upper() for name in names]
+            return f"{program} needs {' and '.join(names)}; {see_help}"
+        case _errors.InvalidChoice():
+            return f"{event.argument.display_name()} must be {one_of(event.choices)}, not {event.value!r}"
+        case _errors.BadValue():
+            return f"{event.argument.display_name()} needs {describe_values(event.argument)}"
+        case _errors.InstantiationFailure() if event.argument is not None:
+            name = event.argument.display_name()
+            return f"{name} must be {describe_values(event.argument)}, not {given_value(name, argv)!r}"[:300]
+    return f"the flags cannot be parsed; {see_help}"
+
+
+def one_of(words: Sequence[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), *words[-1:]] if len(words) > 1 else words)
+
+
+def describe_values(argument: Any) -> str:
+    """INT|{auto} → a whole number or auto."""
+    metavar = str(argument.lowered.metavar)
+    words = [KINDS.get(word, word) for word in dict.fromkeys(re.findall(r"[\w.-]+", metavar))]
+    is_list = metavar.startswith("[") and "..." in metavar
+    return " or ".join(word for word in words if word.strip(".")) + (", one or several" if is_list else "")
+
+
+def given_value(name: str, argv: Sequence[str]) -> str:
+    """The value of a flag on a command line, as `--flag value` or `--flag=value`."""
+    for index, word in enumerate(argv):
+        flag, equals, value = word.partition("=")
+        if flag.replace("_", "-") == name.replace("_", "-"):
+            return value if equals else " ".join(argv[index + 1 : index + 2])
+    return " ".join(argv)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -80,6 +81,8 @@ def main(args: Args) -> int:
     resumed = open_run(args.runs, args.name) if args.resume else None
     # Before torch is imported, so that an error comes at once.
     requested = requested_config(settings, args.config, resumed.path if resumed else None)
+    if not resumed:
+        new_run_path(args.runs, args.name, requested.preset, args.overwrite)
     if args.background:
         return start_background(args, resumed, requested.preset)
     with console.loading():
@@ -92,11 +95,17 @@ def main(args: Args) -> int:
 
 def start_background(args: Args, resumed: Run | None, preset: str) -> int:
     """Run the same command in another process, with the run named."""
-    argv = [word for word in args.argv if word != "--background"]
+    argv, had_runs = [word for word in args.argv if word != "--background"], args.runs.exists()
     if args.name is not None:
-        return spawn_training(argv, resumed or Run(new_run_path(args.runs, args.name, "", args.overwrite)))
-    run = resumed or create_run(args.runs, None, preset, overwrite=False)  # reserves the number now
-    return spawn_training([*argv, "--name", run.name], run)
+        run = resumed or Run(new_run_path(args.runs, args.name, "", args.overwrite))
+    else:
+        run = resumed or create_run(args.runs, None, preset, overwrite=False)  # reserves the number now
+        argv += ["--name", run.name]
+    code = spawn_training(argv, run)
+    if code and not had_runs:
+        with suppress(OSError):  # another process has started a run
+            args.runs.rmdir()
+    return code
 
 
 def print_result(args: Args, result: "TrainResult") -> None:

@@ -20,7 +20,7 @@ from braceexpand import braceexpand
 from m1clip.config import DataConfig
 from m1clip.data import caption_text, containers, tables
 from m1clip.data.index import MAX_CAPTION_FILE_BYTES, SPLIT_WORDS, BadRow, Listed, Listing, Note, Row
-from m1clip.data.splits import SCHEMES
+from m1clip.data.splits import COLUMNS, SCHEMES, refuse_flags
 from m1clip.format import did_you_mean
 
 # Text files about a folder, not about one of its images.
@@ -40,10 +40,12 @@ def list_rows(spec: str, config: DataConfig) -> Listing:
     if not colon or scheme not in SCHEMES:
         return _list_paths(expand_paths(spec), config)
     if scheme == "hf":
+        refuse_flags(spec, "a table", config, ["caption_from"])
         return containers.list_dataset(path, config)
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"{spec} needs the folder of {scheme}; there is no folder {path!r}")
+    refuse_flags(spec, "a dataset of known layout", config, (*COLUMNS, "caption_from"))
     return tables.list_caption_dataset(folder, scheme, config)
 
 
@@ -51,6 +53,7 @@ def _list_paths(paths: list[Path], config: DataConfig) -> Listing:
     """Shards, and Parquet files that contain images, are listed together; other paths one by one."""
     suffixes = {path.suffix.lower() for path in paths if path.is_file()}
     if suffixes == {".tar"} and not any(path.is_dir() for path in paths):
+        refuse_flags(str(paths[0]), "a WebDataset shard", config, (*COLUMNS, "caption_from"))
         return containers.list_shards(paths)
     if suffixes == {".parquet"} and tables.contains_images(paths[0]):
         return containers.list_parquet(paths, config)
@@ -78,6 +81,7 @@ def _list_path(path: Path, config: DataConfig) -> Listing:
     if suffix not in tables.READERS:
         formats = ", ".join(tables.TABLE_SUFFIXES)
         raise ValueError(f"{path} cannot be read; expected a folder, {formats} or uncompressed .tar shards")
+    refuse_flags(str(path), "a table", config, ["caption_from"])
     listing = tables.list_captions(path) if suffix in (".json", ".txt", ".token") else None
     return listing or tables.list_table(path, config)
 
@@ -109,6 +113,7 @@ def _list_folder(path: Path, config: DataConfig) -> Listing:
         caption_from = "text" if images.has_caption_files else "folder"
         if caption_from == "folder" and (doubt := _doubt_about_labels(images)):
             raise UnclearCaptions(_ask_for_captions(path, images, config, doubt, files))
+    refuse_flags(str(path), "a folder of images", config, COLUMNS)
     is_text = caption_from == "text"
     origin = "files beside the images" if is_text else _examples(images, config, caption_from)
     rows = _caption_file_rows(path, config) if is_text else _name_rows(path, config)

@@ -85,6 +85,18 @@ def parse_spec(data: str) -> list[tuple[str, float]]:
     return specs
 
 
+COLUMNS = ("image_column", "caption_column")
+
+
+def refuse_flags(spec: str, kind: str, config: DataConfig, flags: Sequence[str]) -> None:
+    """Refuse flags that say nothing about this kind of source; in a mixture they are about another one."""
+    for flag in flags:
+        if getattr(config, flag) != "auto" and len(parse_spec(config.data)) == 1:
+            raise ValueError(
+                f"--{flag.replace('_', '-')} {getattr(config, flag)} does not apply to {spec}: it is {kind}"
+            )
+
+
 def _exists(spec: str) -> bool:
     scheme, colon, path = spec.partition(":")
     return os.path.exists(os.path.expanduser(path if colon and scheme in SCHEMES else spec))
@@ -111,9 +123,10 @@ def _open_source(spec: str, weight: float, config: DataConfig, progress: Progres
 def _open_synthetic(spec: str, weight: float, config: DataConfig) -> Source:
     from m1clip.data.synthetic import SyntheticScenes
 
-    size = spec.partition(":")[2]
-    if size and not size.isdecimal():
-        raise ValueError(f"in {spec!r}, {size!r} must be a whole number of scenes")
+    _, colon, size = spec.partition(":")
+    if colon and not re.fullmatch(r"[0-9]{1,12}", size):
+        raise ValueError(f"in {spec!r}, {size[:20]!r} must be a number of scenes, as in synthetic:12000")
+    refuse_flags(spec, "drawn", config, (*COLUMNS, "caption_from"))
     if config.group_by != "none":
         raise ValueError("--group-by is not for synthetic scenes: their validation captions never occur in training")
     train = SyntheticScenes(int(size or 12000), config.seed)
