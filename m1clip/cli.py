@@ -45,10 +45,13 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # arrows on ASCII terminals
-    signals.answer_signals()
     os.environ["PYTHONSAFEPATH"] = "1"  # no process that is started imports modules of the current folder
-    code = run_command(sys.argv[1:])
-    signals.end_at_next_signal()
+    try:
+        signals.answer_signals()
+        code = run_command(sys.argv[1:])
+    except KeyboardInterrupt:  # before or after the command itself
+        code = 130
+    signals.end_at_next_signal(code)
     sys.exit(code)
 
 

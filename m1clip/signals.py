@@ -10,22 +10,42 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PROBE = signal.SIGURG  # ignored by default; asks the main thread whether it runs Python code
-TWICE_S, ANSWER_S = 0.5, 1.0  # a shell and `timeout` both send a signal to their processes: it is one
+TWICE_S, ANSWER_S = 0.3, 1.2  # a shell and `timeout` both send a signal to their processes: it is one
 SHOW_CURSOR = "\x1b[?25h"  # progress bars hide it
 _responded = threading.Event()
+
+
+class Interrupt(KeyboardInterrupt):
+    """A KeyboardInterrupt that knows whether it was swallowed: then nothing refers to the last one any more."""
+
+    last: "weakref.ref[Interrupt] | None" = None
+
+    @classmethod
+    def handle(cls, number: int, frame: FrameType | None) -> NoReturn:
+        error = cls()
+        cls.last = weakref.ref(error)
+        try:
+            raise error
+        finally:
+            del error  # or the traceback would keep it
+
+    @classmethod
+    def is_pending(cls) -> bool:
+        return cls.last is not None and cls.last() is not None
 
 
 def answer_signals() -> None:
     """Treat all stop signals as Ctrl-C, so that partial files are removed; answer them even inside a library."""
     for number in handled_signals():
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, Interrupt.handle)
     signal.signal(PROBE, _respond)
     receive, send = os.pipe()
     os.set_blocking(send, False)
@@ -37,10 +57,14 @@ def handled_signals() -> list[signal.Signals]:
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
 
 
-def end_at_next_signal() -> None:
-    """Let another signal end the exiting process without a traceback."""
+def end_at_next_signal(code: int) -> None:
+    """Let another signal end the exiting process without a traceback; one that was interrupted exits in time."""
     for number in handled_signals():
         signal.signal(number, signal.SIG_DFL)
+    if code == 130:
+        exit_in_time = threading.Timer(ANSWER_S, os._exit, (code,))  # worker pools and trackers may wait
+        exit_in_time.daemon = True
+        exit_in_time.start()
 
 
 def _respond(number: int, frame: FrameType | None) -> None:
@@ -58,9 +82,18 @@ def _watch(receive: int) -> None:
         handler = signal.getsignal(number)
         if not responds:
             _answer_for_main_thread(number, handler)
-        elif handler is signal.default_int_handler:
+        elif handler == Interrupt.handle and not Interrupt.is_pending():
+            _repeat(number)
+        elif handler == Interrupt.handle:
             time.sleep(ANSWER_S)
             _write("stopping; press Ctrl-C again to stop at once")
+
+
+def _repeat(number: int) -> None:
+    """Send a signal again whose exception was swallowed, as libraries do while they are imported."""
+    time.sleep(TWICE_S)
+    if signal.getsignal(number) == Interrupt.handle:  # not if it was caught at the end of the command
+        os.kill(os.getpid(), number)
 
 
 def _main_thread_responds() -> bool:
@@ -73,7 +106,7 @@ def _main_thread_responds() -> bool:
 
 def _answer_for_main_thread(number: int, handler: Any) -> None:
     """Only for our handlers: others, such as the web server's, are left alone."""
-    if handler is not signal.default_int_handler and not isinstance(getattr(handler, "__self__", None), StopSignal):
+    if handler != Interrupt.handle and not isinstance(getattr(handler, "__self__", None), StopSignal):
         return
     try:
         handler(number, None)
@@ -91,9 +124,8 @@ def _write(text: str) -> None:
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Signals end the process inside the block, which holds the GIL for long and has nothing to clean up."""
-    is_command = signal.getsignal(PROBE) is _respond and threading.current_thread() is threading.main_thread()
-    default = signal.default_int_handler
-    numbers = [number for number in SIGNALS if is_command and signal.getsignal(number) is default]
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in SIGNALS if is_main and signal.getsignal(number) == Interrupt.handle]
     if numbers and sys.stderr.isatty():
         os.write(sys.stderr.fileno(), SHOW_CURSOR.encode())
     for number in numbers:
@@ -102,7 +134,7 @@ def ended_by_signals() -> Iterator[None]:
         yield
     finally:
         for number in numbers:
-            signal.signal(number, default)
+            signal.signal(number, Interrupt.handle)
 
 
 class StopSignal:

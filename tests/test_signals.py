@@ -31,8 +31,16 @@ try:
         with signals.ended_by_signals():
             report("ready")
             sum(range(10**13))
+    elif sys.argv[1] == "swallow":
+        try:
+            time.sleep(600)
+        except BaseException:
+            report("swallowed")
+        time.sleep(600)
     else:
         time.sleep(600)
+except KeyboardInterrupt:
+    sys.exit(130)
 finally:
     report("cleaned up")
 """
@@ -49,14 +57,14 @@ def start(*argv: str) -> "subprocess.Popen[str]":
 def test_a_signal_ends_a_process_whose_main_thread_is_inside_a_library(number):
     child = start("library", "2000000")
     child.send_signal(number)
-    assert child.communicate(timeout=300)[0] == "stopped\n"
+    assert child.communicate(timeout=120)[0] == "stopped\n"
     assert child.returncode == 130
 
 
 def test_a_signal_is_answered_by_the_main_thread_where_it_can():
     child = start("sleep", "1")
     child.send_signal(signal.SIGINT)
-    assert "cleaned up" in child.communicate(timeout=300)[0]
+    assert "cleaned up" in child.communicate(timeout=120)[0]
 
 
 def test_training_inside_a_library_answers_the_first_signal_and_ends_at_the_second():
@@ -64,14 +72,14 @@ def test_training_inside_a_library_answers_the_first_signal_and_ends_at_the_seco
     child.send_signal(signal.SIGINT)
     assert "finishing this step" in child.stdout.readline()
     child.send_signal(signal.SIGINT)
-    assert child.communicate(timeout=300)[0] == "stopped\n"
+    assert child.communicate(timeout=120)[0] == "stopped\n"
     assert child.returncode == 130
 
 
 def test_a_signal_answered_for_the_main_thread_counts_once():
     child = start("training", "100000")
     child.send_signal(signal.SIGINT)
-    lines = child.communicate(timeout=300)[0].splitlines()
+    lines = child.communicate(timeout=120)[0].splitlines()
     assert sum("finishing this step" in line for line in lines) == 1
     assert lines[-2:] == ["stop requested: True", "cleaned up"]
 
@@ -79,5 +87,12 @@ def test_a_signal_answered_for_the_main_thread_counts_once():
 def test_a_call_that_holds_the_gil_is_ended_by_the_system():
     child = start("gil", "1")
     child.send_signal(signal.SIGINT)
-    child.wait(timeout=300)
+    child.wait(timeout=120)
     assert child.returncode == -signal.SIGINT
+
+
+def test_an_interrupt_that_a_library_swallows_is_repeated():
+    child = start("swallow", "1")
+    child.send_signal(signal.SIGINT)
+    assert child.communicate(timeout=120)[0].splitlines() == ["swallowed", "cleaned up"]
+    assert child.returncode == 130

@@ -74,6 +74,7 @@ def main(args: Args) -> None:
     from m1clip.monitor.terminal import Monitor
 
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # end with the terminal
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which asyncio replaces by its own
     app = Monitor(run.path.parent, run)
     app.run()
     if app.error is not None:

@@ -122,16 +122,18 @@ class WorkerPool(Generic[T]):
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Python processes started in the block do not import modules from the current folder."""
-    previous = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
+    """Python processes started in the block do not import modules from the current folder.
+
+    Nor does multiprocessing's resource tracker warn of semaphores after Ctrl-C.
+    """
+    settings = {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"}
+    previous = {name: os.environ.pop(name, None) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:
-        if previous is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = previous
+        for name, value in previous.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 _function: Callable[[Rows], Any]
