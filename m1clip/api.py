@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from m1clip import devices
-from m1clip.config import RECIPES, TrainConfig, check_exclusive, from_json, requested_config, select_settings
+from m1clip.config import RECIPES, TrainConfig, check_exclusive, requested_config, select_settings
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.data.index import BadRows, PairDataset
@@ -67,7 +67,10 @@ def train(
     check_exclusive({option for option, value in options.items() if value})
     resumed = open_run(runs, name) if resume else None
     with resumed.locked() if resumed else nullcontext():  # before its checkpoints are read
-        requested = requested_config(settings, config, resumed.path if resumed else None)
+        before, note = resumed.read_config() if resumed else (None, "")
+        requested = requested_config(settings, config, before)
+        if note:
+            console.warn(note)
         if not resumed:
             new_run_path(runs, name, requested.preset, overwrite)  # refused at once if it will be
         given = select_settings(requested, settings)
@@ -134,7 +137,9 @@ def evaluate(
     """
     console = console or Console()
     folder = find_model(Path(runs), None if model is None else str(model))
-    config = trained_config(folder)
+    config, note = trained_config(folder, "data" in settings)
+    if note:
+        console.warn(note)
     if "data" in settings:  # column names and split need not be the run's
         config = replace(config, image_column="auto", caption_column="auto", val_size="auto", group_by="none")
         config = replace(config, caption_from="auto", template=TrainConfig().template)
@@ -205,11 +210,21 @@ def load(model: str | Path | None = None, *, runs: str | Path = "runs") -> CLIP:
     return imported
 
 
-def trained_config(folder: Path | None) -> TrainConfig:
-    """The config of the run that a model or checkpoint folder belongs to; the defaults if it belongs to none."""
+def trained_config(folder: Path | None, has_data: bool) -> tuple[TrainConfig, str]:
+    """The config of the run that a model or checkpoint folder belongs to, and a sentence if it had to be replaced.
+
+    The defaults if it belongs to none, or if the config is lost and not needed, as other data is given.
+    """
     parents = folder.resolve().parents[:2] if folder else ()
-    run = next((parent for parent in parents if is_run(parent)), None)
-    return from_json(TrainConfig, run / "config.json") if run else TrainConfig()
+    run = next((Run(parent) for parent in parents if is_run(parent)), None)
+    if run is None:
+        return TrainConfig(), ""
+    try:
+        return run.read_config()
+    except ValueError as error:
+        if has_data:
+            return TrainConfig(), f"{error}; not needed with --data"
+        raise ValueError(f"{error}; --data names the data to evaluate on") from None
 
 
 def select_split(source: Source, split: str, config: TrainConfig) -> PairDataset:

@@ -15,12 +15,13 @@ ROOT = Path(__file__).parent.parent / "m1clip"
 FILES = sorted(ROOT.rglob("*.py"))
 
 BOTTOM = {"config", "run", "files", "format", "console", "devices", "sensors", "losses", "images", "decode", "parity"}
-BOTTOM |= {"hub"}
+BOTTOM |= {"hub", "status"}
 # What a sub-package or file may import of ours, beside itself. "" is the package: version and lazy names.
 MAY_IMPORT = {
     **{name: {"files", "format", "config"} - {name} for name in BOTTOM},
     "format": set[str](),
     "files": set[str](),
+    "run": {"files", "format", "config", "status"},
     "config": {"format"},
     "decode": {"images"},
     "settings": {"config"},

@@ -79,7 +79,7 @@ def main(args: Args) -> int:
     settings = args.settings()
     resumed = open_run(args.runs, args.name) if args.resume else None
     # Before torch is imported, so that an error comes at once.
-    requested = requested_config(settings, args.config, resumed.path if resumed else None)
+    requested = requested_config(settings, args.config, resumed.read_config()[0] if resumed else None)
     if args.background:
         return start_background(args, resumed, requested.preset)
     with console.loading():
