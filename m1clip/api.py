@@ -21,7 +21,7 @@ from m1clip.evals.evaluate import EditScore, edit_scores, evaluate_model
 from m1clip.evals.retrieval import Retrieval
 from m1clip.model.clip import CLIP
 from m1clip.model.clip import load as load_folder
-from m1clip.run import Run, create_run, find_model, is_run, new_run_path, open_run
+from m1clip.run import Run, create_run, find_model, is_run, list_checkpoints, new_run_path, open_run
 from m1clip.settings import DataSettings, TrainSettings
 from m1clip.training.device_plan import PlanChoice, check_parity
 from m1clip.training.loop import TrainResult, fit
@@ -145,7 +145,8 @@ def evaluate(
         config = replace(config, caption_from="auto", template=TrainConfig().template)
     requested = requested_config(settings, config)
     chosen, reason = devices.default_device(device)
-    clip, sources = load(folder or model, runs=runs), open_sources(requested, console.progress)
+    clip = load_found(folder) if folder else load(model, runs=runs)
+    sources = open_sources(requested, console.progress)
     if "data" not in settings and "val_size" in settings:
         sources = keep_trained_split(sources, open_sources(config, console.progress))
     config = requested
@@ -195,7 +196,7 @@ def load(model: str | Path | None = None, *, runs: str | Path = "runs") -> CLIP:
     name = None if model is None else str(model)
     folder = find_model(Path(runs), name)
     if folder is not None:
-        return load_folder(folder)
+        return load_found(folder)
     path = Path(str(name)).expanduser()
     if path.name != str(name) and path.parent.is_dir() and not path.exists():  # a local path, so no name on the hub
         raise FileNotFoundError(f"there is no run or model {name!r}; {path.parent} is a folder without it")
@@ -208,6 +209,17 @@ def load(model: str | Path | None = None, *, runs: str | Path = "runs") -> CLIP:
     if note:
         warnings.warn(f"{name}: {note}", stacklevel=2)
     return imported
+
+
+def load_found(folder: Path) -> CLIP:
+    """Load a model folder; if it is damaged, the error names the newest checkpoint of the run it belongs to."""
+    try:
+        return load_folder(folder)
+    except (FileNotFoundError, ValueError) as error:
+        checkpoints = list_checkpoints(Run(folder.parent)) if is_run(folder.parent) else []
+        others = [path for path in checkpoints if path != folder.resolve()]
+        hint = f"; {others[-1]} is a checkpoint of the same run, which can be used instead" if others else ""
+        raise ValueError(f"{error}{hint}") from None
 
 
 def trained_config(folder: Path | None, has_data: bool) -> tuple[TrainConfig, str]:

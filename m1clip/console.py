@@ -254,7 +254,7 @@ def show_retrieval(scores: Mapping[str, Any], near_duplicates: int | None = None
         print("\nall captions are equal, so every answer is correct: these recalls say nothing")
     elif "label_accuracy" not in scores and scores.get("seen_captions", 0) >= NOTABLE_LEAK * scores["captions"]:
         show_seen_captions(scores)
-    if near_duplicates:
+    if type(near_duplicates) is int and near_duplicates > 0:  # of a file that may have been edited
         print(f"\n{near_duplicates:,} validation images look like a training image; m1clip data check lists them")
 
 

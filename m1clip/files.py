@@ -59,6 +59,11 @@ def parse_json(data: bytes) -> Any:
             json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair could never be printed
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeError) else "a number has too many digits"
+        raise ValueError(reason) from None
     require_shallow(data, value)
     return value
 

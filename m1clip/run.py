@@ -171,7 +171,8 @@ class Run:
     def _newest_status(self) -> Status:
         found: list[Status] = [self.read_or_empty("status.json"), read_fallback(self.path)]
         newest: Status = max(found, key=time_of)
-        return {"step": 0, "state": "unknown", **newest}
+        state = newest.get("state")
+        return {"step": 0, **newest, "state": state if isinstance(state, str) else "unknown"}
 
     def summary(self) -> dict[str, Any]:
         """One row of a table of runs: progress, best score, device, why it ended, and what is wrong with it."""
@@ -254,10 +255,12 @@ class Run:
 
     def read_or_copy(self, name: str) -> tuple[dict[str, Any], str]:
         """config.json or data.json; if it is missing or damaged, its copy in a checkpoint and a sentence about that."""
+        reason = self.damaged_files().get(name)
         try:
-            return self.read(name), ""
-        except (OSError, ValueError):
-            reason = self.damaged_files().get(name, f"{self.path / name} is missing")
+            if reason is None:
+                return self.read(name), ""
+        except (OSError, ValueError) as error:
+            reason = f"{self.path / name} is missing" if isinstance(error, FileNotFoundError) else str(error)
         if found := self.find_copy(name):
             return found[0], f"{reason}; using the copy in {found[1]}"
         raise ValueError(f"{reason}; {self._repair(name)}")
@@ -300,8 +303,9 @@ def file_damage(path: Path, version: tuple[int, ...] | None) -> str | None:
         return f"{path} is missing" if path.name == "config.json" else None
     try:
         if path.suffix == ".json":
-            read_json_object(path)
-        elif not path.is_file():
+            is_known = "epochs" in read_json_object(path) or path.name != "config.json"
+            return None if is_known else f"{path} is damaged: it is not a training config"
+        if not path.is_file():
             return f"{path} is not a regular file"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
