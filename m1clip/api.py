@@ -137,9 +137,7 @@ def evaluate(
     """
     console = console or Console()
     folder = find_model(Path(runs), None if model is None else str(model))
-    config, note = trained_config(folder, "data" in settings)
-    if note:
-        console.warn(note)
+    config = trained_config(folder, "data" in settings, console)
     if "data" in settings:  # column names and split need not be the run's
         config = replace(config, image_column="auto", caption_column="auto", val_size="auto", group_by="none")
         config = replace(config, caption_from="auto", template=TrainConfig().template)
@@ -222,21 +220,24 @@ def load_found(folder: Path) -> CLIP:
         raise ValueError(f"{error}{hint}") from None
 
 
-def trained_config(folder: Path | None, has_data: bool) -> tuple[TrainConfig, str]:
-    """The config of the run that a model or checkpoint folder belongs to, and a sentence if it had to be replaced.
+def trained_config(folder: Path | None, has_data: bool, console: Console) -> TrainConfig:
+    """The config of the run that a model or checkpoint folder belongs to.
 
     The defaults if it belongs to none, or if the config is lost and not needed, as other data is given.
     """
     parents = folder.resolve().parents[:2] if folder else ()
     run = next((Run(parent) for parent in parents if is_run(parent)), None)
     if run is None:
-        return TrainConfig(), ""
+        return TrainConfig()
     try:
-        return run.read_config()
+        config, note = run.read_config()
     except ValueError as error:
-        if has_data:
-            return TrainConfig(), f"{error}; not needed with --data"
-        raise ValueError(f"{error}; --data names the data to evaluate on") from None
+        if not has_data:
+            raise ValueError(f"{error}; --data names the data to evaluate on") from None
+        config, note = TrainConfig(), f"{error}; not needed with --data"
+    if note:
+        console.warn(note)
+    return config
 
 
 def select_split(source: Source, split: str, config: TrainConfig) -> PairDataset:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ def prepare(
     `given` are the user's own settings, which defaults of recipes and budgets leave alone; `is_final` says that
     the config comes from a file and gets no other defaults. A budget counts from `started` (time.monotonic).
     """
-    imported, reason, plan = sensors.memory_use(), "", None
+    imported, reason = sensors.memory_use(), ""
     check_config(config)
     requested_plan(config)
     check_tracker(config.track)
@@ -134,11 +134,7 @@ def prepare(
     if config.budget_s is not None:
         elapsed_s = checkpoint.read_progress(start).seconds if start else 0.0
         deadline = started + max(0.0, config.budget_s - elapsed_s)
-    if resumed and start:
-        with suppress(OSError, ValueError, KeyError, TypeError):  # then it is chosen again
-            before_plan: Any = from_dict(Plan, resumed.read("machine.json")["plan"])
-            check_config(replace(config, precision=before_plan.precision, threads=before_plan.threads))
-            plan = before_plan
+    plan = read_resumed_plan(resumed, config) if resumed and start else None
     views = before.get("views", 0) if start else 0
     return Setup(config, reason, init, splits, tokenizer, total, imported, deadline, start, damaged, plan, views)
 
@@ -163,6 +159,15 @@ def read_resumed_data(run: Run, sources: int, warn: Callable[[str], None]) -> di
         repair = "delete the file, and the copy in a checkpoint is used" if run.find_copy(file.name) else "correct it"
         raise ValueError(f"{file}: {', '.join(wrong)} cannot be what the run has written; {repair}")
     return values
+
+
+def read_resumed_plan(run: Run, config: TrainConfig) -> Plan | None:
+    """The device plan of a run; None if it cannot be read, and is chosen again."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        plan: Any = from_dict(Plan, run.read("machine.json")["plan"])
+        check_config(replace(config, precision=plan.precision, threads=plan.threads))
+        return cast(Plan, plan)
+    return None
 
 
 def choose_settings(
