@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from m1clip import devices
-from m1clip.config import RECIPES, TrainConfig, check_exclusive, from_json, requested_config, select_settings
+from m1clip.config import RECIPES, TrainConfig, check_exclusive, requested_config, select_settings
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.data.index import BadRows, PairDataset
@@ -21,7 +21,7 @@ from m1clip.evals.evaluate import EditScore, edit_scores, evaluate_model
 from m1clip.evals.retrieval import Retrieval
 from m1clip.model.clip import CLIP
 from m1clip.model.clip import load as load_folder
-from m1clip.run import Run, create_run, find_model, is_run, new_run_path, open_run
+from m1clip.run import Run, create_run, find_model, is_run, list_checkpoints, new_run_path, open_run
 from m1clip.settings import DataSettings, TrainSettings
 from m1clip.training.device_plan import PlanChoice, check_parity
 from m1clip.training.loop import TrainResult, fit
@@ -67,7 +67,10 @@ def train(
     check_exclusive({option for option, value in options.items() if value})
     resumed = open_run(runs, name) if resume else None
     with resumed.locked() if resumed else nullcontext():  # before its checkpoints are read
-        requested = requested_config(settings, config, resumed.path if resumed else None)
+        before, note = resumed.read_config() if resumed else (None, "")
+        requested = requested_config(settings, config, before)
+        if note:
+            console.warn(note)
         if not resumed:
             new_run_path(runs, name, requested.preset, overwrite)  # refused at once if it will be
         given = select_settings(requested, settings)
@@ -134,13 +137,14 @@ def evaluate(
     """
     console = console or Console()
     folder = find_model(Path(runs), None if model is None else str(model))
-    config = trained_config(folder)
+    config = trained_config(folder, "data" in settings, console)
     if "data" in settings:  # column names and split need not be the run's
         config = replace(config, image_column="auto", caption_column="auto", val_size="auto", group_by="none")
         config = replace(config, caption_from="auto", template=TrainConfig().template)
     requested = requested_config(settings, config)
     chosen, reason = devices.default_device(device)
-    clip, sources = load(folder or model, runs=runs), open_sources(requested, console.progress)
+    clip = load_found(folder) if folder else load(model, runs=runs)
+    sources = open_sources(requested, console.progress)
     if "data" not in settings and "val_size" in settings:
         sources = keep_trained_split(sources, open_sources(config, console.progress))
     config = requested
@@ -190,7 +194,7 @@ def load(model: str | Path | None = None, *, runs: str | Path = "runs") -> CLIP:
     name = None if model is None else str(model)
     folder = find_model(Path(runs), name)
     if folder is not None:
-        return load_folder(folder)
+        return load_found(folder)
     path = Path(str(name)).expanduser()
     if path.name != str(name) and path.parent.is_dir() and not path.exists():  # a local path, so no name on the hub
         raise FileNotFoundError(f"there is no run or model {name!r}; {path.parent} is a folder without it")
@@ -205,11 +209,35 @@ def load(model: str | Path | None = None, *, runs: str | Path = "runs") -> CLIP:
     return imported
 
 
-def trained_config(folder: Path | None) -> TrainConfig:
-    """The config of the run that a model or checkpoint folder belongs to; the defaults if it belongs to none."""
+def load_found(folder: Path) -> CLIP:
+    """Load a model folder; if it is damaged, the error names the newest checkpoint of the run it belongs to."""
+    try:
+        return load_folder(folder)
+    except (FileNotFoundError, ValueError) as error:
+        checkpoints = list_checkpoints(Run(folder.parent)) if is_run(folder.parent) else []
+        others = [path for path in checkpoints if path != folder.resolve()]
+        hint = f"; {others[-1]} is a checkpoint of the same run, which can be used instead" if others else ""
+        raise ValueError(f"{error}{hint}") from None
+
+
+def trained_config(folder: Path | None, has_data: bool, console: Console) -> TrainConfig:
+    """The config of the run that a model or checkpoint folder belongs to.
+
+    The defaults if it belongs to none, or if the config is lost and not needed, as other data is given.
+    """
     parents = folder.resolve().parents[:2] if folder else ()
-    run = next((parent for parent in parents if is_run(parent)), None)
-    return from_json(TrainConfig, run / "config.json") if run else TrainConfig()
+    run = next((Run(parent) for parent in parents if is_run(parent)), None)
+    if run is None:
+        return TrainConfig()
+    try:
+        config, note = run.read_config()
+    except ValueError as error:
+        if not has_data:
+            raise ValueError(f"{error}; --data names the data to evaluate on") from None
+        config, note = TrainConfig(), f"{error}; not needed with --data"
+    if note:
+        console.warn(note)
+    return config
 
 
 def select_split(source: Source, split: str, config: TrainConfig) -> PairDataset:

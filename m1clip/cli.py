@@ -113,7 +113,8 @@ def split_command(argv: list[str]) -> tuple[str | None, list[str]]:
 def report_error(error: Exception) -> int:
     """Print one sentence on stderr; exit code 2 for usage errors, 1 for failures."""
     if isinstance(error, OSError) and error.strerror:
-        sentence = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        file = error.filename2 or error.filename  # what a temporary file was to replace
+        sentence = f"{file}: {error.strerror}" if file else error.strerror
     elif isinstance(error, ValueError | OSError | ArithmeticError | MemoryError) or type(error) is RuntimeError:
         sentence = str(error) or "not enough memory"  # only MemoryError comes without a message
     else:

@@ -511,10 +511,10 @@ def select_settings(config: TrainConfig, paths: Iterable[str]) -> dict[str, Any]
 
 
 def requested_config(
-    settings: Mapping[str, Any], config: TrainConfig | str | Path | None = None, resumed: Path | None = None
+    settings: Mapping[str, Any], config: TrainConfig | str | Path | None = None, resumed: TrainConfig | None = None
 ) -> TrainConfig:
-    """The user's settings with defaults from a run folder to resume, a config or its file, or a preset."""
-    source = resumed / "config.json" if resumed else config
+    """The user's settings with defaults from a run to resume, a config or its file, or a preset."""
+    source = resumed or config
     if isinstance(source, str | Path):
         source = from_json(TrainConfig, Path(source))
     base = source or _requested_preset(settings)

@@ -131,12 +131,12 @@ class Console:
     def print_fact(self, name: str, fact: str) -> None:
         self.print(f"[dim]{name:>10}[/]  {escape(fact)}")
 
-    def print_header(self, facts: dict[str, str], chance: dict[str, float]) -> None:
+    def print_header(self, facts: dict[str, str], chance: dict[str, Any]) -> None:
         """What is about to be trained, and the head of the epoch table with chance as its first row."""
         for name, fact in facts.items():
             self.print_fact(name, fact)
         self.has_labels = "chance_label" in chance
-        scores = [percent(chance.get(f"chance_{key}")) for key in ("accuracy", "label", "i2t_r1", "t2i_r1")]
+        scores = [percent(known_score(chance, f"chance_{key}")) for key in ("accuracy", "label", "i2t_r1", "t2i_r1")]
         self.print(f"\n[bold]{self._epoch_row(*EPOCH_COLUMNS)}[/]")
         self.print(f"[dim]{self._epoch_row('', '', 'in batch', 'accuracy', 'R@1', 'R@1')}[/]")
         loss = f"{chance['chance_loss']:.3f}"
@@ -152,8 +152,9 @@ class Console:
         """Show means of the last steps."""
         assert self.training_bar is not None
         last, valid = records[-1], [record for record in records if not record.get("skipped")]
-        valid = valid or [{"loss": float("nan"), "accuracy": 0.0}]
-        loss, accuracy = (sum(record[key] for record in valid) / len(valid) for key in ("loss", "accuracy"))
+        loss = sum(record["loss"] for record in valid) / len(valid) if valid else float("nan")
+        accuracies = [record["accuracy"] for record in valid if record["accuracy"] is not None]
+        accuracy = sum(accuracies) / len(accuracies) if accuracies else None
         chance, speed = f"{last['chance_loss']:.2f}, {percent(last['chance_accuracy'])}", last["pairs_per_s"]
         metrics = f"loss {loss:.3f}, accuracy {percent(accuracy)} [dim](chance {chance})[/], {speed:.0f} pairs/s"
         self.training_bar.update(self.training_bar.task_ids[0], completed=step, total=total, description=metrics)
@@ -168,7 +169,7 @@ class Console:
 
     def print_epoch(self, epoch: int, epochs: int | None, means: dict[str, Any], scores: dict[str, Any] | None) -> None:
         keys = ("label_accuracy", "i2t_r1", "t2i_r1")
-        recalls = [percent(scores.get(key)) for key in keys] if scores else ["", "", ""]
+        recalls = [percent(known_score(scores, key)) for key in keys] if scores else ["", "", ""]
         loss = UNKNOWN if means["loss"] is None else f"{means['loss']:.3f}"
         speed = (f"{means['temperature']:.4f}", f"{means['pairs_per_s']:.0f}", f"{means['seconds']:.1f}")
         name = f"{epoch}/{epochs}" if epochs else f"{epoch}"
@@ -187,6 +188,11 @@ class Console:
         progress = Progress(*columns, console=self.console, transient=True, disable=disable)
         progress.add_task(description, total=total, completed=completed)
         return progress
+
+
+def known_score(scores: Mapping[str, Any], key: str) -> float | None:
+    """A recall; None where every answer is correct, because all captions are equal."""
+    return None if scores.get(f"chance_{key.removeprefix('chance_')}") == 1 else scores.get(key)
 
 
 def loading(description: str = "loading torch") -> Status:
@@ -244,9 +250,11 @@ def show_retrieval(scores: Mapping[str, Any], near_duplicates: int | None = None
     )
     title = f"validation retrieval: {scores['images']:,} images, {scores['captions']:,} captions{distinct}"
     show_rows(title, ("", "R@1", "R@5", "R@10", "median rank"), rows)
-    if "label_accuracy" not in scores and scores.get("seen_captions", 0) >= NOTABLE_LEAK * scores["captions"]:
+    if scores["distinct_captions"] == 1:
+        print("\nall captions are equal, so every answer is correct: these recalls say nothing")
+    elif "label_accuracy" not in scores and scores.get("seen_captions", 0) >= NOTABLE_LEAK * scores["captions"]:
         show_seen_captions(scores)
-    if near_duplicates:
+    if type(near_duplicates) is int and near_duplicates > 0:  # of a file that may have been edited
         print(f"\n{near_duplicates:,} validation images look like a training image; m1clip data check lists them")
 
 

@@ -1,19 +1,23 @@
-"""Files that are complete or absent: atomic writes, folder locks, JSON lines, the cache folder. No torch."""
+"""Files that are complete or absent: atomic writes, folder locks, untrusted JSON, the cache folder. No torch."""
 
+import errno
 import fcntl
 import json
 import math
 import os
 import re
 import shutil
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 UMASK = os.umask(0o022)
 os.umask(UMASK)  # it can only be read by setting it
+MAX_JSON_BYTES, MAX_LINE_BYTES = 64 << 20, 8 << 20  # of a JSON file, of a line; ours stay below a tenth of it
+MAX_DEPTH = 32  # of nested lists and objects: deeper ones would exhaust the stack of whoever walks through them
 PARTIAL = re.compile(r"\.(.+)\.\d+(\.new|\.old)?")  # a file or folder that is being written or replaced
 
 
@@ -26,14 +30,95 @@ def cache_folder() -> Path:
     return folder
 
 
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, one per line; none without a file. A line cut by a crash is skipped."""
-    with suppress(FileNotFoundError, NotADirectoryError), open(path, errors="replace") as file:
-        for line in file:
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a regular file for reading; anything else is an OSError: a FIFO would block, a device may be endless."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(handle, "rb")
+
+
+def remove_irregular(path: Path) -> None:
+    """Remove what is in place of a file of ours in the cache, such as a folder, a link or a FIFO."""
+    with suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if stat.S_ISDIR(mode):
+            shutil.rmtree(path)
+        elif not stat.S_ISREG(mode):
+            path.unlink()
+
+
+def parse_json(data: bytes) -> Any:
+    """The value of JSON text that anybody may have written; ValueError with the reason if it cannot be used."""
+    if not data.strip():
+        raise ValueError("it is empty")
+    try:
+        value = json.loads(data.decode())
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair could never be printed
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeError) else "a number has too many digits"
+        raise ValueError(reason) from None
+    require_shallow(data, value)
+    return value
+
+
+def require_shallow(data: bytes, value: Any) -> None:
+    """Raise ValueError if the value of JSON text is nested too deeply; most text has few brackets anyway."""
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and not _is_within(value, MAX_DEPTH):
+        raise ValueError("it is nested too deeply")
+
+
+def _is_within(value: Any, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    return depth > 0 and all(_is_within(item, depth - 1) for item in (value.values() if type(value) is dict else value))
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError with path and reason if it is damaged, OSError if it cannot be read."""
+    with open_regular(path) as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    try:
+        value = parse_json(data) if len(data) <= MAX_JSON_BYTES else None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: it is not an object of at most {MAX_JSON_BYTES >> 20} MB")
+    return value
+
+
+def is_json_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def read_jsonl(
+    path: Path, skipped: list[int] | None = None, is_valid: Callable[[Any], bool] = is_json_object
+) -> Iterator[dict[str, Any]]:
+    """The valid objects of a file with one per line; none without a file. Numbers of other lines go to `skipped`."""
+    with suppress(FileNotFoundError, NotADirectoryError), open_regular(path) as file:
+        for number, line in enumerate(_bounded_lines(file), 1):
+            record = None
             with suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    yield record
+                record = parse_json(line)
+            if is_valid(record):
+                yield cast(dict[str, Any], record)
+            elif skipped is not None and line.strip():
+                skipped.append(number)
+
+
+def _bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file; of one that is too long, only its beginning."""
+    while line := file.readline(MAX_LINE_BYTES):
+        rest = line
+        while len(rest) == MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            line, rest = b"too long", file.readline(MAX_LINE_BYTES)
+        yield line
 
 
 def json_safe(value: Any) -> Any:

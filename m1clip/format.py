@@ -72,6 +72,14 @@ def ago(then: float | None) -> str:
     return f"{seconds:.0f} s ago"
 
 
+def clock(then: float | None) -> str:
+    """The local time of day, with the date if that is not today."""
+    if then is None or not 0 < then < 1e11:
+        return "an unknown time"
+    moment, today = time.localtime(then), time.localtime()
+    return time.strftime("%H:%M" if moment[:3] == today[:3] else "%Y-%m-%d %H:%M", moment)
+
+
 def file_size(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 

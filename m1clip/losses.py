@@ -47,21 +47,33 @@ def chance(kind: str, batch: int, duplicate_BB: Tensor | None = None) -> float:
     return math.log(mean) + (mean - 1) * math.log(mean / (mean - 1))
 
 
-def chance_accuracy(batch: int, duplicate_BB: Tensor | None = None) -> float:
-    """Accuracy of random embeddings, the mean of both directions; equal captions have equal embeddings."""
+def chance_accuracy(batch: int, duplicate_BB: Tensor | None = None) -> float | None:
+    """Accuracy of random embeddings, the mean of both directions; equal captions have equal embeddings.
+
+    Only pairs with a negative count; None if there is none.
+    """
     if duplicate_BB is None:
         return 1 / batch
     duplicates_B = duplicate_BB.sum(1).cpu().double()
+    candidates_B = (batch - duplicates_B)[duplicates_B < batch - 1]
     groups = (1 / (1 + duplicates_B)).sum()
-    return ((1 / groups + (1 / (batch - duplicates_B)).mean()) / 2).item()
+    return ((1 / groups + (1 / candidates_B).mean()) / 2).item() if len(candidates_B) else None
 
 
 LOSSES = {"softmax": softmax_loss, "sigmoid": sigmoid_loss}
 
 
-def accuracies(logit_BB: Tensor, duplicate_BB: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Top-1 accuracy in the batch: image to caption, caption to image. Chance is 1 / B."""
+def accuracies(
+    logit_BB: Tensor, duplicate_BB: Tensor | None = None, has_negative_B: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Top-1 accuracy in the batch: image to caption, caption to image. Chance is 1 / B.
+
+    A pair without a negative, which could not be wrong, does not count; NaN if no pair has one.
+    """
     if duplicate_BB is not None:
         logit_BB = logit_BB.masked_fill(duplicate_BB, -torch.inf)
     target_B = torch.arange(len(logit_BB), device=logit_BB.device)
-    return (logit_BB.argmax(1) == target_B).float().mean(), (logit_BB.argmax(0) == target_B).float().mean()
+    i2t_B, t2i_B = (logit_BB.argmax(1) == target_B).float(), (logit_BB.argmax(0) == target_B).float()
+    if has_negative_B is None:
+        return i2t_B.mean(), t2i_B.mean()
+    return (i2t_B * has_negative_B).sum() / has_negative_B.sum(), (t2i_B * has_negative_B).sum() / has_negative_B.sum()

@@ -1,17 +1,36 @@
 """A run is a folder: create, open, append, read. No torch, so monitoring one is instant and cannot disturb it."""
 
+import errno
 import fcntl
 import json
 import os
 import shutil
 import socket
+import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from m1clip.files import PARTIAL, atomic_write, fsync, json_safe, lock_folder, read_jsonl, remove_partial
+from m1clip.config import TrainConfig, check_config, from_dict
+from m1clip.files import (
+    PARTIAL,
+    atomic_write,
+    fsync,
+    json_safe,
+    lock_folder,
+    read_json_object,
+    read_jsonl,
+    remove_partial,
+)
+from m1clip.status import BEAT_S, Status, find_problem, read_fallback, remove_fallback, time_of, write_fallback
+from m1clip.status import number_or_unknown as _number
+
+COPIED = ("config.json", "data.json")  # that every checkpoint has a copy of
+RUN_FILES = (*COPIED, "status.json", "machine.json", "metrics.jsonl", "checkpoints")
 
 MAX_NAME = 200  # bytes of a run's name; file systems allow 255, and temporary names are longer
 
@@ -24,14 +43,17 @@ class Run:
         self.step: int | None = None  # known once this process has written a status
         self.status_fields: dict[str, Any] = {}  # the rest of that status: total, best score
         self.on_record: Callable[[dict[str, Any]], None] | None = None  # receives every record, for trackers
-        self.problem: str | None = None  # what keeps it from saving, shown in its status
-        self._unwritten = b""
+        self.copies: dict[str, Any] = {}  # what this process has written of COPIED
+        self.failures: dict[str, tuple[str, float]] = {}  # what cannot be written now: the reason, and since when
+        self.phase, self.progress_at = "starting", time.time()  # "" while steps are taken; when it last progressed
+        self._unwritten, self._status, self._writing = b"", Status(), threading.RLock()
+        self._may_have_fallback = True
 
     def log(self, kind: str, step: int, **values: Any) -> None:
         """Append one line to metrics.jsonl; unknown values are None."""
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
         self._unwritten += (json.dumps(json_safe(record), allow_nan=False) + "\n").encode()
-        with suppress(OSError):  # a full disk: the line is kept and written with the next one
+        with self.reported("metrics.jsonl"):  # on a full disk the line is kept and written with the next one
             self._append()
         if self.on_record is not None:
             self.on_record(record)
@@ -54,21 +76,89 @@ class Run:
         with suppress(OSError):
             fsync(self.path / "metrics.jsonl")
 
-    def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
-        return (row for row in read_jsonl(self.path / "metrics.jsonl") if kind in (None, row.get("kind")))
+    @contextmanager
+    def reported(self, part: str) -> Iterator[None]:
+        """Note in the status since when a part of the run cannot be written, instead of raising an OSError."""
+        try:
+            yield
+            self.failures.pop(part, None)
+        except OSError as error:
+            self.note_failure(part, error)
 
-    def truncate_log(self, step: int) -> None:
-        """Remove records after `step`, which will be repeated; events stay."""
-        lines = [json.dumps(record) for record in self.records() if record["step"] <= step or record["kind"] == "event"]
+    def note_failure(self, part: str, error: OSError) -> None:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "disk full" if is_full else f"cannot write {part}: {error.strerror or error}"
+        self.failures[part] = (reason, self.failures.get(part, ("", time.time()))[1])
+
+    def records(self, kind: str | None = None, skipped: list[int] | None = None) -> Iterator[dict[str, Any]]:
+        rows = read_jsonl(self.path / "metrics.jsonl", skipped, is_record)
+        return (row for row in rows if kind in (None, row["kind"]))
+
+    def truncate_log(self, step: int) -> int:
+        """Remove records after `step`, which will be repeated; events stay. Return how many lines were no records."""
+        skipped = list[int]()
+        records = self.records(skipped=skipped)
+        lines = [json.dumps(record) for record in records if record["step"] <= step or record["kind"] == "event"]
         atomic_write(self.path / "metrics.jsonl", "".join(line + "\n" for line in lines))
+        return len(skipped)
 
     def write_status(self, state: str, step: int, **values: Any) -> None:
-        """Write the heartbeat: running, finished, stopped or failed. On a full disk the old one stays."""
-        self.step, self.status_fields = step, values
-        status = {"state": state, "step": step, "pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
-        status |= {"problem": self.problem, **values} if self.problem else values
-        with suppress(OSError):
-            self.write("status.json", status, durable=state != "running")
+        """Write the status: running, finished, stopped or failed. On a full disk, outside of the run folder."""
+        with self._writing:
+            self.step, self.status_fields, self.progress_at = step, values, time.time()
+            self._status = {"state": state, "step": step, "pid": os.getpid(), "host": socket.gethostname(), **values}
+            self._write_status()
+
+    def _write_status(self) -> None:
+        status = {**self._status, "time": time.time(), "progress_time": self.progress_at, "phase": self.phase}
+        before = self.failures.pop("status.json", None)
+        try:
+            self.write("status.json", {**status, **self._problem()}, durable=status["state"] != "running")
+            if before or self._may_have_fallback:
+                remove_fallback(self.path)
+            self._may_have_fallback = False
+        except OSError as error:
+            self.note_failure("status.json", error)
+            self.failures["status.json"] = before or self.failures["status.json"]
+            write_fallback(self.path, {**status, **self._problem()})
+        self._status["time"] = status["time"]
+
+    def _problem(self) -> dict[str, Any]:
+        """The oldest failure, if there is any."""
+        failures = list(self.failures.values())  # a copy: another thread may change them
+        first = min(failures, key=lambda failure: failure[1], default=None)
+        return {"problem": first[0], "problem_since": first[1]} if first else {}
+
+    @contextmanager
+    def heartbeat(self) -> Iterator[None]:
+        """Inside the block, a thread writes the status again whenever nobody else has: in evaluations and long steps.
+
+        It says that the process is alive, not that it progresses: `progress_time` stays what it is.
+        """
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(BEAT_S):
+                with self._writing:
+                    if self._status.get("state") == "running" and time.time() - self._status["time"] >= BEAT_S:
+                        self._write_status()
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(BEAT_S)  # not for ever: its disk may hang
+
+    @contextmanager
+    def in_phase(self, name: str) -> Iterator[None]:
+        """Name in the status what a run does that takes no steps and may take long."""
+        self.phase, self.progress_at = name, time.time()
+        try:
+            yield
+        finally:
+            self.phase, self.progress_at = "", time.time()
 
     @property
     def is_alive(self) -> bool:
@@ -76,23 +166,33 @@ class Run:
         with lock_folder(self.path, fcntl.LOCK_SH) as free:  # shared: two readers do not see each other
             return not free
 
-    def read_status(self) -> dict[str, Any]:
-        """status.json, corrected by the lock: a run that claims to run without a process is dead."""
-        status = {"step": 0, "state": "unknown", **self.read_or_empty("status.json")}
-        is_alive = self.is_alive
-        if is_alive or status["state"] == "running":
-            status["state"] = "running" if is_alive else "dead"
-        return status
+    def read_status(self) -> Status:
+        """The newest status, corrected by the lock: a run that claims to run without a process is dead."""
+        return correct_state(self._newest_status(), self.is_alive)
+
+    def _newest_status(self) -> Status:
+        found: list[Status] = [self.read_or_empty("status.json"), read_fallback(self.path)]
+        newest: Status = max(found, key=time_of)
+        state = newest.get("state")
+        return {"step": 0, **newest, "state": state if isinstance(state, str) else "unknown"}
 
     def summary(self) -> dict[str, Any]:
-        """One row of a table of runs: progress, best score, device, and why it ended."""
-        status = {**self.read_status(), "run": self.name, "device": self.read_or_empty("machine.json").get("device")}
+        """One row of a table of runs: progress, best score, device, why it ended, and what is wrong with it."""
+        written, is_alive = self._newest_status(), self.is_alive
+        status = {**correct_state(written, is_alive), "run": self.name}
+        status["device"] = self.read_or_empty("machine.json").get("device")
         if status["state"] == "dead":
             status["reason"] = f"its process {status.get('pid')} is gone"
-        if status["state"] != "running":
-            status |= {"problem": None, "pid": None, "eta_s": None}
-        texts = {key: status.get(key) for key in ("run", "state", "reason", "problem", "best_metric", "device")}
-        texts = {key: None if text is None else str(text) for key, text in texts.items()}
+        if not is_alive:
+            status |= {"pid": None, "eta_s": None}
+        last_step = next((step_of(path) for path in reversed(list_checkpoints(self))), None)
+        found = [find_problem(written, self.path, last_step)] if is_alive else []
+        found += [("damaged", f"{damage}; {self._repair(name)}") for name, damage in self.damaged_files().items()]
+        problems = [problem for problem in found if problem]
+        status["warning"] = ", ".join(dict.fromkeys(short for short, _ in problems)) or None
+        status["problem"] = "; ".join(sentence for _, sentence in problems) or None
+        keys = ("run", "state", "reason", "warning", "problem", "best_metric", "device")
+        texts = {key: None if status.get(key) is None else str(status[key]) for key in keys}
         numbers = {key: _number(status.get(key)) for key in ("total", "eta_s", "best_score", "time")}
         return {**texts, **numbers, "step": int(_number(status["step"]) or 0), "pid": status.get("pid")}
 
@@ -105,7 +205,8 @@ class Run:
             remove_partial(self.path)
             remove_partial(self.checkpoints)
             try:
-                yield
+                with self.heartbeat():
+                    yield
             except BaseException as error:
                 if isinstance(error, OSError) and error.strerror and not error.filename:
                     error.filename = str(self.path)  # a full disk does not say which
@@ -116,15 +217,13 @@ class Run:
                 raise
 
     def write(self, name: str, value: Any, durable: bool = True) -> None:
+        if name in COPIED:
+            self.copies[name] = value
         atomic_write(self.path / name, json.dumps(value, indent=2) + "\n", durable)
 
     def read(self, name: str) -> dict[str, Any]:
         """A JSON file of the run that holds one object."""
-        with suppress(RecursionError):
-            value = json.loads((self.path / name).read_text())
-            if isinstance(value, dict):
-                return value
-        raise ValueError(f"{self.path / name} is not a file written by m1clip")
+        return read_json_object(self.path / name)
 
     def read_or_empty(self, name: str) -> dict[str, Any]:
         """The same; {} if the file is missing or damaged."""
@@ -132,6 +231,112 @@ class Run:
             return self.read(name)
         except (OSError, ValueError):
             return {}
+
+    def damaged_files(self) -> dict[str, str]:
+        """What is wrong with the files of the run, by name."""
+        damage = {name: file_damage(self.path / name, file_version(self.path / name)) for name in RUN_FILES[:-1]}
+        return {name: reason for name, reason in damage.items() if reason}
+
+    def _repair(self, name: str) -> str:
+        """What to do about a damaged file."""
+        if (self.path / name).is_dir() or name == "metrics.jsonl":
+            return "move it away"
+        if name not in COPIED:
+            return "it is written again when the run is resumed"
+        if self.find_copy(name):
+            return "m1clip train --resume restores it from a checkpoint"
+        return "no checkpoint has a copy: restore it from a backup"
+
+    def find_copy(self, name: str) -> tuple[dict[str, Any], Path] | None:
+        """config.json or data.json as the newest intact checkpoint has it, and that checkpoint."""
+        for path in reversed(list_checkpoints(self)):
+            with suppress(OSError, ValueError, AttributeError):
+                if isinstance(copy := read_state(path).get("run", {}).get(name), dict):
+                    return copy, path
+        return None
+
+    def read_or_copy(self, name: str) -> tuple[dict[str, Any], str]:
+        """config.json or data.json; if it is missing or damaged, its copy in a checkpoint and a sentence about that."""
+        reason = self.damaged_files().get(name)
+        try:
+            if reason is None:
+                return self.read(name), ""
+        except (OSError, ValueError) as error:
+            reason = f"{self.path / name} is missing" if isinstance(error, FileNotFoundError) else str(error)
+        if found := self.find_copy(name):
+            return found[0], f"{reason}; using the copy in {found[1]}"
+        raise ValueError(f"{reason}; {self._repair(name)}")
+
+    def read_config(self) -> tuple[TrainConfig, str]:
+        """The training config, and a sentence if it had to be read from a checkpoint."""
+        values, note = self.read_or_copy("config.json")
+        try:
+            return check_config(from_dict(TrainConfig, values)), note
+        except (ValueError, TypeError) as error:
+            found = self.find_copy("config.json")
+            repair = f"; if you delete it, the copy in {found[1]} is used" if found else ""
+            raise ValueError(f"{self.path / 'config.json'}: {error}{repair}") from None
+
+
+def correct_state(status: Status, is_alive: bool) -> Status:
+    if is_alive:
+        return {**status, "state": "running"}
+    return {**status, "state": "dead"} if status["state"] == "running" else status
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value is a record of metrics.jsonl: an object with a kind and a step."""
+    kind, step = (value.get("kind"), value.get("step")) if isinstance(value, dict) else (None, None)
+    return isinstance(kind, str) and type(step) is int and 0 <= step < 2**53
+
+
+def file_version(path: Path) -> tuple[int, ...] | None:
+    """Changes when a file is replaced or written; None without a file."""
+    with suppress(OSError):
+        status = os.stat(path)
+        return status.st_ino, status.st_size, status.st_mtime_ns
+    return None
+
+
+@lru_cache(maxsize=4096)
+def file_damage(path: Path, version: tuple[int, ...] | None) -> str | None:
+    """Why a file of a run cannot be used; None if it can, or is not there. Read once for each version of it."""
+    if version is None:
+        return f"{path} is missing" if path.name == "config.json" else None
+    try:
+        if path.suffix == ".json":
+            is_known = "epochs" in read_json_object(path) or path.name != "config.json"
+            return None if is_known else f"{path} is damaged: it is not a training config"
+        if not path.is_file():
+            return f"{path} is not a regular file"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# Checkpoints as far as no tensor is read.
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def list_checkpoints(run: Run) -> list[Path]:
+    """The run's checkpoints, oldest first."""
+    return sorted((path for path in run.checkpoints.glob("step_*") if path.name[5:].isdecimal()), key=step_of)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """state.json of a checkpoint, with its own checksum verified."""
+    with suppress(ValueError):
+        record = read_json_object(checkpoint / "state.json")
+        if record.pop("sum", None) == record_checksum(record):
+            return record
+    raise ValueError("state.json is damaged")
+
+
+def record_checksum(record: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
 def new_run_path(runs: Path, name: str | None, preset: str, overwrite: bool) -> Path:
@@ -179,10 +384,12 @@ def create_run(runs: Path, name: str | None, preset: str, overwrite: bool) -> Ru
 def all_runs(runs: Path) -> list[Run]:
     """Oldest first, by when they were last started."""
     found = []
-    for file in runs.glob("*/config.json"):
+    for path in runs.glob("*"):
         with suppress(OSError):  # a run that is being deleted
-            found.append((file.stat().st_mtime, file.parent))
-    return [Run(path) for _, path in sorted(found) if is_run(path)]
+            if is_run(path):
+                version = file_version(path / "config.json")
+                found.append((version[2] if version else path.stat().st_mtime_ns, path))
+    return [Run(path) for _, path in sorted(found)]
 
 
 def run_summaries(runs: Path) -> list[dict[str, Any]]:
@@ -220,15 +427,20 @@ def find_model(runs: Path, name: str | None) -> Path | None:
     if run is None:
         path = Path(str(name)).expanduser()
         return path if {"embed_dim", "vision", "text"} <= Run(path).read_or_empty("config.json").keys() else None
-    for folder in (run.model, run.path / "last"):
+    for folder in (run.model, run.path / "last", *reversed(list_checkpoints(run))):
         if folder.is_dir():
             return folder
     raise FileNotFoundError(f"{run.path} has no model yet; it is saved at the end, and checkpoints before")
 
 
 def is_run(path: Path) -> bool:
-    """Whether a training config is there, the first file a run writes; a model folder has another config."""
-    return "epochs" in Run(path).read_or_empty("config.json")
+    """Whether a training config is there, the first file a run writes; a model folder has another config.
+
+    A run whose config is lost is known by its other files.
+    """
+    if "epochs" in Run(path).read_or_empty("config.json"):
+        return True
+    return sum(os.path.lexists(path / name) for name in RUN_FILES[1:]) >= 3
 
 
 def is_empty(folder: Path) -> bool:
@@ -239,8 +451,3 @@ def is_empty(folder: Path) -> bool:
 def next_name(runs: Path, stem: str) -> str:
     numbers = [path.name.removeprefix(f"{stem}-") for path in runs.glob(f"{stem}-*")]
     return f"{stem}-{max((int(n) for n in numbers if n.isdecimal() and len(n) < 10), default=0) + 1}"
-
-
-def _number(value: Any) -> float | int | None:
-    """A finite number of reasonable size, or None."""
-    return value if type(value) in (int, float) and abs(value) < 1e15 else None

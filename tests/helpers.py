@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from m1clip.config import TrainConfig, from_json
+from m1clip.config import TrainConfig
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.model.clip import CLIP
@@ -44,7 +44,7 @@ def train_run(
     """Train the run at `path`, or resume it; the config is final."""
     resumed = Run(path) if is_run(path) else None
     if resumed:
-        config = replace(config, recipe=from_json(TrainConfig, path / "config.json").recipe)
+        config = replace(config, recipe=resumed.read_config()[0].recipe)
     run = resumed or create_run(path.parent, path.name, "x", False)
     with run.locked():
         console = console or QuietConsole(stop_at)

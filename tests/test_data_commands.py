@@ -311,3 +311,24 @@ def test_notes_about_the_data_are_in_the_header_the_report_and_data_json(tiny_ru
     train_run(config, tmp_path / "r", console=console)
     assert json.loads((tmp_path / "r" / "data.json").read_text())["notes"] == "; ".join(notes)
     assert "not UTF-8; read as cp1252" in console.console.file.getvalue().replace("\n", " ")
+
+
+def test_check_reports_how_many_negatives_training_would_mask(tmp_path, capsys):
+    write_photos(tmp_path / "photos", 10)
+    (tmp_path / "photos" / "metadata.csv").write_text(
+        "file_name,text\n" + "".join(f"{i:04d}.jpg,{'a photo' if i < 9 else 'a red bus'}\n" for i in range(10))
+    )
+    code, out, _ = run_command(capsys, "data", "check", tmp_path / "photos", "--sheet", tmp_path / "s.png")
+    assert code == 0
+    assert "82.0 % of the pairs in a batch have equal captions" in out  # 0.9² + 0.1²
+
+
+def test_a_bad_line_in_a_manifest_is_skipped(tmp_path, capsys):
+    write_photos(tmp_path / "photos", 4)
+    rows = "".join(f"{i:04d}.jpg,caption {i}\n" for i in range(4))
+    (tmp_path / "photos" / "metadata.csv").write_text(f"file_name,text\n{rows}")
+    words = ("data", "convert", tmp_path / "photos", tmp_path / "out")
+    assert run_command(capsys, *words)[0] == 0
+    with open(tmp_path / "out" / "manifest.jsonl", "a") as file:
+        file.write("[" * 200_000 + '\n{"file": []}\n{}\n')
+    assert run_command(capsys, *words)[0] == 0

@@ -1,6 +1,7 @@
 """Which plan a run gets, whether its devices are checked, and towers that run in parallel."""
 
-from dataclasses import replace
+import os
+from dataclasses import fields, replace
 from threading import Barrier
 
 import pytest
@@ -323,3 +324,32 @@ def test_a_model_that_cannot_be_compiled_is_trained_uncompiled(tiny_run, tmp_pat
 
 def test_steps_end_a_run_whatever_the_epochs(tiny_run, tmp_path):
     assert train_run(replace(tiny_run, steps=5), tmp_path / "r").step == 5
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 200_000, "{}", '{"kind": "step", "samples_ms": "x"}', "\0", "3", '{"kind": "cost"}']
+)
+def test_a_bad_line_among_the_measurements_is_skipped(tmp_path, line):
+    store = device_plan.MeasurementStore(tmp_path)
+    store.add("cost", parameters=1, gflop=0.5, activation_gb=0.1)
+    with open(store.path, "a") as file:
+        file.write("\n" + line)
+    store.add("cost", parameters=2, gflop=0.5, activation_gb=0.1)
+    assert [row["parameters"] for row in store.rows("cost")] == [1, 2]
+    assert store.steps() == []
+    store.path.unlink()
+    os.mkfifo(store.path)
+    assert store.rows("cost") == []
+    store.add("cost", parameters=3, gflop=0.5, activation_gb=0.1)
+    assert [row["parameters"] for row in store.rows("cost")] == [3]
+
+
+def test_a_stored_step_with_wrong_values_is_left_out(tmp_path):
+    store = device_plan.MeasurementStore(tmp_path)
+    good = {field.name: 1 for field in fields(device_plan.StepRow)} | {"samples_ms": [1.0], "phases_ms": {}}
+    good |= dict.fromkeys(("model_id", "preset", "session", "comparison", "device", "precision"), "x") | {
+        "compile": False
+    }
+    for changed in ({}, {"step_ms": "x"}, {"step_ms": -1}, {"samples_ms": []}, {"samples_ms": {}}, {"tokens": None}):
+        store.add("step", **{**good, **changed})
+    assert len(store.steps()) == 1

@@ -15,12 +15,13 @@ ROOT = Path(__file__).parent.parent / "m1clip"
 FILES = sorted(ROOT.rglob("*.py"))
 
 BOTTOM = {"config", "run", "files", "format", "console", "devices", "sensors", "losses", "images", "decode", "parity"}
-BOTTOM |= {"hub", "signals"}
+BOTTOM |= {"hub", "signals", "status"}
 # What a sub-package or file may import of ours, beside itself. "" is the package: version and lazy names.
 MAY_IMPORT = {
     **{name: {"files", "format", "config"} - {name} for name in BOTTOM},
     "format": set[str](),
     "files": set[str](),
+    "run": {"files", "format", "config", "status"},
     "config": {"format"},
     "decode": {"images"},
     "settings": {"config"},
@@ -117,13 +118,13 @@ def test_help_monitoring_and_decoding_start_without_torch():
 BUDGETS = {
     "commands": 1_780,
     "model": 2_480,
-    "data": 3_600,
-    "training": 3_400,
+    "data": 3_650,
+    "training": 3_490,
     "evals": 580,
     "bench": 480,
     "monitor": 1_420,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_980, 16_700, 97
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 3_500, 17_300, 98
 
 
 def test_every_part_stays_within_its_size():
@@ -195,7 +196,7 @@ def test_few_files_lead_from_the_command_to_the_first_gradient(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     executed, loaded = ast.literal_eval(done.stderr.splitlines()[-1])
     assert f"{ROOT}/training/loop.py" in executed
-    assert len(executed) <= 36, executed
+    assert len(executed) <= 37, executed
     assert len(loaded) <= 45, loaded
 
 

@@ -110,4 +110,4 @@ def test_a_run_reports_seen_captions_and_keeps_its_groups(styles, tiny_run, tmp_
     assert cli.run_command(["eval", str(runs / "r"), "--device", "cpu"]) == 0
     assert "8 of 8 captions also occur in training; --group-by caption" in capsys.readouterr().out
     with pytest.raises(ValueError, match="cannot change group_by"):
-        requested_config({"group_by": "caption"}, resumed=runs / "r")
+        requested_config({"group_by": "caption"}, resumed=Run(runs / "r").read_config()[0])

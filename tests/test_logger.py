@@ -16,8 +16,9 @@ from m1clip.evals.embeddings import effective_rank, embedding_statistics, unifor
 from m1clip.model.towers import VisionTransformer
 from m1clip.run import Run
 from m1clip.training import logger
-from m1clip.training.diagnose import WINDOW, History, diagnose
+from m1clip.training.diagnose import WINDOW, History, diagnose, few_negatives
 from m1clip.training.logger import PHASES, StepMetrics, norms_by_block
+from photos import write_photos
 
 
 @pytest.fixture(scope="module")
@@ -416,3 +417,40 @@ def test_a_missing_tracker_is_refused_with_the_extra_to_install(monkeypatch):
     monkeypatch.setattr(logger, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'm1clip\[wandb\]'"):
         logger.check_tracker("wandb")
+
+
+@pytest.fixture
+def equal_captions(tmp_path) -> str:
+    names = write_photos(tmp_path / "photos", 24)
+    rows = "".join(f"photos/{name},a photo\n" for name in names)
+    (tmp_path / "equal.csv").write_text("image,caption\n" + rows)
+    return str(tmp_path / "equal.csv")
+
+
+@pytest.mark.parametrize("steps", [1, 0])
+def test_a_run_without_negatives_says_so_and_has_no_accuracy(tiny_run, equal_captions, tmp_path, steps):
+    config = replace(tiny_run, data=equal_captions, val_size=4, batch_size=8, epochs=1, steps=steps)
+    console, run = QuietConsole(), Run(tmp_path / "r")
+    train_run(config, run.path, console=console)
+    assert [text for text in console.warnings if text.startswith("no negatives: no pair has a negative")]
+    for record in (*run.records("step"), *run.records("epoch")):
+        assert (record["accuracy"], record["chance_accuracy"]) == (None, None)
+    assert [record["without_negative"] for record in run.records("step")] == [1.0] * (steps or 2)
+    assert "100.0 %" not in console.console.file.stream.getvalue()
+    assert [event["about"] for event in run.records("event") if event["event"] == "diagnosis"] == ["no negatives"]
+
+
+def test_few_negatives_are_reported_with_their_fractions():
+    masked = {"masked_negatives": 0.8, "without_negative": 0.25}
+    found = few_negatives(step_records(3, **masked))
+    assert "80% of the negatives are left out" in found["few negatives"]
+    assert "25% of the pairs have no negative" in found["few negatives"]
+    assert few_negatives(step_records(3, masked_negatives=0.49)) == few_negatives(step_records(3)) == {}
+
+
+def test_records_of_an_earlier_session_may_lack_anything(tiny_run):
+    metrics = StepMetrics(tiny_run, torch.device("cpu"))
+    metrics.epoch_steps = [{"step": 1}, {"step": 2, "loss": "x", "step_ms": [], "between_ms": 10**400}]
+    metrics.epoch_steps += [{"step": 3, "loss": 2.0, "step_ms": 100.0, "between_ms": 0.0}]
+    means = metrics.epoch_means()
+    assert (means["loss"], means["seconds"], means["accuracy"]) == (2.0, 0.1, None)

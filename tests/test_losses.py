@@ -112,4 +112,17 @@ def test_smoothing_without_duplicates_equals_smoothing_with_an_empty_mask(kind):
 def test_chance_of_a_batch_of_duplicates_is_no_loss(kind):
     all_equal = ~torch.eye(4, dtype=torch.bool)
     assert losses.chance(kind, 4, all_equal) == 0
-    assert losses.chance_accuracy(4, all_equal) == 1
+    assert losses.chance_accuracy(4, all_equal) is None
+
+
+def test_a_pair_without_a_negative_does_not_count_as_accuracy():
+    duplicate_BB = torch.ones(4, 4, dtype=torch.bool).fill_diagonal_(False)
+    assert all(accuracy.isnan() for accuracy in losses.accuracies(torch.randn(4, 4), duplicate_BB, torch.zeros(4)))
+    assert losses.chance_accuracy(4, duplicate_BB) is None
+    # Pair 0 equals all others, which differ: it has no negative, and pairs 1 to 3 have two each.
+    duplicate_BB = torch.zeros(4, 4, dtype=torch.bool)
+    duplicate_BB[0, 1:] = duplicate_BB[1:, 0] = True
+    logit_BB = torch.tensor([[9.0, 0, 0, 0], [0, 9, 0, 0], [0, 0, 0, 9], [0, 9, 0, 0]])
+    i2t, t2i = losses.accuracies(logit_BB, duplicate_BB, torch.tensor([False, True, True, True]))
+    assert i2t.item() == pytest.approx(1 / 3)  # not 2 / 4
+    assert t2i.item() == pytest.approx(1 / 3)

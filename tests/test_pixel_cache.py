@@ -235,3 +235,39 @@ def test_closing_a_pool_ends_workers_that_are_busy():
     while any(worker.is_alive() for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [worker.is_alive() for worker in workers] == [False, False]
+
+
+BAD_LINES = {
+    "deep": b"[" * 200_000,
+    "no chunk": b'{"crc": 1, "notes": {}}',
+    "a large chunk": b'{"chunk": 99, "crc": 1, "notes": {}}',
+    "a list for a chunk": b'{"chunk": [], "crc": 1, "notes": {}}',
+    "text for notes": b'{"chunk": 0, "crc": 1, "notes": "x"}',
+    "a note on no row": b'{"chunk": 0, "crc": 1, "notes": {"x": ["a", "b"]}}',
+    "a note of numbers": b'{"chunk": 0, "crc": 1, "notes": {"3": [1, 2, 3]}}',
+    "NUL bytes": bytes(100),
+    "not UTF-8": b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES.values(), ids=BAD_LINES)
+def test_a_bad_line_in_the_journal_is_skipped(line):
+    cache = build_pixel_cache(BrokenScenes(), SIZE, 1, 1)
+    expected = cache.bad_images()
+    with open(cache.journal, "ab") as file:
+        file.write(line + b"\n")
+    assert build_pixel_cache(BrokenScenes(), SIZE, 1, 1).bad_images() == expected
+    cache.journal.write_bytes(line + b"\n")  # nothing else is left
+    rebuilt = build_pixel_cache(BrokenScenes(), SIZE, 1, 1)
+    assert rebuilt.bad_images() == expected
+    assert np.array_equal(rebuilt.pixels(), decode_rows(BrokenScenes(), SIZE, range(40)).pixels)
+
+
+@pytest.mark.parametrize("name", ["journal.jsonl", "rows.bin"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_something_else_in_place_of_a_cache_file_is_replaced(name, make):
+    cache = build_pixel_cache(SyntheticScenes(20), SIZE, 1, 1)
+    (cache.folder / name).unlink()
+    make(cache.folder / name)
+    again = build_pixel_cache(SyntheticScenes(20), SIZE, 1, 1)
+    assert np.array_equal(again.pixels(), decode_rows(SyntheticScenes(20), SIZE, range(20)).pixels)

@@ -198,10 +198,10 @@ def test_a_best_that_could_not_be_saved_is_forgotten_once_training_moved_on(tiny
     evaluated.evaluate(4, 0.2)
     evaluated.evaluate(8, 0.9, disk_is_full=True)
     assert not evaluated.manager.out_of_patience
-    assert evaluated.run.read("status.json")["problem"] == "cannot save: No space left on device"
+    assert evaluated.run.read("status.json")["problem"] == "disk full"
     evaluated.manager.retry_at = 0.0
     evaluated.evaluate(12, 0.1)
-    assert evaluated.run.problem is None
+    assert not evaluated.run.failures
     assert evaluated.best == (0.2, 4, 1)
     assert (evaluated.run.path / "best").resolve().name == "step_000004"
 

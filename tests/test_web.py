@@ -237,7 +237,7 @@ def test_curves_grow_and_runs_are_selected_compared_and_searched(folder, server,
     visit.wait_until(lambda: visit.last_step() == 320)
 
     with lock_folder(folder / "new"):  # as training holds it, until it is killed
-        visit.wait_until(lambda: page.text_content("#state") == "running")
+        visit.wait_until(lambda: page.text_content("#state") == "running, no sign of life")  # its status is old
     visit.wait_until(lambda: page.text_content("#state") == "dead")
 
     page.check("input[aria-label='compare old']")

@@ -104,7 +104,7 @@ def peak_gflops(rows: Sequence[OperationRow]) -> dict[tuple[str, str], float]:
     """GFLOP/s of the fastest matrix product, by device and precision."""
     peaks: dict[tuple[str, str], float] = {}
     for row in rows:
-        if row["operation"] == "matmul":
+        if row["operation"] == "matmul" and isinstance(row.get("best_gflops"), float):
             key = row["device"], row["precision"]
             peaks[key] = max(peaks.get(key, 0.0), row["best_gflops"])
     return peaks

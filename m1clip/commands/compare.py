@@ -16,6 +16,7 @@ from m1clip.commands.train import TrainingArgs
 from m1clip.config import override, requested_config, require, to_json
 from m1clip.console import loading, show_rows
 from m1clip.format import number
+from m1clip.status import number_or_unknown
 
 WARMUP_STEPS = 3
 COMPARE_COLUMNS = {"device": "text", "ms/step": "step_ms", "IQR": "iqr_ms", "pairs/s": "pairs_per_s"}
@@ -93,16 +94,20 @@ def train_on(folder: Path, requested: str) -> dict[str, Any]:
     if child.returncode:
         error = run.read_status().get("reason") if run.path.exists() else "see the message above"
         return {**record, "error": str(error or f"exit code {child.returncode}")}
-    steps, device = list(run.records("step")), run.read("machine.json")["device"]
+    timed = ("step_ms", "between_ms")
+    steps = [row for row in run.records("step") if all(number_or_unknown(row.get(key)) is not None for key in timed)]
+    device = run.read("machine.json").get("device")
+    if not steps:
+        return {**record, "error": f"{run.path / 'metrics.jsonl'} has no steps"}
     q1_ms, step_ms, q3_ms = quartiles([row["step_ms"] for row in steps[WARMUP_STEPS:] or steps])
-    diagnostics = [row for row in run.records() if "peak_rss_gb" in row]
-    joules = diagnostics[-1]["joules"] if diagnostics else None
+    diagnostics = [row for row in run.records("diagnostics") if number_or_unknown(row.get("peak_rss_gb")) is not None]
+    joules = number_or_unknown(diagnostics[-1].get("joules")) if diagnostics else None
     seconds = sum(row["step_ms"] + row["between_ms"] for row in steps) / 1e3
-    losses = {row["step"]: row["loss"] for row in steps if row["loss"] is not None}
-    peaks = [max(row["peak_rss_gb"], row["device_gb"] or 0) for row in diagnostics]
+    losses = {row["step"]: row["loss"] for row in steps if number_or_unknown(row.get("loss")) is not None}
+    peaks = [max(row["peak_rss_gb"], number_or_unknown(row.get("device_gb")) or 0) for row in diagnostics]
     record |= {"text": requested if device == requested else f"{requested} → {device}", "device": device}
     record |= {"step_ms": step_ms, "iqr_ms": f"{number(q1_ms)}–{number(q3_ms)}", "losses": losses}
-    batch_size = run.read("config.json")["batch_size"]
+    batch_size = run.read_config()[0].batch_size
     record |= {"pairs_per_s": 1e3 * batch_size / step_ms, "peak_gb": max(peaks, default=None)}
     record |= {"joules": joules, "watts": None if joules is None else joules / seconds}
     record |= {"final_loss": mean([*losses.values()][-10:]) if losses else None}

@@ -19,6 +19,7 @@ from m1clip.format import percent, printable
 if TYPE_CHECKING:  # imports pyarrow
     from m1clip.data.splits import Source
 
+NOTABLE_EQUAL, MANY_EQUAL = 0.2, 0.55  # fractions of pairs with an equal caption or image; two labels are half
 MAX_SHOWN = 15  # bad rows
 MAX_TOKENIZED_IMAGES = 50_000
 Report = dict[str, Any]
@@ -105,6 +106,7 @@ def check_source(source: "Source", args: Args, number: int, console: Console) ->
         "megabytes": round(int(stats["bytes"].sum()) / 1e6, 1),
         "unusual": {name: count for name, count in traits if count},
         **{kind: [list(map(pairs.location, pair)) for pair in found[:1000]] for kind, found in duplicates.items()},
+        "equal_images": check.equal_images(stats),
         **check.caption_stats(pairs, console.progress),
         **check.split_captions(source, console.progress),
         **token_stats(source, args),
@@ -188,6 +190,7 @@ def caption_lines(report: Report, args: Args) -> Iterator[Line]:
     if shared or twice:
         yield "repeated", f"{shared:,} captions are shared by several images, {twice:,} repeated on one"
     yield from (("", f"{images:,} × {caption[:90]!r}") for caption, images in report["most_shared"][:3])
+    yield from negative_lines(report)
     seen, captions = report["seen_captions"], report["val_captions"]
     if report["labels"]:
         yield "labels", f"{report['labels']:,} captions have many images each: training reports the accuracy over them"
@@ -195,3 +198,13 @@ def caption_lines(report: Report, args: Args) -> Iterator[Line]:
         advice = "" if report["own_splits"] else "; --group-by caption keeps equal captions in one split"
         style = "bold red" if seen >= NOTABLE_LEAK * captions else ""
         yield "leaks", f"{seen:,} of {captions:,} validation captions also occur in training{advice}", style
+
+
+def negative_lines(report: Report) -> Iterator[Line]:
+    """Equal captions or images are masked in training; a warning if few negatives are left."""
+    equal = {kind: report[f"equal_{kind}"] for kind in ("captions", "images")}
+    kind, fraction = max(equal.items(), key=lambda item: item[1])
+    if fraction >= max(NOTABLE_EQUAL, 2 / report["images"]):
+        text = f"{percent(fraction)} of the pairs in a batch have equal {kind}, and are no negatives of each other"
+        style = "bold red" if fraction > MANY_EQUAL else "yellow"
+        yield "negatives", text + ("; with none, nothing can be learned" if fraction > MANY_EQUAL else ""), style

@@ -2,17 +2,14 @@
 
 import os
 import signal
-import socket
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-
-import psutil
 
 from m1clip.commands import RunName, RunsFolder
 from m1clip.console import command, loading
 from m1clip.run import Run, all_runs, open_run
+from m1clip.status import is_elsewhere, process_of
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,8 @@ def find_running(args: Args) -> Run:
 
 def training_pid(run: Run, status: dict[str, Any]) -> int:
     """The process that trains the run; an error if that is not certain."""
-    if status.get("host") not in (None, socket.gethostname()):
+    if is_elsewhere(status):
         raise ValueError(f"{run.path} is being trained on {status['host']}: stop it there")
-    pid, status_time = status.get("pid"), status.get("time")
-    with suppress(psutil.NoSuchProcess):
-        # An old status may name a process id that another program has now.
-        if isinstance(pid, int) and status_time is not None and psutil.Process(pid).create_time() <= status_time:
-            return pid
+    if pid := process_of(status):
+        return pid
     raise RuntimeError(f"{run.path} is still starting; try again in a moment")

@@ -80,7 +80,7 @@ def main(args: Args) -> int:
     settings = args.settings()
     resumed = open_run(args.runs, args.name) if args.resume else None
     # Before torch is imported, so that an error comes at once.
-    requested = requested_config(settings, args.config, resumed.path if resumed else None)
+    requested = requested_config(settings, args.config, resumed.read_config()[0] if resumed else None)
     if not resumed:
         new_run_path(args.runs, args.name, requested.preset, args.overwrite)
     if args.background:

@@ -5,7 +5,7 @@ Shapes: B pairs, K captions per image, L tokens, D features, N images and M capt
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import chain
 from typing import Any, NamedTuple
@@ -54,6 +54,9 @@ class Batch:
     key_B: Tensor  # random key of each row for dropout: a function of (seed, epoch, sample)
     duplicate_BB: Tensor | None  # false negatives: different rows with an equal caption or image; None if none
     rows: RowIndices
+    has_negative_B: Tensor | None = None  # None if every pair has one
+    masked: float = 0.0  # fraction of the negatives that are false
+    without_negative: float = 0.0  # fraction of the pairs whose negatives are all false
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -66,6 +69,8 @@ class Batch:
             devices.copy_to(self.key_B, vision) if vision == text else self.key_B,
             None if self.duplicate_BB is None else devices.copy_to(self.duplicate_BB, vision),
             self.rows,
+            None if self.has_negative_B is None else devices.copy_to(self.has_negative_B, vision),
+            *(self.masked, self.without_negative),
         )
 
     def split(self, size: int) -> "list[Batch]":
@@ -188,7 +193,8 @@ class BatchStream:
         text, caption_ids = self._captions(epoch, samples, rows)
         duplicate_BB = find_duplicates(*caption_ids, image_ids) if self.mask_duplicates else None
         key_B = (sample_uniform(self.seed, epoch, samples, DROPOUT_KEY) * 2.0**32).astype(np.int64)
-        return Batch(image, text, torch.from_numpy(key_B), duplicate_BB, rows)
+        batch = Batch(image, text, torch.from_numpy(key_B), duplicate_BB, rows)
+        return batch if duplicate_BB is None else replace(batch, **count_negatives(duplicate_BB))
 
     def _images(self, epoch: int, samples: RowIndices) -> tuple[RowIndices, Images | ImageFeatures, Sequence[Hashable]]:
         """Rows whose images could be decoded, the images, and ids that are equal for equal images."""
@@ -242,6 +248,16 @@ def find_duplicates(*ids_by_kind: Sequence[Hashable]) -> Tensor | None:
     groups = [torch.from_numpy(group_ids(ids)) for ids in ids_by_kind if len(set(ids)) < len(ids)]
     equal = [group_B[:, None] == group_B for group_B in groups]
     return torch.stack(equal).any(0).fill_diagonal_(False) if equal else None
+
+
+def count_negatives(duplicate_BB: Tensor) -> dict[str, Any]:
+    """Fields of a batch with duplicates; counted here, in the thread that prepares batches."""
+    duplicates_B, B = duplicate_BB.sum(1), len(duplicate_BB)
+    has_negative_B = duplicates_B < B - 1
+    fields = {"masked": duplicates_B.sum().item() / max(1, B * (B - 1)), "without_negative": 0.0}
+    if has_negative_B.all():
+        return fields
+    return {**fields, "without_negative": 1 - has_negative_B.double().mean().item(), "has_negative_B": has_negative_B}
 
 
 def stored_size(image_size: int, crop_scale: float) -> int:

@@ -103,6 +103,12 @@ def duplicate_images(source: Source, stats: ImageStats) -> dict[str, list[Pair]]
     return {"exact_duplicates": sorted(exact), "near_duplicates": near, "leaks": leaks}
 
 
+def equal_images(stats: ImageStats) -> float:
+    """How often two random images have the same bytes."""
+    _, counts = np.unique(stats["content"][stats["good"]], return_counts=True)
+    return float(((counts / max(1, counts.sum())) ** 2).sum())
+
+
 def size_histogram(stats: ImageStats) -> dict[str, int]:
     """Number of images by the length of their shorter edge."""
     shorter = np.minimum(stats["width"], stats["height"])[stats["good"]]
@@ -162,7 +168,10 @@ def min_median_max(values: Sequence[int]) -> dict[str, int]:
 
 
 def _repeated_captions(pairs: PairDataset, hashes: NDArray[Any], rows: NDArray[Any]) -> dict[str, Any]:
-    """Captions that several images share, captions that one image has twice, and the most shared ones."""
+    """Captions that several images share, captions that one image has twice, and the most shared ones.
+
+    `equal_captions`: how often two random pairs have the same caption, and are no negatives of each other.
+    """
     _, first, group, uses = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
     distinct = np.unique(group * len(pairs) + rows) // len(pairs)  # each caption once per image
     images = np.bincount(distinct, minlength=len(first))
@@ -172,8 +181,10 @@ def _repeated_captions(pairs: PairDataset, hashes: NDArray[Any], rows: NDArray[A
             row = int(rows[first[k]])
             caption = pairs.captions(row)[int(first[k]) - int(np.searchsorted(rows, row))]
             examples.append((caption, int(images[k])))
+    share = np.bincount(group, 1 / np.bincount(rows)[rows]) / len(pairs)  # of the training pairs, by caption
     return {
         "shared_captions": int(uses[images > 1].sum()),
+        "equal_captions": float((share**2).sum()),
         "duplicate_captions": len(hashes) - len(distinct),
         "most_shared": examples,
     }

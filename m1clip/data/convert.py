@@ -121,12 +121,13 @@ class Manifest:
         header, *entries = [*read_jsonl(self.path)] or [{}]
         if header != settings:
             raise ValueError(f"{out} is a conversion of other data or settings; choose another folder")
-        self.entries: dict[str, dict[str, Any]] = {entry["file"]: entry for entry in entries}
+        files = (entry for entry in entries if isinstance(entry.get("file"), str))  # a bad line is written again
+        self.entries: dict[str, dict[str, Any]] = {entry["file"]: entry for entry in files}
 
     def has(self, path: Path) -> bool:
         """Whether the file exists with the bytes that were written."""
         entry = self.entries.get(path.name)
-        return bool(entry and path.is_file() and _sha256(path) == entry["sha256"])
+        return bool(entry and path.is_file() and _sha256(path) == entry.get("sha256"))
 
     def write(self, path: Path, samples: list[Sample], write: Callable[[list[Sample], Path], None]) -> None:
         temporary = path.with_name(f".{path.name}.new")

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from m1clip import decode, images
 from m1clip.config import Preprocess
 from m1clip.data.index import Advance, BadImages, PairDataset
-from m1clip.files import cache_folder, lock_folder, read_jsonl
+from m1clip.files import cache_folder, lock_folder, read_jsonl, remove_irregular
 from m1clip.format import file_size
 from m1clip.images import Pixels, preprocess
 
@@ -178,6 +178,8 @@ class RowStore:
     def build(self, produce: Produce, max_bytes: float, progress: Advance, contents: str = "decoded images") -> bool:
         """Verify what exists and produce the missing chunks; False if a cache of `max_bytes` is too small."""
         self._lock_folder()
+        for path in (self.data, self.journal):
+            remove_irregular(path)
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             if self.missing_bytes and not free_space(self.missing_bytes, max_bytes, self.folder, contents):
@@ -209,8 +211,19 @@ class RowStore:
         os.close(self._lock)
 
     def entries(self) -> dict[int, Notes]:
-        """The journal by chunk: its checksum and notes."""
-        return {entry["chunk"]: entry for entry in read_jsonl(self.journal) if "notes" in entry}
+        """The journal by chunk: its checksum and notes. A chunk whose line is damaged is produced again."""
+        return {entry["chunk"]: entry for entry in read_jsonl(self.journal, is_valid=self._is_entry)}
+
+    def _is_entry(self, entry: Any) -> bool:
+        k, notes = (entry.get("chunk"), entry.get("notes")) if isinstance(entry, dict) else (None, None)
+        if type(k) is not int or not 0 <= k < len(self.chunks) or not isinstance(notes, dict):
+            return False
+        rows = {str(row) for row in self.chunks[k]}
+        return type(entry.get("crc")) is int and notes.keys() <= rows and all(map(self.is_note, notes.values()))
+
+    def is_note(self, note: Any) -> bool:
+        """Whether a note on a row is a row: the one that is used instead."""
+        return type(note) is int and 0 <= note < self.rows
 
     def is_final(self, entry: Notes) -> bool:
         """Whether an intact chunk need not be produced again."""
@@ -235,7 +248,7 @@ class RowStore:
                 progress(len(self.chunks[k]))
 
     def _intact_chunks(self, progress: Advance) -> set[int]:
-        entries = {k: entry for k, entry in self.entries().items() if k < len(self.chunks)}
+        entries = self.entries()
 
         def is_intact(k: int) -> bool:
             with open(self.data, "rb") as file:
@@ -259,6 +272,10 @@ class PixelCache(RowStore):
         code = "".join(Path(str(module.__file__)).read_text() for module in (images, decode))
         key = sha256(f"{pairs.fingerprint}/{len(pairs)}/{settings}/{code}".encode()).hexdigest()[:16]
         super().__init__(cache_folder() / f"pixels-{key}", len(pairs), settings.size**2 * 3)
+
+    def is_note(self, note: Any) -> bool:
+        """Whether a note is why an image is bad: kind and reason."""
+        return isinstance(note, list) and len(note) == 2 and all(isinstance(text, str) for text in note)
 
     def is_final(self, entry: Notes) -> bool:
         return not any(kind in RETRIED for kind, _ in entry["notes"].values())

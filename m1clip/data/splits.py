@@ -19,7 +19,7 @@ from m1clip.config import DataConfig, Preprocess
 from m1clip.data import pixel_cache
 from m1clip.data.index import BadRows, IndexedPairs, IndexWriter, PairDataset, ProgressFactory, RowIndices, no_progress
 from m1clip.decode import BadImage
-from m1clip.files import cache_folder
+from m1clip.files import cache_folder, open_regular
 from m1clip.images import Pixels
 
 SCHEMES = ("synthetic", "coco", "flickr30k", "flickr8k", "hf")
@@ -194,9 +194,9 @@ def validation_subset(pairs: PairDataset, config: DataConfig) -> PairDataset:
 def content_hashes(pairs: IndexedPairs, progress: ProgressFactory = no_progress) -> NDArray[np.uint64]:
     """A hash of each image's bytes; cached, so that they are read once."""
     path = cache_folder() / f"content-{blake2b(pairs.fingerprint.encode(), digest_size=8).hexdigest()}.npy"
-    with suppress(OSError, ValueError, EOFError):
-        cached: NDArray[np.uint64] = np.load(path)
-        if len(cached) == len(pairs):
+    with suppress(OSError, ValueError, EOFError), open_regular(path) as file:
+        cached: NDArray[np.uint64] = np.load(file)
+        if cached.shape == (len(pairs),) and cached.dtype == np.uint64:
             return cached
     unreadable = []
 

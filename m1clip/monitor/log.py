@@ -17,8 +17,9 @@ import orjson
 from numpy.typing import NDArray
 
 from m1clip.config import PRESETS, to_json
+from m1clip.files import open_regular, parse_json, require_shallow
 from m1clip.format import printable
-from m1clip.run import Run
+from m1clip.run import Run, is_record
 
 Record = dict[str, Any]
 Array = NDArray[np.float64]
@@ -57,7 +58,7 @@ class Log:
         """Read about `max_bytes` of what was appended; return whether anything changed."""
         before = self.offset, self.tail
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self.offset - len(self.tail))
                 if file.read(len(self.tail)) != self.tail:  # another file, even if it has the same inode
                     self._clear()
@@ -161,13 +162,13 @@ class Log:
 def parse_record(line: bytes) -> Record | None:
     try:
         record = orjson.loads(line)
+        require_shallow(line, record)
     except ValueError:
         try:
-            record = json.loads(line)  # accepts NaN, which strict JSON does not
-        except (ValueError, RecursionError):
+            record = parse_json(line)  # accepts NaN, which strict JSON does not
+        except ValueError:
             return None
-    kind, step = (record.get("kind"), record.get("step")) if isinstance(record, dict) else (None, None)
-    return record if isinstance(kind, str) and type(step) is int and 0 <= step < 2**53 else None
+    return record if is_record(record) else None
 
 
 def float_or_nan(value: Any) -> float:

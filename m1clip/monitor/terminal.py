@@ -135,7 +135,8 @@ class Monitor(App[None]):
         name = Text(printable(row["run"]))
         name.truncate(max(12, self.size.width - 64), overflow="ellipsis")  # so that the device fits
         values = (done, duration(row["eta_s"]), percent(row["best_score"]), row["device"] or "–", ago(row["time"]))
-        return [Text(mark), name, state_text(row["state"]), *(Text(printable(value)) for value in values)]
+        state = state_text(row["state"], row["warning"])
+        return [Text(mark), name, state, *(Text(printable(value)) for value in values)]
 
     def _tabs(self, width: int) -> Text:
         current = self.query_one(ContentSwitcher).current

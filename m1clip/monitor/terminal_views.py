@@ -33,7 +33,9 @@ ROUTINE_EVENTS = ("start", "resume", "chunk", "saved again", "loss scale halved"
 BRAILLE_BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 
 
-def state_text(state: str) -> Text:
+def state_text(state: str, warning: str | None = None) -> Text:
+    if warning:
+        return Text(printable(f"{state}, {warning}"), "red")
     return Text(printable(state), STATE_STYLES.get(state, "yellow"))
 
 
@@ -57,10 +59,10 @@ def header_view(run: RunView, width: int) -> Text:
 
 def problem_lines(run: RunView, width: int) -> list[Text]:
     """What is wrong with a run, and the command that resumes it if it is dead; never truncated."""
-    state, problem = run.summary.get("state"), run.summary.get("problem") or run.summary.get("reason")
-    if not problem:
+    state, problems = run.summary.get("state"), [run.summary.get("problem"), run.summary.get("reason")]
+    if not any(problems):
         return []
-    text = printable(problem).replace("\n", " ")
+    text = printable("; ".join(filter(None, problems))).replace("\n", " ")
     if state in ("dead", "failed"):
         text += f"; resume: m1clip train --resume --name {printable(shlex.quote(str(run.path)))}"
     style = "yellow" if state == "stopped" else "red"

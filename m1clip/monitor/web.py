@@ -191,6 +191,7 @@ def describe_run(run: RunView) -> dict[str, Any]:
         "gradient_flow": {"step": steps, "block": blocks, "norm": norms.tolist()},
         "events": events[::-1],
         "bad_lines": log.bad_lines[:5],
+        "bad_line_count": len(log.bad_lines),
     }
 
 

@@ -2,7 +2,8 @@
 
 config.json, model.safetensors, tokenizer.json   the model to use: with --ema, the averaged one
 training.safetensors                             optimizer state, RNG state and, with --ema, the trained weights
-state.json                                       the position, and a checksum of every other file
+state.json                                       the position, a checksum of every other file, and copies of the
+                                                 run's config.json and data.json
 """
 
 import errno
@@ -16,7 +17,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -27,7 +27,7 @@ from m1clip.files import atomic_folder
 from m1clip.model.clip import CLIP, load
 from m1clip.model.lora import merged_state_dict, save_adapter
 from m1clip.model.safe_load import load_checked, save_tensors
-from m1clip.run import Run
+from m1clip.run import Run, list_checkpoints, read_state, record_checksum, step_of
 from m1clip.training.step import TrainState
 
 KEEP = 2  # newest checkpoints kept, beside the best
@@ -65,7 +65,8 @@ def save_checkpoint(run: Run, state: TrainState, progress: Progress) -> Path:
         with state.averaged_model() as model:
             model.write(folder)
         save_tensors(folder / "training.safetensors", tensors)
-        record = {"position": asdict(progress), "files": {name: file_checksum(folder / name) for name in FILES}}
+        files = {name: file_checksum(folder / name) for name in FILES}
+        record = {"position": asdict(progress), "files": files, "run": json.loads(json.dumps(run.copies))}
         (folder / "state.json").write_text(json.dumps({**record, "sum": record_checksum(record)}) + "\n")
     best = None if progress.best_step is None else checkpoint_path(run, progress.best_step)
     saved = list_checkpoints(run)
@@ -80,15 +81,6 @@ def save_checkpoint(run: Run, state: TrainState, progress: Progress) -> Path:
 
 def checkpoint_path(run: Run, step: int) -> Path:
     return run.checkpoints / f"step_{step:06d}"
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
-
-
-def list_checkpoints(run: Run) -> list[Path]:
-    """The run's checkpoints, oldest first."""
-    return sorted((path for path in run.checkpoints.glob("step_*") if path.name[5:].isdecimal()), key=step_of)
 
 
 def newest_intact(run: Run) -> tuple[Path | None, dict[Path, str]]:
@@ -111,13 +103,7 @@ def read_progress(path: Path) -> Progress:
     missing = [name for name in sorted({"state.json", *FILES}) if not (path / name).is_file()]
     if missing:
         raise ValueError(f"{', '.join(missing)} missing")
-    try:
-        record = json.loads((path / "state.json").read_text())
-        intact = record.pop("sum") == record_checksum(record)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        intact = False
-    if not intact:
-        raise ValueError("state.json is damaged")
+    record = read_state(path)
     for name in FILES:
         if file_checksum(path / name) != record["files"][name]:
             raise ValueError(f"{name} does not match its checksum")
@@ -150,10 +136,6 @@ def file_checksum(path: Path) -> int:
         while block := file.read(1 << 20):
             checksum = zlib.crc32(block, checksum)
     return checksum
-
-
-def record_checksum(record: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
 def replace_link(link: Path, target: Path) -> None:
@@ -225,7 +207,9 @@ class CheckpointManager:
         if self.new_best and self.new_best[1] == now.step:
             now.best_score, now.best_step = self.new_best
         self.run.sync()
-        if self._retry(lambda: save_checkpoint(self.run, self.state, now), wait_s):
+        with self.run.in_phase("saving"):
+            error = self._retry(lambda: save_checkpoint(self.run, self.state, now), wait_s)
+        if error:
             now.best_score, now.best_step = previous
             return False
         self.saved_step, self.new_best = now.step, None
@@ -268,12 +252,14 @@ class CheckpointManager:
             if self.retry_at is not None:
                 self.run.log("event", self.progress.step, event="saved again")
                 self.warn(f"saved again at step {self.progress.step:,}")
-            self.retry_at, self.saved_at, self.run.problem = None, time.monotonic(), None
+            self.retry_at, self.saved_at = None, time.monotonic()
+            self.run.failures.pop("a checkpoint", None)
             return None
 
     def _report_failure(self, error: OSError) -> None:
         reason = error.strerror or str(error)
-        self.retry_at, self.run.problem = time.monotonic() + RETRY_S, f"cannot save: {reason}"
+        self.retry_at = time.monotonic() + RETRY_S
+        self.run.note_failure("a checkpoint", error)
         self.run.log("event", self.progress.step, event="save failed", reason=reason)
         self.run.write_status("running", self.progress.step, **self.run.status_fields)
         hint = " Free some disk space." if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""

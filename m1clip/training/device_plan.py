@@ -6,7 +6,9 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from m1clip.config import TrainConfig
 from m1clip.console import Console
 from m1clip.data.batches import Batch, ImageFeatures, TextFeatures
 from m1clip.devices import Plan
-from m1clip.files import cache_folder, json_safe, read_jsonl
+from m1clip.files import cache_folder, json_safe, read_jsonl, remove_irregular
 from m1clip.format import duration, milliseconds
 from m1clip.model.clip import CLIP
 from m1clip.training.memory import PEAK, USABLE, power_of_two
@@ -106,6 +108,7 @@ class MeasurementStore:
         row = json_safe({"kind": kind, "time": round(time.time(), 1), **values})
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            remove_irregular(self.path)
             with open(self.path, "a") as file:  # the newline comes first: the last line may be torn
                 file.write("\n" + json.dumps(row, allow_nan=False))
         except OSError as error:
@@ -115,14 +118,39 @@ class MeasurementStore:
     def rows(self, kind: str, **filters: Any) -> list[dict[str, Any]]:
         """Rows with these values, oldest first."""
         filters["kind"] = kind
-        rows = (*read_jsonl(self.path), *self.unsaved)
-        return [row for row in rows if all(row.get(key) == value for key, value in filters.items())]
+        stored = list[dict[str, Any]]()
+        with suppress(OSError):  # not a regular file, or not ours to read: measured again
+            stored += read_jsonl(self.path)
+        rows = [row for row in (*stored, *self.unsaved) if all(row.get(key) == value for key, value in filters.items())]
+        return [row for row in rows if is_complete(kind, row)]
 
     def steps(self, **filters: Any) -> list[StepRow]:
         """Step rows, without incomplete ones: the file may have been edited."""
-        names = {field.name for field in fields(StepRow)}
-        rows = [row for row in self.rows("step", **filters) if row.keys() >= names and row["samples_ms"]]
-        return [StepRow(**{name: row[name] for name in names}) for row in rows]
+        rows = list[StepRow]()
+        for row in self.rows("step", **filters):
+            with suppress(ValueError):  # includes pydantic's errors
+                rows.append(_step_adapter().validate_json(json.dumps(row), strict=True))
+        return [row for row in rows if row.samples_ms and min(*row.samples_ms, row.step_ms) > 0]
+
+
+REQUIRED_NUMBERS = {"cost": ("parameters", "gflop", "activation_gb"), "session": ("time",)}
+REQUIRED_NUMBERS |= {"step": ("parameters", "gflop", "batch_size", "step_ms", "q1_ms", "q3_ms")}
+REQUIRED_TEXTS = {"operation": ("operation", "device", "precision"), "skipped": ("item", "reason")}
+REQUIRED_TEXTS |= {"session": ("session",)}
+
+
+def is_complete(kind: str, row: Mapping[str, Any]) -> bool:
+    """Whether a row has what its readers need: positive numbers and texts."""
+    numbers: list[Any] = [row.get(name) for name in REQUIRED_NUMBERS.get(kind, ())]
+    are_numbers = all(type(number) in (int, float) and 0 < number < 1e30 for number in numbers)
+    return are_numbers and all(isinstance(row.get(name), str) for name in REQUIRED_TEXTS.get(kind, ()))
+
+
+@cache
+def _step_adapter() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(StepRow)
 
 
 def open_store() -> MeasurementStore:

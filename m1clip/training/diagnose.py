@@ -9,6 +9,8 @@ Record = dict[str, Any]
 Findings = dict[str, str]
 WINDOW = 50
 MAX_STEPS = 40 * WINDOW
+MANY_MASKED = 0.5  # fraction of the negatives: two labels of equal size mask a little less
+SOME_LONELY = 0.01  # fraction of the pairs that have no negative
 TEMPERATURE_RISE = 1.5  # a slightly higher temperature soon falls again, or label smoothing holds it there
 
 
@@ -42,9 +44,35 @@ def diagnose(history: History) -> Findings:
     return findings | slowing_down(history.steps) | overfitting(history) | swapping(history.diagnostics)
 
 
+def known_numbers(records: list[Record], key: str) -> list[float]:
+    """A field of the records in which it is known; the records of an earlier session may have been edited."""
+    return [record[key] for record in records if type(record.get(key)) in (int, float) and abs(record[key]) < 1e200]
+
+
+def few_negatives(recent: list[Record]) -> Findings:
+    """Pairs with an equal caption or image are no negatives of each other; there may be few others."""
+    if not recent:
+        return {}
+    keys = ("masked_negatives", "without_negative")
+    masked, without = (sum(known_numbers(recent, key)) / len(recent) for key in keys)
+    if masked <= MANY_MASKED and without <= SOME_LONELY:
+        return {}
+    advice = "m1clip data check shows which repeat; give images captions that tell them apart"
+    if without == 1:
+        values = "no pair has a negative: in each batch all captions or images are equal"
+        return {"no negatives": f"{values}. Nothing can be learned, and the loss says nothing; {advice}"}
+    values = f"{masked:.0%} of the negatives are left out, because their caption or image equals that of the pair"
+    if without > SOME_LONELY:
+        values += f", and {without:.0%} of the pairs have no negative at all (accuracy leaves them out)"
+    return {"few negatives": f"{values}: {advice}"}
+
+
 def not_learning(recent: list[Record]) -> Findings:
-    loss, accuracy = (fmean(record[key] for record in recent) for key in ("loss", "accuracy"))
+    losses, accuracies = (known_numbers(recent, key) for key in ("loss", "accuracy"))
     chance_loss, chance = recent[-1]["chance_loss"], recent[-1]["chance_accuracy"]
+    if not losses or not accuracies or not chance or chance == 1:  # nothing was compared
+        return {}
+    loss, accuracy = fmean(losses), fmean(accuracies)
     noise = math.sqrt(chance * (1 - chance) / (2 * len(recent) / chance))  # two guesses per pair, B = 1 / chance
     if accuracy > 1.2 * chance + 3 * noise:
         return {}
@@ -94,7 +122,8 @@ def overfitting(history: History) -> Findings:
     best = max(*before, last)
     queries = history.evals[-1]["images"] * (1 if key == "label_accuracy" else 2)
     noise = math.sqrt(best * (1 - best) / queries)
-    rising = history.epochs[-1]["accuracy"] > history.epochs[-2]["accuracy"]
+    accuracies = known_numbers(history.epochs[-2:], "accuracy")
+    rising = len(accuracies) == 2 and accuracies[1] > accuracies[0]
     falling = now < best - 2 * noise and now <= last
     name = "label accuracy" if key == "label_accuracy" else "R@1"
     values = f"training accuracy still rises while validation {name} has fallen from {best:.1%} to {now:.1%}"

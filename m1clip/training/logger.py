@@ -25,7 +25,7 @@ from m1clip.evals.evaluate import Evaluation
 from m1clip.evals.retrieval import Retrieval
 from m1clip.run import Run
 from m1clip.training.checkpoint import Progress, last_checkpoint
-from m1clip.training.diagnose import History, Record, diagnose
+from m1clip.training.diagnose import WINDOW, Findings, History, Record, diagnose, few_negatives, known_numbers
 from m1clip.training.memory import memory_by_part
 from m1clip.training.optim import Schedule
 from m1clip.training.step import STATS, TrainState, embed_chunks, embed_images, embed_texts
@@ -86,6 +86,8 @@ class StepMetrics:
         size = batch.image.images_BHWC.shape[1] if isinstance(batch.image, Images) else 0
         record = {"step": step, "time": round(time.time(), 3), "lr": lr, "image_size": size, "chunk": chunk}
         record["between_ms"] = round(1e3 * self.between_s, 3)
+        if batch.masked:
+            record |= {"masked_negatives": batch.masked, "without_negative": batch.without_negative}
         self.pending.append(PendingStep(record, stats, self.timestamps, batch.rows.tolist()))
         self.ended_at = time.perf_counter()
 
@@ -106,7 +108,10 @@ class StepMetrics:
         if len(times) > 2:
             spans = (devices.elapsed_ms(a, b) for a, b in itertools.pairwise(times))
             phases_ms = {phase: round(span, 3) for phase, span in zip(PHASES_MS, spans, strict=True)}
-        record = {**step.record, **stats, "accuracy": (values[1] + values[2]) / 2, **self.chance}
+        accuracy = None if math.isnan(values[1]) else (values[1] + values[2]) / 2  # NaN: no pair has a negative
+        record = {**step.record, **stats, "accuracy": accuracy, **self.chance}
+        if record.get("without_negative") == 1:
+            record["chance_accuracy"] = None
         record |= {"step_ms": round(step_ms, 3), **phases_ms}
         record["pairs_per_s"] = round(1e3 * self.batch_size / (step_ms + record["between_ms"]), 2)
         return {**record, "skipped": True, "rows": step.rows} if skipped else record
@@ -114,12 +119,13 @@ class StepMetrics:
     def epoch_means(self) -> Record:
         """Means of the finished epoch and its seconds; evaluation and saving are not training time."""
         records, self.epoch_steps = self.epoch_steps, []
-        seconds = total_seconds(records)
+        seconds = max(1e-9, total_seconds(records))
         keys = (*STATS, "accuracy", *PHASES_MS, "step_ms")
-        known = {key: [row[key] for row in records if row[key] is not None] for key in keys}
+        known = {key: known_numbers(records, key) for key in keys}
         means = {key: sum(values) / len(values) if values else None for key, values in known.items()}
         speed = {"seconds": round(seconds, 2), "pairs_per_s": round(self.batch_size * len(records) / seconds, 2)}
-        return {**means, **self.chance, **speed}
+        chance = {**self.chance, "chance_accuracy": None} if means["accuracy"] is None else self.chance
+        return {**means, **chance, **speed}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -129,7 +135,7 @@ class StepMetrics:
 
 
 def total_seconds(records: list[Record]) -> float:
-    return sum(float(record["step_ms"] + record["between_ms"]) for record in records) / 1e3
+    return sum(sum(known_numbers(records, key)) for key in ("step_ms", "between_ms")) / 1e3
 
 
 @dataclass
@@ -166,10 +172,12 @@ class Logger:
         self.history.add_steps(records)
         self.progress.seconds += total_seconds(records)
         self.progress.joules = add_known(self.energy.joules(), self.joules_before)
-        eta_s = (self.schedule.total - records[-1]["step"]) * total_seconds(records) / len(records)
+        self.run.phase, seconds = "", total_seconds(records)
+        eta_s = (self.schedule.total - records[-1]["step"]) * seconds / len(records)
+        self._report(few_negatives(self.history.steps[-WINDOW:]))
         self.console.update_training(records[-1]["step"], records, self.schedule.total)
         if time.monotonic() - self.heartbeat_at >= HEARTBEAT_S:
-            self.write_status("running", eta_s=round(eta_s, 1))
+            self.write_status("running", eta_s=round(eta_s, 1), report_s=round(seconds, 1))
             self.heartbeat_at = time.monotonic()
 
     def write_status(self, state: str, **values: Any) -> None:
@@ -229,10 +237,11 @@ class Logger:
         record |= {"device_gb": devices.peak_gb(self.state.device), **sensors.readings(self.run.path)}
         self.run.log("diagnostics", self.progress.step, **record)
         self.history.diagnostics.append(record)
-        self._diagnose()
+        self._report(diagnose(self.history))
 
-    def _diagnose(self) -> None:
-        for name, sentence in diagnose(self.history).items():
+    def _report(self, findings: Findings) -> None:
+        """Warn of each problem once."""
+        for name, sentence in findings.items():
             if name not in self.reported:
                 self.reported.add(name)
                 self.run.log("event", self.progress.step, event="diagnosis", about=name, text=sentence)
@@ -260,7 +269,7 @@ class Logger:
         self.history.epochs.append(means)
         epochs = None if self.schedule.deadline or self.config.steps else self.config.epochs
         self.console.print_epoch(epoch, epochs, means, scores.record() if scores else None)
-        self._diagnose()
+        self._report(diagnose(self.history))
 
     def log_bad_rows(self, bad_rows: BadRows) -> None:
         """Report rows that could not be decoded during training, each once."""

@@ -91,7 +91,7 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
             evaluation = evaluate_on_val(s, model)
     s.logger.write_status("finished" if completed else "stopped")
     if completed and not config.budget_s:  # a budget has no time for it
-        run.write("data.json", {**run.read("data.json"), "val_near_duplicates": s.setup.splits.near_duplicates()})
+        run.write("data.json", {**run.copies["data.json"], "val_near_duplicates": s.setup.splits.near_duplicates()})
     final = evaluation.scores if completed and evaluation else None
     best = (progress.best_step, checkpoints.restored)
     return TrainResult(run.path, completed, progress.step, progress.seconds, final, *best)
@@ -151,7 +151,8 @@ def has_ended(s: Session) -> bool:
 
 def evaluate_on_val(s: Session, model: CLIP) -> Evaluation:
     chunk = 4 * s.state.chunk  # no graph is kept
-    return evaluate_model(model, s.setup.splits.val, s.val_features, chunk, s.train_captions)
+    with s.run.in_phase("evaluating"):
+        return evaluate_model(model, s.setup.splits.val, s.val_features, chunk, s.train_captions)
 
 
 def start_session(setup: Setup, run: Run, console: Console) -> Session:
@@ -232,7 +233,9 @@ def write_run_files(s: Session) -> None:
         s.state.model.save(run.path / "start")
     images = s.batches.features.images
     run.write("data.json", {**setup.splits.record(), "views": len(images.views) if images else 0})
-    run.truncate_log(step)
+    if unreadable := run.truncate_log(step):
+        run.log("event", step, event="damaged log", lines=unreadable)
+        s.console.warn(f"{unreadable:,} lines of {run.path / 'metrics.jsonl'} could not be read and were removed")
     for path, reason in setup.damaged.items():
         with suppress(OSError):
             path.rename(path.with_name(f"damaged_{path.name}"))  # deleted after the next save

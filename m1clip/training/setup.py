@@ -1,30 +1,29 @@
 """Prepare a run: validate the config, open data and initial model once, choose the recipe."""
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from m1clip import sensors
-from m1clip.config import RECIPES, Recipe, TrainConfig, check_config, recipe_defaults, with_defaults
+from m1clip.config import RECIPES, Recipe, TrainConfig, check_config, from_dict, recipe_defaults, with_defaults
 from m1clip.console import Console
 from m1clip.data.batches import BatchStream, stored_size
 from m1clip.data.splits import Source, Split, Splits, open_sources, open_splits
 from m1clip.devices import Plan
 from m1clip.format import duration, file_size
 from m1clip.model.clip import CLIP, load, load_tokenizer
-from m1clip.model.lora import add_lora
 from m1clip.model.pretrained import HFText, TimmVision, load_hf_text, load_timm
 from m1clip.model.tokenizer import Tokenizer, check_tokenizer, make_tokenizer
-from m1clip.run import Run, find_model
+from m1clip.run import Run, find_model, list_checkpoints, step_of
 from m1clip.training import checkpoint
 from m1clip.training.device_plan import default_plan, requested_plan
 from m1clip.training.logger import check_tracker
@@ -89,7 +88,7 @@ def prepare(
     `given` are the user's own settings, which defaults of recipes and budgets leave alone; `is_final` says that
     the config comes from a file and gets no other defaults. A budget counts from `started` (time.monotonic).
     """
-    imported, reason, plan = sensors.memory_use(), "", None
+    imported, reason = sensors.memory_use(), ""
     check_config(config)
     requested_plan(config)
     check_tracker(config.track)
@@ -101,7 +100,7 @@ def prepare(
         config, reason = choose_settings(config, given, is_final, init, sources, console)
     check_recipe(config, init)
     check_disk_space(config, init, runs, resumed)
-    before = resumed.read("data.json") if resumed and (resumed.path / "data.json").exists() else {}
+    before = read_resumed_data(resumed, len(sources), console.warn) if resumed else {}
     evaluated = config.model.vision.preprocess
     stored = replace(evaluated, size=stored_size(evaluated.size, config.crop_scale))
     on_the_fly = before.get("on_the_fly", ())
@@ -122,9 +121,9 @@ def prepare(
         raise ValueError(f"{changed}; restore it, or start a new run")
     total = config.steps or config.epochs * (pairs // config.batch_size)
     start, damaged = checkpoint.newest_intact(resumed) if resumed else (None, {})
-    if start and checkpoint.step_of(start) > total and not config.budget_s:
+    if start and step_of(start) > total and not config.budget_s:
         requested = f"--steps {config.steps}" if config.steps else f"{config.epochs} epochs"
-        raise ValueError(f"{start.parent} is at step {checkpoint.step_of(start)}; {requested} end at step {total}")
+        raise ValueError(f"{start.parent} is at step {step_of(start)}; {requested} end at step {total}")
     if start:
         tokenizer = load_tokenizer(config.model, start / "tokenizer.json")
     else:
@@ -134,11 +133,40 @@ def prepare(
     if config.budget_s is not None:
         elapsed_s = checkpoint.read_progress(start).seconds if start else 0.0
         deadline = started + max(0.0, config.budget_s - elapsed_s)
-    if resumed and start:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            plan = Plan(**resumed.read("machine.json")["plan"])
+    plan = read_resumed_plan(resumed, config) if resumed and start else None
     views = before.get("views", 0) if start else 0
     return Setup(config, reason, init, splits, tokenizer, total, imported, deadline, start, damaged, plan, views)
+
+
+def read_resumed_data(run: Run, sources: int, warn: Callable[[str], None]) -> dict[str, Any]:
+    """data.json of a run, or its copy in a checkpoint; {} for a run that was killed before it was written."""
+    file = run.path / "data.json"
+    if not file.exists() and run.find_copy(file.name) is None:
+        return {}
+    values, note = run.read_or_copy(file.name)
+    if note:
+        warn(note)
+    flags = values.get("on_the_fly", [])
+    are_flags = isinstance(flags, list) and all(type(flag) is bool for flag in flags)
+    expected = {
+        "identity": isinstance(values.get("identity", ""), str),
+        "on_the_fly": are_flags and len(flags) in (0, sources),
+        "every": type(every := values.get("every", 1)) is int and every >= 1,
+        "views": type(views := values.get("views", 0)) is int and views >= 0,
+    }
+    if wrong := [key for key, is_valid in expected.items() if not is_valid]:
+        repair = "delete the file, and the copy in a checkpoint is used" if run.find_copy(file.name) else "correct it"
+        raise ValueError(f"{file}: {', '.join(wrong)} cannot be what the run has written; {repair}")
+    return values
+
+
+def read_resumed_plan(run: Run, config: TrainConfig) -> Plan | None:
+    """The device plan of a run; None if it cannot be read, and is chosen again."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        plan: Any = from_dict(Plan, run.read("machine.json")["plan"])
+        check_config(replace(config, precision=plan.precision, threads=plan.threads))
+        return cast(Plan, plan)
+    return None
 
 
 def choose_settings(
@@ -233,7 +261,7 @@ def check_disk_space(config: TrainConfig, init: InitModel, runs: Path, resumed: 
 
     Each checkpoint has weights and two moments, with EMA the weights twice.
     """
-    existing = len(checkpoint.list_checkpoints(resumed)) if resumed else 0
+    existing = len(list_checkpoints(resumed)) if resumed else 0
     with torch.device("meta"):
         model = init.clip or CLIP(config.model)
     weights = sum(weight.nbytes for weight in model.parameters())
@@ -300,6 +328,8 @@ def set_trainable(model: CLIP, config: TrainConfig, frozen: tuple[str, ...]) -> 
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
     if config.recipe == "lora":
+        from m1clip.model.lora import add_lora
+
         torch.manual_seed(config.seed)
         add_lora(model, trained, config.lora_rank)
     if config.recipe == "full" and config.unfreeze:

@@ -222,7 +222,7 @@ def train_step(state: TrainState, batch: Batch, mark: Mark = lambda phase: None)
 
     with torch.no_grad():
         state.update(nonfinite=~(loss + grad_norm).isfinite())
-        accuracies = losses.accuracies(logits[0], duplicate_BB)
+        accuracies = losses.accuracies(logits[0], duplicate_BB, batch.has_negative_B)
         stats = torch.stack([loss.detach(), *accuracies, grad_norm, (-model.logit_scale).exp()])
     mark("optimizer")
     return stats, image_BE.detach(), text_BKE[:, 0].detach()

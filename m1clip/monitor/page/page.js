@@ -97,7 +97,7 @@ function drawRuns() {
     const line = index >= 0 ? el("span", {class: "line", style: lineStyle(index)}) : "";
     const done = row.state === "finished" ? "" : row.total ? percent(row.step / row.total) : integer(row.step);
     return el("tr", {}, el("td", {}, checkbox), el("td", {}, el("span", {class: "run"}, line, name)),
-      el("td", {class: row.state}, row.state, " ", el("span", {class: "n"}, done)), el("td", {class: "n"}, percent(row.best_score)));
+      el("td", {class: row.warning ? "failed" : row.state, title: row.problem ?? ""}, row.state, row.warning ? `, ${row.warning}` : "", " ", el("span", {class: "n"}, done)), el("td", {class: "n"}, percent(row.best_score)));
   }));
   performance.mark("table");
   if (focused) document.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
@@ -110,13 +110,13 @@ function drawHeader(run) {
   const {summary, current, chance, epoch} = run;
   document.title = `${summary.run} ${summary.state} – m1clip`;
   $("name").replaceChildren(...wrappable(summary.run));
-  $("state").textContent = summary.state;
-  $("state").className = "badge " + summary.state;
+  $("state").textContent = summary.state + (summary.warning ? `, ${summary.warning}` : "");
+  $("state").className = "badge " + (summary.warning ? "failed" : summary.state);
   $("done").value = summary.total ? summary.step / summary.total : 0;
   const step = summary.state === "running" ? summary.step : Math.max(summary.step, run.last_step);
   $("step").textContent = `step ${integer(step)}` + (summary.total ? ` of ${integer(summary.total)}` : "") +
     (summary.eta_s != null ? `, ${duration(summary.eta_s)} left` : "") + (summary.device ? `, on ${summary.device}` : "");
-  $("problem").textContent = summary.problem || summary.reason || "";
+  $("problem").textContent = [summary.problem, summary.reason].filter(Boolean).join("; ");
   if (["dead", "failed"].includes(summary.state)) $("problem").textContent += `; resume: m1clip train --resume --name ${run.path}`;
   document.body.classList.remove("empty");
   const facts = {
@@ -231,7 +231,7 @@ function queryElement(query, images) {
 function drawEvents(run) {
   const rows = run.events.map((event) => el("li", {class: event.event === "diagnosis" ? "diagnosis" : ""},
     el("time", {}, event.time ? new Date(1000 * event.time).toLocaleString() : "–"), `step ${integer(event.step)}: ${event.text}`));
-  if (run.bad_lines.length) rows.push(el("li", {class: "diagnosis"}, `Some lines of metrics.jsonl cannot be parsed; the first is line ${run.bad_lines[0]}.`));
+  if (run.bad_lines.length) rows.push(el("li", {class: "diagnosis"}, `${integer(run.bad_line_count)} lines of metrics.jsonl cannot be parsed; the first is line ${run.bad_lines[0]}.`));
   $("event-list").replaceChildren(...(rows.length ? rows : [el("li", {class: "soft"}, "No events yet.")]));
 }
 
