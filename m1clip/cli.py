@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from io import TextIOWrapper
 from types import ModuleType
@@ -68,7 +69,9 @@ def run_command(argv: list[str]) -> int:
         module = import_command(name)
         from m1clip.commands import parse_flags  # imports tyro
 
-        return int(module.main(parse_flags(module.Args, f"m1clip {name}", flags)) or 0)
+        code = int(module.main(parse_flags(module.Args, f"m1clip {name}", flags)) or 0)
+        flush_output()
+        return code
     except BrokenPipeError:  # the reader has closed the pipe, as in `m1clip info | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -79,6 +82,17 @@ def run_command(argv: list[str]) -> int:
         if debug:
             traceback.print_exc()
         return report_error(error)
+
+
+def flush_output() -> None:
+    """Write what was printed: a full disk must be an error of the command, not of Python's exit after it."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        raise OSError(f"the output cannot be written: {error.strerror}") from None
 
 
 def import_command(name: str) -> ModuleType:
@@ -118,5 +132,6 @@ def report_error(error: Exception) -> int:
         sentence = str(error) or "not enough memory"  # only MemoryError comes without a message
     else:
         sentence = f"unexpected {type(error).__name__}: {error} (--debug shows the traceback)"
-    print(f"m1clip: {printable(sentence)}", file=sys.stderr)
+    with suppress(OSError):  # stderr is a file on a full disk
+        print(f"m1clip: {printable(sentence)}", file=sys.stderr, flush=True)
     return 2 if isinstance(error, ValueError | FileNotFoundError | FileExistsError) else 1

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from m1clip.files import PARTIAL, atomic_write, fsync, json_safe, lock_folder, read_jsonl, remove_partial
+from m1clip.files import (
+    PARTIAL,
+    append_lines,
+    atomic_write,
+    fsync,
+    json_safe,
+    lock_folder,
+    naming,
+    read_jsonl,
+    remove_folder,
+    remove_partial,
+)
 
 
 class Run:
@@ -35,21 +45,14 @@ class Run:
             self.on_record(record)
 
     def _append(self) -> None:
-        handle = os.open(self.path / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        size, written = os.fstat(handle).st_size, 0
-        try:
-            while written < len(self._unwritten):
-                written += os.write(handle, self._unwritten[written:])
+        if self._unwritten:
+            append_lines(self.path / "metrics.jsonl", self._unwritten)
             self._unwritten = b""
-        except OSError:
-            os.ftruncate(handle, size)  # no partial lines
-            raise
-        finally:
-            os.close(handle)
 
     def sync(self) -> None:
-        """Flush the log to disk: a checkpoint must not survive a power cut that its log did not."""
+        """Flush the log to disk: a checkpoint must not survive a crash that its log did not."""
         with suppress(OSError):
+            self._append()
             fsync(self.path / "metrics.jsonl")
 
     def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
@@ -103,10 +106,9 @@ class Run:
             remove_partial(self.path)
             remove_partial(self.checkpoints)
             try:
-                yield
+                with naming(self.path):
+                    yield
             except BaseException as error:
-                if isinstance(error, OSError) and error.strerror and not error.filename:
-                    error.filename = str(self.path)  # a full disk does not say which
                 state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
                 if self.step is not None:
                     reason = str(error) or type(error).__name__
@@ -156,11 +158,12 @@ def new_run_path(runs: Path, name: str | None, preset: str, overwrite: bool) -> 
 def create_run(runs: Path, name: str | None, preset: str, overwrite: bool) -> Run:
     """Create a run folder; the only thing ever deleted is, with `overwrite`, a run that is not being trained."""
     path = new_run_path(runs, name, preset, overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_partial(path.parent, path.name)
     if is_run(path):
         with lock_folder(path) as acquired:
             if acquired:
-                shutil.rmtree(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+                remove_folder(path)
     try:
         path.mkdir()
     except FileExistsError:
@@ -175,7 +178,7 @@ def create_run(runs: Path, name: str | None, preset: str, overwrite: bool) -> Ru
 def all_runs(runs: Path) -> list[Run]:
     """Oldest first, by when they were last started."""
     found = []
-    for file in runs.glob("*/config.json"):
+    for file in runs.glob("[!.]*/config.json"):
         with suppress(OSError):  # a run that is being deleted
             found.append((file.stat().st_mtime, file.parent))
     return [Run(path) for _, path in sorted(found) if is_run(path)]

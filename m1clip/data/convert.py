@@ -19,7 +19,7 @@ from m1clip.data.index import BadRow, BadRows, IndexedPairs, PairDataset, Progre
 from m1clip.data.pixel_cache import row_chunks
 from m1clip.data.splits import Source
 from m1clip.decode import BadImage, decode, read_header
-from m1clip.files import read_jsonl
+from m1clip.files import append_lines, atomic_write, fsync, lock_folder, naming, read_jsonl, remove_partial
 
 Format = Literal["shards", "parquet"]
 Sample = tuple[str, bytes, str, list[str], str]  # key, image file, its suffix, captions, location
@@ -31,7 +31,25 @@ def convert_dataset(
 ) -> dict[str, Any]:
     splits = [(src.spec, split) for src in sources for split in (src.train, src.val, src.test) if split]
     identities = [[spec, split.fingerprint, split.identity] for spec, split in splits]
-    manifest = Manifest(out, {"from": identities, "to": to, "per_file": per_file})
+    out.mkdir(parents=True, exist_ok=True)
+    with lock_folder(out) as acquired, naming(out):
+        if not acquired:
+            raise RuntimeError(f"another process is writing {out}")
+        manifest = Manifest(out, {"from": identities, "to": to, "per_file": per_file})
+        bad_rows = _write_files(sources, manifest, out, to, per_file, max_bad_rows, progress)
+    totals = {key: sum(entry[key] for entry in manifest.entries.values()) for key in ("pairs", "bytes")}
+    return {"out": str(out), "files": len(manifest.entries), **totals, "bad_rows": bad_rows.record()}
+
+
+def _write_files(
+    sources: list[Source],
+    manifest: "Manifest",
+    out: Path,
+    to: Format,
+    per_file: int,
+    max_bad_rows: float,
+    progress: ProgressFactory,
+) -> BadRows:
     bad_rows = sum((source.bad_rows for source in sources), BadRows())
     files = list(_plan_files(sources, per_file))
     suffix, write = ("tar", write_shard) if to == "shards" else ("parquet", write_parquet)
@@ -43,8 +61,7 @@ def convert_dataset(
                 bad_rows.require_at_most(max_bad_rows)
                 manifest.write(path, samples, write)
             advance(len(rows))
-    totals = {key: sum(entry[key] for entry in manifest.entries.values()) for key in ("pairs", "bytes")}
-    return {"out": str(out), "files": len(manifest.entries), **totals, "bad_rows": bad_rows.record()}
+    return bad_rows
 
 
 def _plan_files(sources: list[Source], per_file: int) -> Iterator[tuple[str, PairDataset, range]]:
@@ -112,12 +129,12 @@ class Manifest:
     """manifest.jsonl: the data and settings of the conversion, then one line per complete file."""
 
     def __init__(self, out: Path, settings: dict[str, Any]):
-        out.mkdir(parents=True, exist_ok=True)
         self.path = out / "manifest.jsonl"
+        remove_partial(out)
         if not self.path.exists():
             if any(out.iterdir()):
                 raise ValueError(f"{out} is neither empty nor a conversion by m1clip; choose a new folder")
-            self.path.write_text(json.dumps(settings) + "\n")
+            atomic_write(self.path, json.dumps(settings) + "\n")
         header, *entries = [*read_jsonl(self.path)] or [{}]
         if header != settings:
             raise ValueError(f"{out} is a conversion of other data or settings; choose another folder")
@@ -129,16 +146,17 @@ class Manifest:
         return bool(entry and path.is_file() and _sha256(path) == entry["sha256"])
 
     def write(self, path: Path, samples: list[Sample], write: Callable[[list[Sample], Path], None]) -> None:
-        temporary = path.with_name(f".{path.name}.new")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
         try:
             write(samples, temporary)
+            fsync(temporary)  # before the manifest mentions it
             size, checksum = temporary.stat().st_size, _sha256(temporary)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        self.entries[path.name] = {"file": path.name, "pairs": len(samples), "bytes": size, "sha256": checksum}
-        with open(self.path, "a") as file:
-            file.write(json.dumps(self.entries[path.name]) + "\n")
+        entry = {"file": path.name, "pairs": len(samples), "bytes": size, "sha256": checksum}
+        append_lines(self.path, json.dumps(entry).encode() + b"\n")
+        self.entries[path.name] = entry
 
 
 def _sha256(path: Path) -> str:

@@ -331,4 +331,5 @@ def explain_full_disk(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno == ENOSPC or "No space left" in str(error):
             raise OSError(f"the disk of {folder.parent} is full; set M1CLIP_CACHE to another disk") from None
+        error.filename = error.filename or str(folder)
         raise
