@@ -135,9 +135,12 @@ class Manifest:
             if any(out.iterdir()):
                 raise ValueError(f"{out} is neither empty nor a conversion by m1clip; choose a new folder")
             atomic_write(self.path, json.dumps(settings) + "\n")
-        header, *entries = [*read_jsonl(self.path)] or [{}]
+        header, *entries = lines = [*read_jsonl(self.path)] or [{}]
         if header != settings:
             raise ValueError(f"{out} is a conversion of other data or settings; choose another folder")
+        intact = "".join(json.dumps(line) + "\n" for line in lines)
+        if self.path.read_text(errors="replace") != intact:
+            atomic_write(self.path, intact)  # without a line that a crash has cut
         self.entries: dict[str, dict[str, Any]] = {entry["file"]: entry for entry in entries}
 
     def has(self, path: Path) -> bool:
