@@ -63,13 +63,7 @@ def run_command(argv: list[str]) -> int:
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]
     try:
-        name, flags = split_command(argv)
-        if name is None:
-            return 0
-        module = import_command(name)
-        from m1clip.commands import parse_flags  # imports tyro
-
-        code = int(module.main(parse_flags(module.Args, f"m1clip {name}", flags)) or 0)
+        code = call_command(*split_command(argv))
         flush_output()
         return code
     except BrokenPipeError:  # the reader has closed the pipe, as in `m1clip info | head`
@@ -82,6 +76,15 @@ def run_command(argv: list[str]) -> int:
         if debug:
             traceback.print_exc()
         return report_error(error)
+
+
+def call_command(name: str | None, flags: list[str]) -> int:
+    if name is None:
+        return 0
+    module = import_command(name)
+    from m1clip.commands import parse_flags  # imports tyro
+
+    return int(module.main(parse_flags(module.Args, f"m1clip {name}", flags)) or 0)
 
 
 def flush_output() -> None:

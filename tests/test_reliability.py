@@ -18,7 +18,8 @@ from helpers import QuietConsole, make_state, train_run
 from m1clip.config import TrainConfig, to_json
 from m1clip.data.batches import BatchStream, Images
 from m1clip.evals.retrieval import Direction, Retrieval
-from m1clip.model.clip import load
+from m1clip.model.clip import CLIP, load
+from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run, create_run
 from m1clip.training import checkpoint, logger
 from m1clip.training.checkpoint import CheckpointManager, Progress, save_checkpoint
@@ -62,17 +63,58 @@ def stateful_run(tiny_run) -> TrainConfig:
 
 
 @pytest.mark.slow
-def test_a_run_killed_many_times_ends_with_the_bits_of_an_uninterrupted_one(stateful_run, tmp_path):
-    (tmp_path / "config.json").write_text(to_json(stateful_run))
-    command = [sys.executable, HERE / "kill_loop.py", tmp_path / "config.json", tmp_path, "1", "14"]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=600).stdout
-    assert output.count("killed") >= 6, output
-    assert output.endswith("exit 0\n"), output
-    train_run(stateful_run, tmp_path / "whole")
-    assert_same_end(tmp_path / "r", tmp_path / "whole")
-    assert losses(tmp_path / "r") == losses(tmp_path / "whole")  # each step is logged once
-    assert losses(tmp_path / "r", "epoch") == losses(tmp_path / "whole", "epoch")
-    assert not list((tmp_path / "r").rglob(".*"))  # no partial files
+@pytest.mark.parametrize(
+    ("modes", "moments"),
+    [
+        (["muon-ema", "lora"], ["evaluation", "final-save", "checkpoint"]),
+        (["frozen", "shards"], ["clock", "cache", "index", "append", "fsync", "rename", "replace"]),
+    ],
+)
+def test_runs_killed_many_times_end_with_the_bits_of_unbroken_ones(modes, moments, tmp_path):
+    """In each mode: a few kills inside these functions or at any time, then weights, moments, model and log."""
+    flags = ["--kills", "12", "--commands", "0", "--out", tmp_path / "results.json"]
+    command = [
+        sys.executable,
+        HERE.parent / "benchmarks" / "crash.py",
+        *flags,
+        "--modes",
+        *modes,
+        "--moments",
+        *moments,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {result["mode"]: (result["kills"], result["bits"]) for result in results} == dict.fromkeys(modes, (6, 0))
+
+
+def test_a_fine_tuning_run_killed_before_its_initial_model_was_written_can_be_resumed(tiny_run, tiny, tmp_path):
+    CLIP(tiny, Tokenizer.characters()).save(tmp_path / "pretrained")
+    config = replace(tiny_run, init=str(tmp_path / "pretrained"), recipe="lora", lora_rank=2)
+    train_run(config, tmp_path / "whole")
+    run = create_run(tmp_path, "r", "x", overwrite=False)
+    (run.path / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
+    assert train_run(config, run.path).finished
+    assert_same_end(run.path, tmp_path / "whole")
+
+
+def test_a_model_is_not_there_without_its_adapter(tiny_run, tiny, tmp_path, monkeypatch):
+    CLIP(tiny, Tokenizer.characters()).save(tmp_path / "pretrained")
+    config = replace(tiny_run, init=str(tmp_path / "pretrained"), recipe="lora", lora_rank=2)
+    monkeypatch.setattr(checkpoint, "save_adapter", lambda model, folder: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_run(config, tmp_path / "r")
+    monkeypatch.undo()
+    assert not (tmp_path / "r" / "model").exists()
+    assert train_run(config, tmp_path / "r").finished
+    assert (tmp_path / "r" / "model" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_tokenizer_that_cannot_be_written_is_a_disk_error(tmp_path):
+    """The library's own error is none, and would have ended the training."""
+    with pytest.raises(OSError, match="No space left"):
+        Tokenizer.characters().save(Path("/dev/full"))
 
 
 @pytest.mark.slow
