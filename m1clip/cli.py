@@ -53,6 +53,10 @@ def main() -> None:
     code = run_command(sys.argv[1:])
     for number in handled:
         signal.signal(number, signal.SIG_DFL)  # another one ends the exiting process without a traceback
+    try:
+        sys.stdout.flush()
+    except OSError:  # it has been reported; Python would report it once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
@@ -64,7 +68,7 @@ def run_command(argv: list[str]) -> int:
     argv = [word for word in argv if word != "--debug"]
     try:
         code = call_command(*split_command(argv))
-        flush_output()
+        sys.stdout.flush()  # a full disk is an error of the command
         return code
     except BrokenPipeError:  # the reader has closed the pipe, as in `m1clip info | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -85,17 +89,6 @@ def call_command(name: str | None, flags: list[str]) -> int:
     from m1clip.commands import parse_flags  # imports tyro
 
     return int(module.main(parse_flags(module.Args, f"m1clip {name}", flags)) or 0)
-
-
-def flush_output() -> None:
-    """Write what was printed: a full disk must be an error of the command, not of Python's exit after it."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
-        raise OSError(f"the output cannot be written: {error.strerror}") from None
 
 
 def import_command(name: str) -> ModuleType:
