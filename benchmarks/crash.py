@@ -2,8 +2,9 @@
 
 Each run is killed (SIGKILL) up to five times, then left to end, and compared with one that was never killed: weights,
 optimizer state, position, model folder and log, or the converted files, bit for bit. A third of the attempts are
-commands started by a shell's means, the others are forks of this process, which has imported torch but computed
-nothing. Prints a table by mode; the exit code is 1 if a bit differs or an attempt fails.
+`python -m m1clip`, the others are forks of this process, which has imported torch but computed nothing. Lost steps are
+those logged but in no checkpoint when a run is killed; of a conversion, files that are not in its manifest. Prints a
+table by mode; the exit code is 1 if a bit differs, an attempt fails, or a run cannot be continued.
 
 moments:  clock  any time of the run          early  the first two seconds
           or in a function, such as evaluation, checkpoint, final-save, tokenizer, index, cache, fsync

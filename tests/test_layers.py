@@ -118,12 +118,12 @@ BUDGETS = {
     "commands": 1_700,
     "model": 2_480,
     "data": 3_600,
-    "training": 3_400,
+    "training": 3_410,
     "evals": 580,
     "bench": 480,
     "monitor": 1_420,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_830, 16_400, 96
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_925, 16_400, 96
 
 
 def test_every_part_stays_within_its_size():
