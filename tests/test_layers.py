@@ -123,7 +123,7 @@ BUDGETS = {
     "bench": 480,
     "monitor": 1_420,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_925, 16_400, 96
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_925, 16_470, 96
 
 
 def test_every_part_stays_within_its_size():

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from hashlib import file_digest
 from io import BytesIO
 from pathlib import Path
@@ -31,29 +32,11 @@ def convert_dataset(
 ) -> dict[str, Any]:
     splits = [(src.spec, split) for src in sources for split in (src.train, src.val, src.test) if split]
     identities = [[spec, split.fingerprint, split.identity] for spec, split in splits]
-    out.mkdir(parents=True, exist_ok=True)
-    with lock_folder(out) as acquired, naming(out):
-        if not acquired:
-            raise RuntimeError(f"another process is writing {out}")
-        manifest = Manifest(out, {"from": identities, "to": to, "per_file": per_file})
-        bad_rows = _write_files(sources, manifest, out, to, per_file, max_bad_rows, progress)
-    totals = {key: sum(entry[key] for entry in manifest.entries.values()) for key in ("pairs", "bytes")}
-    return {"out": str(out), "files": len(manifest.entries), **totals, "bad_rows": bad_rows.record()}
-
-
-def _write_files(
-    sources: list[Source],
-    manifest: "Manifest",
-    out: Path,
-    to: Format,
-    per_file: int,
-    max_bad_rows: float,
-    progress: ProgressFactory,
-) -> BadRows:
     bad_rows = sum((source.bad_rows for source in sources), BadRows())
     files = list(_plan_files(sources, per_file))
     suffix, write = ("tar", write_shard) if to == "shards" else ("parquet", write_parquet)
-    with progress("converting", sum(len(rows) for *_, rows in files)) as advance:
+    count, settings = sum(len(rows) for *_, rows in files), {"from": identities, "to": to, "per_file": per_file}
+    with open_manifest(out, settings) as manifest, progress("converting", count) as advance:
         for name, pairs, rows in files:
             path = out / f"{name}.{suffix}"
             if not manifest.has(path):
@@ -61,7 +44,8 @@ def _write_files(
                 bad_rows.require_at_most(max_bad_rows)
                 manifest.write(path, samples, write)
             advance(len(rows))
-    return bad_rows
+    totals = {key: sum(entry[key] for entry in manifest.entries.values()) for key in ("pairs", "bytes")}
+    return {"out": str(out), "files": len(manifest.entries), **totals, "bad_rows": bad_rows.record()}
 
 
 def _plan_files(sources: list[Source], per_file: int) -> Iterator[tuple[str, PairDataset, range]]:
@@ -160,6 +144,16 @@ class Manifest:
         entry = {"file": path.name, "pairs": len(samples), "bytes": size, "sha256": checksum}
         append_lines(self.path, json.dumps(entry).encode() + b"\n")
         self.entries[path.name] = entry
+
+
+@contextmanager
+def open_manifest(out: Path, settings: dict[str, Any]) -> Iterator[Manifest]:
+    """The manifest of a folder that nobody else writes meanwhile."""
+    out.mkdir(parents=True, exist_ok=True)
+    with lock_folder(out) as acquired, naming(out):
+        if not acquired:
+            raise RuntimeError(f"another process is writing {out}")
+        yield Manifest(out, settings)
 
 
 def _sha256(path: Path) -> str:
