@@ -3,6 +3,7 @@
 import os
 import sys
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from io import TextIOWrapper
 from types import ModuleType
@@ -52,6 +53,10 @@ def main() -> None:
     except KeyboardInterrupt:  # before or after the command itself
         code = 130
     signals.end_at_next_signal(code)
+    try:
+        sys.stdout.flush()
+    except OSError:  # it has been reported; Python would report it once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
@@ -62,13 +67,9 @@ def run_command(argv: list[str]) -> int:
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]
     try:
-        name, flags = split_command(argv)
-        if name is None:
-            return 0
-        module = import_command(name)
-        from m1clip.commands import parse_flags  # imports tyro
-
-        return int(module.main(parse_flags(module.Args, f"m1clip {name}", flags)) or 0)
+        code = call_command(*split_command(argv))
+        sys.stdout.flush()  # a full disk is an error of the command
+        return code
     except BrokenPipeError:  # the reader has closed the pipe, as in `m1clip info | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -79,6 +80,15 @@ def run_command(argv: list[str]) -> int:
         if debug:
             traceback.print_exc()
         return report_error(error)
+
+
+def call_command(name: str | None, flags: list[str]) -> int:
+    if name is None:
+        return 0
+    module = import_command(name)
+    from m1clip.commands import parse_flags  # imports tyro
+
+    return int(module.main(parse_flags(module.Args, f"m1clip {name}", flags)) or 0)
 
 
 def import_command(name: str) -> ModuleType:
@@ -119,5 +129,6 @@ def report_error(error: Exception) -> int:
         sentence = str(error) or "not enough memory"  # only MemoryError comes without a message
     else:
         sentence = f"unexpected {type(error).__name__}: {error} (--debug shows the traceback)"
-    print(f"m1clip: {printable(sentence)}", file=sys.stderr)
+    with suppress(OSError):  # stderr is a file on a full disk
+        print(f"m1clip: {printable(sentence)}", file=sys.stderr, flush=True)
     return 2 if isinstance(error, ValueError | FileNotFoundError | FileExistsError) else 1

@@ -19,7 +19,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogFormatter, NullLocator
 
-from m1clip.files import atomic_write
 from m1clip.format import UNKNOWN
 
 PACKAGE = Path(__file__).parent
@@ -44,13 +43,13 @@ class MissingValue(jinja2.Undefined):
 def write_document(folder: Path, name: str, title: str, template: str, **values: Any) -> Path:
     """Write NAME.md and NAME.html with the title and a template; return the path of the HTML file.
 
-    Images of the template must be in the folder.
+    Images of the template must be in the folder, which `replace_files` then makes final.
     """
     markdown = f"# {escape_markdown(title)}\n\n{render_template(template, **values)}\n"
     page = (PACKAGE / "document.html").read_text().replace("BODY", render_html(markdown, folder), 1)
     page = page.replace("TITLE", html.escape(title), 1)
     for suffix, text in (("md", markdown), ("html", page)):
-        atomic_write(folder / f"{name}.{suffix}", text, durable=False)
+        (folder / f"{name}.{suffix}").write_text(text, encoding="utf-8")
     return folder / f"{name}.html"
 
 

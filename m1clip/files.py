@@ -11,6 +11,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -18,7 +19,8 @@ UMASK = os.umask(0o022)
 os.umask(UMASK)  # it can only be read by setting it
 MAX_JSON_BYTES, MAX_LINE_BYTES = 64 << 20, 8 << 20  # of a JSON file, of a line; ours stay below a tenth of it
 MAX_DEPTH = 32  # of nested lists and objects: deeper ones would exhaust the stack of whoever walks through them
-PARTIAL = re.compile(r"\.(.+)\.\d+(\.new|\.old)?")  # a file or folder that is being written or replaced
+# A file or folder that is being written, replaced or removed: its name, the process that does it, and which it is.
+PARTIAL = re.compile(r"\.(.+)\.(\d+)(\.new|\.old|\.removed)?")
 
 
 def cache_folder() -> Path:
@@ -149,13 +151,16 @@ def lock_folder(folder: Path, mode: int = fcntl.LOCK_EX) -> Iterator[bool]:
         os.close(handle)
 
 
-def remove_partial(folder: Path) -> None:
-    """Remove partial files of a killed process; restore a folder it was about to replace."""
-    for path in folder.glob(".*"):
+def remove_partial(folder: Path, name: str | None = None) -> None:
+    """Remove partial files of killed processes; restore a folder that one was about to replace.
+
+    Without a name nobody else may be writing in the folder; with one, its files of other live processes are left alone.
+    """
+    for path in folder.glob(".*" if name is None else f".{escape(name)}.*"):
         partial = PARTIAL.fullmatch(path.name)
-        if partial is None:
+        if partial is None or (name and (partial[1] != name or not partial[3] or is_process(int(partial[2])))):
             continue
-        if partial[2] == ".old" and not (folder / partial[1]).exists():
+        if partial[3] == ".old" and not (folder / partial[1]).exists():
             path.rename(folder / partial[1])
         elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -163,46 +168,119 @@ def remove_partial(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def atomic_write(path: Path, text: str, durable: bool = True) -> None:
-    """Replace a file atomically; `durable` also survives a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+def is_process(pid: int) -> bool:
     try:
-        with open(temporary, "w") as file:
-            file.write(text)
-        if durable:
-            fsync(temporary)
-        os.replace(temporary, path)
-        if durable:
-            fsync(path.parent)
+        os.kill(pid, 0)
+    except PermissionError:  # of another user
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an error of the block name this path: a full disk names none, and a partial file means nothing to a user."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror and (not error.filename or PARTIAL.search(f"/{error.filename}")):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+def atomic_write(path: Path, data: str | bytes, durable: bool = True) -> None:
+    """Replace a file atomically; `durable` also survives a power cut, and removes what a killed process left of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    if durable:
+        remove_partial(path.parent, path.name)
+    try:
+        with naming(path):
+            with open(temporary, "wb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
+            if durable:
+                fsync(temporary)
+            os.replace(temporary, path)
+            if durable:
+                fsync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def append_lines(path: Path, lines: bytes) -> None:
+    """Append whole lines: after an error none of them is there. A line that a crash has cut is ended first."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            if size and os.pread(handle, 1, size - 1) != b"\n":
+                lines = b"\n" + lines
+            while lines:
+                lines = lines[os.write(handle, lines) :]
+        finally:
+            os.close(handle)
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A new folder that replaces `path` if the block succeeds, and is removed if it does not."""
     temporary, old = (path.with_name(f".{path.name}.{os.getpid()}.{suffix}") for suffix in ("new", "old"))
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process with our process id
-    if not path.parent.exists():
-        path.parent.mkdir(parents=True)
-        fsync(path.parent.parent)
-    temporary.mkdir()
-    try:
-        yield temporary
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                file.chmod(0o666 & ~UMASK)  # safetensors writes files that only their owner may read
-            fsync(file)
-        fsync(temporary)
-        if path.exists():
-            path.rename(old)
-        temporary.rename(path)
-        fsync(path.parent)
-    finally:
-        if old.exists() and not path.exists():
-            old.rename(path)
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+    with naming(path):
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process with our process id
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True)
+            fsync(path.parent.parent)
+        remove_partial(path.parent, path.name)
+        try:
+            temporary.mkdir()
+            yield temporary
+            for file in temporary.rglob("*"):
+                if file.is_file():
+                    file.chmod(0o666 & ~UMASK)  # safetensors writes files that only their owner may read
+                fsync(file)
+            fsync(temporary)
+            if path.exists():
+                path.rename(old)
+            temporary.rename(path)
+            fsync(path.parent)
+        finally:
+            if old.exists() and not path.exists():
+                old.rename(path)
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def replace_files(folder: Path) -> Iterator[Path]:
+    """A new folder whose files, if the block succeeds, replace those of the same names in `folder`; others stay."""
+    is_new, temporary = not folder.exists(), folder / f".files.{os.getpid()}.new"
+    with naming(folder):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_partial(folder, "files")
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            yield temporary
+            for file in sorted(temporary.rglob("*")):
+                target = folder / file.relative_to(temporary)
+                target.mkdir(exist_ok=True) if file.is_dir() else os.replace(file, target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(OSError):  # it has files
+                if is_new:
+                    folder.rmdir()
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder; a kill leaves no part of it under its name."""
+    removed = path.with_name(f".{path.name}.{os.getpid()}.removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def fsync(path: Path) -> None:

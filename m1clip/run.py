@@ -4,7 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import socket
 import threading
 import time
@@ -18,12 +17,15 @@ from typing import Any
 from m1clip.config import TrainConfig, check_config, from_dict
 from m1clip.files import (
     PARTIAL,
+    append_lines,
     atomic_write,
     fsync,
     json_safe,
     lock_folder,
+    naming,
     read_json_object,
     read_jsonl,
+    remove_folder,
     remove_partial,
 )
 from m1clip.status import BEAT_S, Status, find_problem, read_fallback, remove_fallback, time_of, write_fallback
@@ -31,7 +33,6 @@ from m1clip.status import number_or_unknown as _number
 
 COPIED = ("config.json", "data.json")  # that every checkpoint has a copy of
 RUN_FILES = (*COPIED, "status.json", "machine.json", "metrics.jsonl", "checkpoints")
-
 MAX_NAME = 200  # bytes of a run's name; file systems allow 255, and temporary names are longer
 
 
@@ -59,21 +60,14 @@ class Run:
             self.on_record(record)
 
     def _append(self) -> None:
-        handle = os.open(self.path / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        size, written = os.fstat(handle).st_size, 0
-        try:
-            while written < len(self._unwritten):
-                written += os.write(handle, self._unwritten[written:])
+        if self._unwritten:
+            append_lines(self.path / "metrics.jsonl", self._unwritten)
             self._unwritten = b""
-        except OSError:
-            os.ftruncate(handle, size)  # no partial lines
-            raise
-        finally:
-            os.close(handle)
 
     def sync(self) -> None:
-        """Flush the log to disk: a checkpoint must not survive a power cut that its log did not."""
+        """Flush the log to disk: a checkpoint must not survive a crash that its log did not."""
         with suppress(OSError):
+            self._append()
             fsync(self.path / "metrics.jsonl")
 
     @contextmanager
@@ -205,11 +199,9 @@ class Run:
             remove_partial(self.path)
             remove_partial(self.checkpoints)
             try:
-                with self.heartbeat():
+                with naming(self.path), self.heartbeat():
                     yield
             except BaseException as error:
-                if isinstance(error, OSError) and error.strerror and not error.filename:
-                    error.filename = str(self.path)  # a full disk does not say which
                 state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
                 if self.step is not None:
                     reason = str(error) or type(error).__name__
@@ -365,11 +357,12 @@ def new_run_path(runs: Path, name: str | None, preset: str, overwrite: bool) -> 
 def create_run(runs: Path, name: str | None, preset: str, overwrite: bool) -> Run:
     """Create a run folder; the only thing ever deleted is, with `overwrite`, a run that is not being trained."""
     path = new_run_path(runs, name, preset, overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_partial(path.parent, path.name)
     if is_run(path):
         with lock_folder(path) as acquired:
             if acquired:
-                shutil.rmtree(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+                remove_folder(path)
     try:
         path.mkdir()
     except FileExistsError:
@@ -384,7 +377,7 @@ def create_run(runs: Path, name: str | None, preset: str, overwrite: bool) -> Ru
 def all_runs(runs: Path) -> list[Run]:
     """Oldest first, by when they were last started."""
     found = []
-    for path in runs.glob("*"):
+    for path in runs.glob("[!.]*"):
         with suppress(OSError):  # a run that is being deleted
             if is_run(path):
                 version = file_version(path / "config.json")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tyro
@@ -394,3 +395,16 @@ def wait_for(condition, process: subprocess.Popen[str], seconds: float = 300) ->
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("argv", [["--version"], ["info"]])  # a few bytes in a buffer, and more than one
+def test_output_that_cannot_be_written_is_one_sentence(argv):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "m1clip", *argv]
+        environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("m1clip: ")
+    assert "No space left" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

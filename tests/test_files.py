@@ -101,3 +101,67 @@ def test_files_of_an_atomic_folder_may_be_read_by_all_that_the_umask_allows(tmp_
     with files.atomic_folder(tmp_path / "m") as folder:
         os.close(os.open(folder / "weights", os.O_CREAT, 0o600))
     assert (tmp_path / "m" / "weights").stat().st_mode & 0o777 == 0o666 & ~files.UMASK
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_write_of_the_same_file(tmp_path):
+    dead, alive = 2**22 + 1, os.getppid()  # Linux has no larger process id than 2**22
+    for name in (f".f.{dead}.new", f".f.{dead}.removed", f".f.{alive}.new", f".other.{dead}.new", ".f.2024"):
+        (tmp_path / name).touch()
+    files.atomic_write(tmp_path / "f", b"data")
+    assert {path.name for path in tmp_path.iterdir()} == {"f", f".f.{alive}.new", f".other.{dead}.new", ".f.2024"}
+
+
+def test_lines_are_appended_whole_and_end_one_that_a_crash_has_cut(tmp_path, monkeypatch):
+    path, write = tmp_path / "log", os.write
+    path.write_bytes(b'{"a": 1}\n{"b"')
+    files.append_lines(path, b'{"c": 3}\n')
+    assert path.read_bytes() == b'{"a": 1}\n{"b"\n{"c": 3}\n'
+
+    def fail_after_a_part(handle, data):
+        if len(data) < 9:
+            raise OSError(28, "No space left on device")
+        return write(handle, data[:4])
+
+    monkeypatch.setattr(os, "write", fail_after_a_part)
+    with pytest.raises(OSError, match="No space left"):
+        files.append_lines(path, b'{"d": 4}\n')
+    assert list(files.read_jsonl(path)) == [{"a": 1}, {"c": 3}]
+    assert path.read_bytes().endswith(b'{"c": 3}\n')
+
+
+def test_files_are_replaced_together_or_not_at_all(tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in ("a", "other"):
+        (tmp_path / "out" / name).write_text("previous")
+    for folder in (tmp_path / "out", tmp_path / "new"):
+        with pytest.raises(UnicodeEncodeError), files.replace_files(folder) as partial:
+            (partial / "a").write_text("half \udc80")
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == dict.fromkeys(
+        ("a", "other"), "previous"
+    )
+    assert not (tmp_path / "new").exists()
+    with files.replace_files(tmp_path / "out") as partial:
+        (partial / "a").write_text("next")
+        (partial / "folder").mkdir()
+        (partial / "folder" / "b").write_text("next")
+    assert {path.name for path in (tmp_path / "out").rglob("*")} == {"a", "other", "folder", "b"}
+    assert (tmp_path / "out" / "a").read_text() == "next"
+
+
+def test_a_folder_whose_removal_is_interrupted_is_gone_under_its_name(tmp_path, monkeypatch):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "file").touch()
+    monkeypatch.setattr(files.shutil, "rmtree", lambda *args, **kwargs: None)  # killed here
+    files.remove_folder(tmp_path / "m")
+    monkeypatch.undo()
+    assert not (tmp_path / "m").exists()
+    files.remove_partial(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_names_the_file_and_not_its_partial_copy(tmp_path):
+    with pytest.raises(OSError, match="/model'") as raised, files.naming(tmp_path / "model"):
+        raise OSError(28, "No space left on device", f"{tmp_path}/.model.77.new/weights")
+    assert raised.value.filename == f"{tmp_path}/model"
+    with pytest.raises(OSError, match="elsewhere"), files.naming(tmp_path / "model"):
+        raise OSError(5, "Input/output error", "/elsewhere")

@@ -15,10 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from helpers import QuietConsole, make_state, train_run
+from m1clip import cli
 from m1clip.config import TrainConfig, to_json
 from m1clip.data.batches import BatchStream, Images
 from m1clip.evals.retrieval import Direction, Retrieval
-from m1clip.model.clip import load
+from m1clip.model.clip import CLIP, load
+from m1clip.model.tokenizer import Tokenizer
 from m1clip.run import Run, create_run
 from m1clip.training import checkpoint, logger
 from m1clip.training.checkpoint import CheckpointManager, Progress, save_checkpoint
@@ -62,17 +64,58 @@ def stateful_run(tiny_run) -> TrainConfig:
 
 
 @pytest.mark.slow
-def test_a_run_killed_many_times_ends_with_the_bits_of_an_uninterrupted_one(stateful_run, tmp_path):
-    (tmp_path / "config.json").write_text(to_json(stateful_run))
-    command = [sys.executable, HERE / "kill_loop.py", tmp_path / "config.json", tmp_path, "1", "14"]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=600).stdout
-    assert output.count("killed") >= 6, output
-    assert output.endswith("exit 0\n"), output
-    train_run(stateful_run, tmp_path / "whole")
-    assert_same_end(tmp_path / "r", tmp_path / "whole")
-    assert losses(tmp_path / "r") == losses(tmp_path / "whole")  # each step is logged once
-    assert losses(tmp_path / "r", "epoch") == losses(tmp_path / "whole", "epoch")
-    assert not list((tmp_path / "r").rglob(".*"))  # no partial files
+@pytest.mark.parametrize(
+    ("modes", "moments"),
+    [
+        (["lora"], ["evaluation", "final-save", "checkpoint"]),
+        (["frozen", "shards"], ["clock", "cache", "index", "append", "fsync", "rename", "replace"]),
+    ],
+)
+def test_runs_killed_many_times_end_with_the_bits_of_unbroken_ones(modes, moments, tmp_path):
+    """In each mode: a few kills inside these functions or at any time, then weights, moments, model and log."""
+    flags = ["--kills", str(4 * len(modes)), "--commands", "0", "--out", tmp_path / "results.json"]
+    command = [
+        sys.executable,
+        HERE.parent / "benchmarks" / "crash.py",
+        *flags,
+        "--modes",
+        *modes,
+        "--moments",
+        *moments,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {result["mode"]: (result["kills"], result["bits"]) for result in results} == dict.fromkeys(modes, (4, 0))
+
+
+def test_a_fine_tuning_run_killed_before_its_initial_model_was_written_can_be_resumed(tiny_run, tiny, tmp_path):
+    CLIP(tiny, Tokenizer.characters()).save(tmp_path / "pretrained")
+    config = replace(tiny_run, init=str(tmp_path / "pretrained"), recipe="lora", lora_rank=2)
+    train_run(config, tmp_path / "whole")
+    run = create_run(tmp_path, "r", "x", overwrite=False)
+    (run.path / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
+    assert train_run(config, run.path).finished
+    assert_same_end(run.path, tmp_path / "whole")
+
+
+def test_a_model_is_not_there_without_its_adapter(tiny_run, tiny, tmp_path, monkeypatch):
+    CLIP(tiny, Tokenizer.characters()).save(tmp_path / "pretrained")
+    config = replace(tiny_run, init=str(tmp_path / "pretrained"), recipe="lora", lora_rank=2)
+    monkeypatch.setattr(checkpoint, "save_adapter", lambda model, folder: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_run(config, tmp_path / "r")
+    monkeypatch.undo()
+    assert not (tmp_path / "r" / "model").exists()
+    assert train_run(config, tmp_path / "r").finished
+    assert (tmp_path / "r" / "model" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_tokenizer_that_cannot_be_written_is_a_disk_error(tmp_path):
+    """The library's own error is none, and would have ended the training."""
+    with pytest.raises(OSError, match="No space left"):
+        Tokenizer.characters().save(Path("/dev/full"))
 
 
 @pytest.mark.slow
@@ -258,6 +301,14 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
+def fill_disk(path: Path, spare: int = 0) -> None:
+    """Fill the disk with one file, but for some bytes."""
+    with open(path, "wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    os.truncate(path, path.stat().st_size - spare)
+
+
 class DiskFiller(QuietConsole):
     """Fills the disk after one step, and frees it after another."""
 
@@ -268,9 +319,7 @@ class DiskFiller(QuietConsole):
     def update_training(self, step, records, total):
         super().update_training(step, records, total)
         if step == self.full_at:
-            with open(self.file, "wb", buffering=0) as file, suppress(OSError):
-                while file.write(bytes(4096)):
-                    pass
+            fill_disk(self.file)
         if step == self.free_at:
             self.file.unlink()
 
@@ -298,6 +347,25 @@ def test_a_final_state_that_cannot_be_saved_is_an_error_after_some_retries(tiny_
     assert len([text for text in console.warnings if text.startswith("CANNOT SAVE")]) >= 2
     console.file.unlink()
     assert train_run(tiny_run, small_disk / "r").finished
+
+
+@pytest.mark.parametrize("to", ["shards", "parquet"])
+def test_a_conversion_on_a_full_disk_continues_when_there_is_room(to, small_disk, tmp_path, monkeypatch, capsys):
+    """With the libraries' own writers, which a test double replaces."""
+    monkeypatch.chdir(tmp_path)
+    argv = ["data", "convert", "synthetic:40", "--val-size", "8", "--to", to, "--per-file", "8"]
+    assert cli.run_command([*argv, "whole"]) == 0
+    expected, codes = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}, []
+    for spare in (0, 8192, 40960, 65536, 10**7):
+        fill_disk(small_disk / "filler", spare)
+        codes.append(cli.run_command([*argv, str(small_disk / "out")]))
+        (small_disk / "filler").unlink()
+    assert codes[0] == 1
+    assert codes[-1] == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("m1clip: ")]
+    assert len(lines) == sum(codes)
+    assert all("No space left" in line for line in lines)
+    assert {path.name: path.read_bytes() for path in (small_disk / "out").iterdir()} == expected
 
 
 def test_non_finite_weights_are_never_saved(tiny_run, tmp_path):

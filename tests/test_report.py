@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import tiny_config, tiny_run_config
 from PIL import Image
 
+from conftest import tiny_config, tiny_run_config
 from long_log import MEMORY_GB, write_eval, write_run
 from m1clip.cli import run_command
 from m1clip.monitor.report import wilson_interval

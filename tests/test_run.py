@@ -2,11 +2,12 @@
 
 import json
 import os
+import shutil
 
 import pytest
 
 from m1clip import run as runs
-from m1clip.run import Run, create_run, new_run_path, open_run
+from m1clip.run import Run, all_runs, create_run, new_run_path, open_run
 
 
 def started_run(path) -> Run:
@@ -211,3 +212,13 @@ def test_a_model_folder_is_not_a_run(tmp_path):
     (tmp_path / "model" / "config.json").write_text('{"embed_dim": 24}')
     assert not runs.is_run(tmp_path / "model")
     assert runs.all_runs(tmp_path) == runs.run_summaries(tmp_path) == []
+
+
+def test_a_run_whose_deletion_was_interrupted_is_not_in_the_way(tmp_path, monkeypatch):
+    run = create_run(tmp_path, "r", "x", overwrite=False)
+    run.write("config.json", {"epochs": 1})
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # killed here
+    create_run(tmp_path, "r", "x", overwrite=True).path.rmdir()
+    monkeypatch.undo()
+    assert all_runs(tmp_path) == []  # not even while it is deleted
+    assert not list(create_run(tmp_path, "r", "x", overwrite=False).path.iterdir())

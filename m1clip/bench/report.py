@@ -14,6 +14,7 @@ from m1clip import sensors
 from m1clip.bench.sweep import OperationRow, SweepSession, peak_gflops
 from m1clip.devices import Plan, tower_devices
 from m1clip.document import COLORS, annotate, axes, legend, log_axis, save_figure, write_document
+from m1clip.files import replace_files
 from m1clip.format import UNKNOWN, duration, milliseconds, number
 from m1clip.training.device_plan import HIGH_LOAD, RowPair, StepCost, StepRow, fit_step_time, is_significant
 from m1clip.training.memory import PEAK
@@ -208,16 +209,19 @@ def plot_roofline(sweep: Sweep, path: Path) -> None:
     save_figure(figure, path)
 
 
-def write_sweep(sweep: Sweep, folder: Path) -> Path:
+def write_sweep(sweep: Sweep, out: Path) -> Path:
     """Write bench.md, bench.html and figures; return the path of the HTML file."""
-    if sweep.steps:
-        plot_throughput(sweep, folder / "throughput.png")
-    if sweep.operations:
-        plot_roofline(sweep, folder / "roofline.png")
     values = {"sweep": sweep, "plain": [row for row in sweep.steps if row.plan == Plan(row.device)]}
     values |= {"steps": make_table(STEP_COLUMNS, sweep.step_records())}
     values |= {"operations": make_table(OPERATION_COLUMNS, sweep.operations)}
-    return write_document(folder, "bench", "Training steps on this machine", "bench/templates/bench.md.j2", **values)
+    title, template = "Training steps on this machine", "bench/templates/bench.md.j2"
+    with replace_files(out) as folder:
+        if sweep.steps:
+            plot_throughput(sweep, folder / "throughput.png")
+        if sweep.operations:
+            plot_roofline(sweep, folder / "roofline.png")
+        page = write_document(folder, "bench", title, template, **values)
+    return out / page.name
 
 
 def scaling_records(sweep: Sweep, costs: list[StepCost], devices: Sequence[str], pairs: int) -> ModelRecords:
@@ -264,9 +268,11 @@ def plot_scaling(records: ModelRecords, devices: Sequence[str], ram_gb: float, p
     save_figure(figure, path)
 
 
-def write_scaling(sweep: Sweep, records: ModelRecords, devices: Sequence[str], folder: Path) -> Path:
+def write_scaling(sweep: Sweep, records: ModelRecords, devices: Sequence[str], out: Path) -> Path:
     """Write scaling.md, scaling.html and a figure; return the path of the HTML file."""
-    plot_scaling(records, devices, sweep.machine["ram_gb"], folder / "scaling.png")
     title, template = "Training time and memory by model size", "bench/templates/scaling.md.j2"
     models = make_table(SCALING_COLUMNS, records)
-    return write_document(folder, "scaling", title, template, sweep=sweep, models=models, devices=devices)
+    with replace_files(out) as folder:
+        plot_scaling(records, devices, sweep.machine["ram_gb"], folder / "scaling.png")
+        page = write_document(folder, "scaling", title, template, sweep=sweep, models=models, devices=devices)
+    return out / page.name

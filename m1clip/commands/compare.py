@@ -15,6 +15,7 @@ from m1clip import sensors
 from m1clip.commands.train import TrainingArgs
 from m1clip.config import override, requested_config, require, to_json
 from m1clip.console import loading, show_rows
+from m1clip.files import atomic_folder
 from m1clip.format import number
 from m1clip.status import number_or_unknown
 
@@ -54,12 +55,12 @@ def main(args: Args) -> None:
     for name in names:
         devices.tower_devices(name)
     folder = args.runs / runs.next_name(args.runs, "compare")
-    folder.mkdir(parents=True)
     # Settings left at auto would be chosen for each device separately, and more than the device would differ.
     defaults = {"steps": 60, "precision": "fp32", "compile": "off", "threads": devices.DEFAULT_THREADS}
     left = {name: value for name, value in defaults.items() if getattr(config, name) in ("auto", 0)}
     config = override(config, {**left, "budget": "", "save_every": "100h"})
-    (folder / "training.json").write_text(to_json(config))
+    with atomic_folder(folder) as partial:
+        (partial / "training.json").write_text(to_json(config))
     records = sorted((train_on(folder, name) for name in names), key=lambda record: "error" in record)
     if "error" in records[0]:
         raise RuntimeError(f"training failed on every device: {records[0]['error']}")

@@ -86,7 +86,7 @@ def check_source(source: "Source", args: Args, number: int, console: Console) ->
         for index, reason in notable:
             tiles.append(check.make_tile(pairs, index, f"[{reason}] "))
             advance(1)
-    check.contact_sheet(tiles, 6).save(sheet)
+    check.save_image(check.contact_sheet(tiles, 6), sheet)
     largest = int((stats["width"].astype(int) * stats["height"]).argmax())
     width, height = stats[["width", "height"]][largest].item()
     is_test = source.test is source.val  # no validation split of its own

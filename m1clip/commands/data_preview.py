@@ -44,7 +44,7 @@ def require_image_path(path: Path) -> None:
 
 def main(args: Args) -> None:
     from m1clip.console import Console
-    from m1clip.data.check import contact_sheet, sample_tiles
+    from m1clip.data.check import contact_sheet, sample_tiles, save_image
     from m1clip.data.splits import open_sources
 
     count, tiles = args.columns * args.rows, []
@@ -52,5 +52,5 @@ def main(args: Args) -> None:
     for source in sources:
         pairs = source.train if args.split == "train" else source.val
         tiles += sample_tiles(pairs, -(-count // len(sources)))
-    contact_sheet(tiles[:count], args.columns).save(args.out)
+    save_image(contact_sheet(tiles[:count], args.columns), args.out)
     print(f"{args.out}: {len(tiles[:count])} {args.split} pairs of {args.data}")

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
+from io import BytesIO
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from m1clip.data.leakage import Pair, looks, near_duplicates, rows_by_key
 from m1clip.data.pixel_cache import map_chunks, row_chunks
 from m1clip.data.splits import Source, TrainCaptions, caption_key
 from m1clip.decode import DECODE_ERRORS, ORIENTATION, BadImage, decode, read_header
+from m1clip.files import atomic_write
 
 TINY = 32  # pixels of the shorter edge
 HUGE = 25_000_000  # pixels: slow to decode
@@ -215,3 +218,10 @@ def contact_sheet(tiles: Sequence[Tile], columns: int) -> Image.Image:
         sheet.paste(ImageOps.pad(image.convert("RGB"), (TILE, TILE), color=BLANK), (x, y))
         draw.multiline_text((x, y + TILE + 5), "\n".join(lines), fill=(50, 50, 60), font=font, spacing=3)
     return sheet
+
+
+def save_image(image: Image.Image, path: Path) -> None:
+    """Write or replace an image file atomically."""
+    buffer = BytesIO()
+    image.save(buffer, Image.registered_extensions()[path.suffix.lower()])
+    atomic_write(path, buffer.getvalue())

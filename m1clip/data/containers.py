@@ -26,7 +26,7 @@ from m1clip.config import DataConfig
 from m1clip.data.caption_text import label_caption
 from m1clip.data.index import MAX_CAPTION_FILE_BYTES, BadRow, Listing, Row
 from m1clip.data.tables import IMAGE_SUFFIX, Values, caption_texts, holds_images, parse_records
-from m1clip.files import cache_folder
+from m1clip.files import cache_folder, replace_files
 
 Dataset = Any  # of the `datasets` library, which is imported when it is needed
 PICKLES = re.compile(r"\.(pyd|pkl|pickle|pt|pth|joblib|npy|npz)$", re.I)  # what WebDataset readers unpickle
@@ -175,9 +175,9 @@ def _load_stream(name: str, options: dict[str, str]) -> dict[str, Dataset]:
         stream = stream.decode(False) if stream.features else stream
         rest = iter(stream.skip(done).take(max(0, int(options["stream"]) - done)))
         while rows := list(islice(rest, STREAM_CHUNK)):
-            partial = folder / f"part.{os.getpid()}"
-            datasets.Dataset.from_list(rows, features=stream.features).to_parquet(str(partial))
-            os.replace(partial, folder / f"{done:09d}.parquet")
+            with replace_files(folder) as partial:
+                part = partial / f"{done:09d}.parquet"
+                datasets.Dataset.from_list(rows, features=stream.features).to_parquet(str(part))
             done += STREAM_CHUNK
     return _load_parquet([str(part) for part in sorted(folder.glob("*.parquet"))])
 

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from hashlib import file_digest
 from io import BytesIO
 from pathlib import Path
@@ -19,7 +20,7 @@ from m1clip.data.index import BadRow, BadRows, IndexedPairs, PairDataset, Progre
 from m1clip.data.pixel_cache import row_chunks
 from m1clip.data.splits import Source
 from m1clip.decode import BadImage, decode, read_header
-from m1clip.files import read_jsonl
+from m1clip.files import append_lines, atomic_write, fsync, lock_folder, naming, read_jsonl, remove_partial
 
 Format = Literal["shards", "parquet"]
 Sample = tuple[str, bytes, str, list[str], str]  # key, image file, its suffix, captions, location
@@ -31,11 +32,11 @@ def convert_dataset(
 ) -> dict[str, Any]:
     splits = [(src.spec, split) for src in sources for split in (src.train, src.val, src.test) if split]
     identities = [[spec, split.fingerprint, split.identity] for spec, split in splits]
-    manifest = Manifest(out, {"from": identities, "to": to, "per_file": per_file})
     bad_rows = sum((source.bad_rows for source in sources), BadRows())
     files = list(_plan_files(sources, per_file))
     suffix, write = ("tar", write_shard) if to == "shards" else ("parquet", write_parquet)
-    with progress("converting", sum(len(rows) for *_, rows in files)) as advance:
+    count, settings = sum(len(rows) for *_, rows in files), {"from": identities, "to": to, "per_file": per_file}
+    with open_manifest(out, settings) as manifest, progress("converting", count) as advance:
         for name, pairs, rows in files:
             path = out / f"{name}.{suffix}"
             if not manifest.has(path):
@@ -112,15 +113,18 @@ class Manifest:
     """manifest.jsonl: the data and settings of the conversion, then one line per complete file."""
 
     def __init__(self, out: Path, settings: dict[str, Any]):
-        out.mkdir(parents=True, exist_ok=True)
         self.path = out / "manifest.jsonl"
+        remove_partial(out)
         if not self.path.exists():
             if any(out.iterdir()):
                 raise ValueError(f"{out} is neither empty nor a conversion by m1clip; choose a new folder")
-            self.path.write_text(json.dumps(settings) + "\n")
-        header, *entries = [*read_jsonl(self.path)] or [{}]
+            atomic_write(self.path, json.dumps(settings) + "\n")
+        header, *entries = lines = [*read_jsonl(self.path)] or [{}]
         if header != settings:
             raise ValueError(f"{out} is a conversion of other data or settings; choose another folder")
+        intact = "".join(json.dumps(line) + "\n" for line in lines)
+        if self.path.read_text(errors="replace") != intact:
+            atomic_write(self.path, intact)  # without a line that a crash has cut
         files = (entry for entry in entries if isinstance(entry.get("file"), str))  # a bad line is written again
         self.entries: dict[str, dict[str, Any]] = {entry["file"]: entry for entry in files}
 
@@ -130,16 +134,27 @@ class Manifest:
         return bool(entry and path.is_file() and _sha256(path) == entry.get("sha256"))
 
     def write(self, path: Path, samples: list[Sample], write: Callable[[list[Sample], Path], None]) -> None:
-        temporary = path.with_name(f".{path.name}.new")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
         try:
             write(samples, temporary)
+            fsync(temporary)  # before the manifest mentions it
             size, checksum = temporary.stat().st_size, _sha256(temporary)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        self.entries[path.name] = {"file": path.name, "pairs": len(samples), "bytes": size, "sha256": checksum}
-        with open(self.path, "a") as file:
-            file.write(json.dumps(self.entries[path.name]) + "\n")
+        entry = {"file": path.name, "pairs": len(samples), "bytes": size, "sha256": checksum}
+        append_lines(self.path, json.dumps(entry).encode() + b"\n")
+        self.entries[path.name] = entry
+
+
+@contextmanager
+def open_manifest(out: Path, settings: dict[str, Any]) -> Iterator[Manifest]:
+    """The manifest of a folder that nobody else writes meanwhile."""
+    out.mkdir(parents=True, exist_ok=True)
+    with lock_folder(out) as acquired, naming(out):
+        if not acquired:
+            raise RuntimeError(f"another process is writing {out}")
+        yield Manifest(out, settings)
 
 
 def _sha256(path: Path) -> str:

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
+from io import BytesIO
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -30,7 +31,7 @@ from PIL import Image
 from m1clip.config import DataConfig
 from m1clip.data.caption_text import remove_html
 from m1clip.decode import MAX_BYTES, BadImage, decode
-from m1clip.files import cache_folder
+from m1clip.files import PARTIAL, atomic_write, cache_folder, remove_partial
 from m1clip.format import percent
 
 RowIndices = NDArray[np.int64]
@@ -238,8 +239,8 @@ class IndexWriter:
         self.bad_rows.rows += len(order)
         self.bad_rows.images += len(first_rows)
         usable, fingerprint, identity = self._check_images(folder / "rows.arrow", first_rows)
-        np.save(folder / "order.npy", order[np.repeat(usable, sizes)])
-        np.save(folder / "starts.npy", np.concatenate([[0], np.cumsum(sizes[usable])]))
+        (folder / "order.npy").write_bytes(array_file(order[np.repeat(usable, sizes)]))
+        (folder / "starts.npy").write_bytes(array_file(np.concatenate([[0], np.cumsum(sizes[usable])])))
         names = {"root": self.root, "containers": list(self.containers), "tables": list(self.tables)}
         (folder / "facts.json").write_text(json.dumps({**names, "fingerprint": fingerprint, "identity": identity}))
 
@@ -336,6 +337,13 @@ class IndexWriter:
         return is_below and not os.path.realpath(folder).startswith(self.real_root + os.sep)
 
 
+def array_file(array: NDArray[Any]) -> memoryview:
+    """The content of a .npy file: on a full disk np.save raises an error without a reason."""
+    buffer = BytesIO()
+    np.save(buffer, array)
+    return buffer.getbuffer()
+
+
 @lru_cache
 def open_index(folder: Path) -> tuple[pa.Table, RowIndices, RowIndices, dict[str, Any]]:
     table = pa.ipc.open_file(pa.memory_map(str(folder / "rows.arrow"))).read_all()
@@ -402,13 +410,20 @@ class IndexedPairs:
 
 def download_image(url: str) -> Path:
     """The file of a URL, downloaded once and kept in the cache."""
-    path = cache_folder() / "downloads" / blake2b(url.encode(), digest_size=32).hexdigest()
+    path = downloads_folder(cache_folder()) / blake2b(url.encode(), digest_size=32).hexdigest()
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_bytes(_fetch(url))
-        os.replace(partial, path)
+        atomic_write(path, _fetch(url), durable=False)
     return path
+
+
+@lru_cache
+def downloads_folder(cache: Path) -> Path:
+    """Once per process: the folder, without what killed processes left in it."""
+    folder = cache / "downloads"
+    folder.mkdir(parents=True, exist_ok=True)
+    for partial in filter(None, map(PARTIAL.fullmatch, os.listdir(folder))):
+        remove_partial(folder, partial[1])
+    return folder
 
 
 def _fetch(url: str) -> bytes:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from m1clip import decode, images
 from m1clip.config import Preprocess
 from m1clip.data.index import Advance, BadImages, PairDataset
-from m1clip.files import cache_folder, lock_folder, read_jsonl, remove_irregular
+from m1clip.files import cache_folder, lock_folder, naming, read_jsonl, remove_irregular
 from m1clip.format import file_size
 from m1clip.images import Pixels, preprocess
 
@@ -362,7 +362,8 @@ def temporary_cache(prefix: str) -> Path:
 @contextmanager
 def explain_full_disk(folder: Path) -> Iterator[None]:
     try:
-        yield
+        with naming(folder):
+            yield
     except OSError as error:
         if error.errno == ENOSPC or "No space left" in str(error):
             raise OSError(f"the disk of {folder.parent} is full; set M1CLIP_CACHE to another disk") from None

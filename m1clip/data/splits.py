@@ -17,9 +17,18 @@ from numpy.typing import NDArray
 
 from m1clip.config import DataConfig, Preprocess
 from m1clip.data import pixel_cache
-from m1clip.data.index import BadRows, IndexedPairs, IndexWriter, PairDataset, ProgressFactory, RowIndices, no_progress
+from m1clip.data.index import (
+    BadRows,
+    IndexedPairs,
+    IndexWriter,
+    PairDataset,
+    ProgressFactory,
+    RowIndices,
+    array_file,
+    no_progress,
+)
 from m1clip.decode import BadImage
-from m1clip.files import cache_folder, open_regular
+from m1clip.files import atomic_write, cache_folder, open_regular
 from m1clip.images import Pixels
 
 SCHEMES = ("synthetic", "coco", "flickr30k", "flickr8k", "hf")
@@ -213,9 +222,8 @@ def content_hashes(pairs: IndexedPairs, progress: ProgressFactory = no_progress)
             hashes[rows.start : rows.stop] = list(pool.map(content_hash, rows))
             advance(len(rows))
     if not unreadable:
-        partial = path.with_name(f"content-{os.getpid()}.new.npy")
-        np.save(partial, hashes)
-        os.replace(partial, path)
+        with suppress(OSError):  # a full disk: they are read again next time
+            atomic_write(path, bytes(array_file(hashes)))
     return hashes
 
 

@@ -52,6 +52,7 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
 
     config: Any = copy.copy(model.peft_config[ADAPTER])  # type: ignore[index]
     config.modules_to_save, config.inference_mode = [*HEAD_MODULES], True
+    config.target_modules = sorted(config.target_modules)  # the order of a set differs between processes
     config.save_pretrained(folder)
     heads = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(HEAD_MODULES)}
     tensors = {**get_peft_model_state_dict(model), **heads}

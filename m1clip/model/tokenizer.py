@@ -123,7 +123,7 @@ class Tokenizer:
         return json.loads(core.to_str())
 
     def save(self, path: Path) -> None:
-        self.core.save(str(path))
+        path.write_text(self.core.to_str(pretty=True), encoding="utf-8")  # its own save() raises no OSError
 
     def __len__(self) -> int:
         return self.core.get_vocab_size()

@@ -18,6 +18,7 @@ from matplotlib.ticker import FuncFormatter
 from PIL import Image
 
 from m1clip.document import COLORS, axes, legend, log_axis, save_figure, write_document
+from m1clip.files import replace_files
 from m1clip.format import UNKNOWN, Z, duration, number, percent, wilson_interval, with_interval
 from m1clip.monitor.curves import CURVES, downsample, gradient_norms, minutes_at
 from m1clip.monitor.log import STEP_PHASES, Array, Record, RunView, event_text, flatten, number_or_none, subsample
@@ -29,35 +30,37 @@ TRAINING_CURVES = [(key, "step") for key in ("loss", "accuracy", "mean_r1", "lr"
 COMPARISON_CURVES = [("loss", "step"), ("loss", "minutes"), ("mean_r1", "minutes"), ("temperature", "step")]
 
 
-def write_report(run: RunView, folder: Path) -> Path:
+def write_report(run: RunView, out: Path) -> Path:
     """Write report.md, report.html and figures; return the path of the HTML file."""
-    folder.mkdir(parents=True, exist_ok=True)
     phases, temperatures, gradients = phase_times(run), temperature_extremes(run), gradient_flow(run)
-    if len(run.log) > 1:
-        draw_curves([run], TRAINING_CURVES, folder / "training.png", 4.2, 2.7)
-    if phases:
-        draw_step_time(run, phases["rows"], folder / "step_time.png")
-    if temperatures:
-        draw_curves([run], [("temperature", "step")], folder / "temperature.png", 10.4, 2.9)
-    if gradients:
-        draw_gradient_flow(run, folder / "gradients.png")
     values = {"run": run, "log": run.log, "phases": phases, "temperatures": temperatures, "gradients": gradients}
-    values |= {"examples": write_examples(run, folder / "examples"), **TEMPLATE_VALUES}
-    template = "monitor/templates/report.md.j2"
-    return write_document(folder, "report", f"{run.name}: training report", template, **values)
+    with replace_files(out) as folder:
+        if len(run.log) > 1:
+            draw_curves([run], TRAINING_CURVES, folder / "training.png", 4.2, 2.7)
+        if phases:
+            draw_step_time(run, phases["rows"], folder / "step_time.png")
+        if temperatures:
+            draw_curves([run], [("temperature", "step")], folder / "temperature.png", 10.4, 2.9)
+        if gradients:
+            draw_gradient_flow(run, folder / "gradients.png")
+        values |= {"examples": write_examples(run, folder / "examples"), **TEMPLATE_VALUES}
+        template = "monitor/templates/report.md.j2"
+        page = write_document(folder, "report", f"{run.name}: training report", template, **values)
+    return out / page.name
 
 
-def write_comparison(runs: Sequence[RunView], folder: Path) -> Path:
+def write_comparison(runs: Sequence[RunView], out: Path) -> Path:
     """Write comparison.md, comparison.html and a figure; return the path of the HTML file."""
-    folder.mkdir(parents=True, exist_ok=True)
     values: Record = {"runs": runs, "differences": setting_differences(runs), **TEMPLATE_VALUES}
-    if any(len(run.log) > 1 for run in runs):
-        draw_curves(runs, COMPARISON_CURVES, folder / "comparison.png", 5.6, 2.9)
-        values["has_curves"] = True
     if is_comparable(runs):
         values |= {"comparable": True, "goal": common_score(runs), "ranking": ranking(runs)}
     title = " and ".join(run.name for run in runs) + ": comparison"
-    return write_document(folder, "comparison", title, "monitor/templates/comparison.md.j2", **values)
+    with replace_files(out) as folder:
+        if any(len(run.log) > 1 for run in runs):
+            draw_curves(runs, COMPARISON_CURVES, folder / "comparison.png", 5.6, 2.9)
+            values["has_curves"] = True
+        page = write_document(folder, "comparison", title, "monitor/templates/comparison.md.j2", **values)
+    return out / page.name
 
 
 def step_seconds(run: RunView) -> float | None:

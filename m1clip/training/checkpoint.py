@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from m1clip.config import from_dict
 from m1clip.evals.retrieval import Retrieval
-from m1clip.files import atomic_folder
+from m1clip.files import atomic_folder, remove_folder
 from m1clip.model.clip import CLIP, load
 from m1clip.model.lora import merged_state_dict, save_adapter
 from m1clip.model.safe_load import load_checked, save_tensors
@@ -71,7 +71,8 @@ def save_checkpoint(run: Run, state: TrainState, progress: Progress) -> Path:
     best = None if progress.best_step is None else checkpoint_path(run, progress.best_step)
     saved = list_checkpoints(run)
     for other in {*saved, *run.checkpoints.glob("damaged_step_*")} - {best, *saved[-KEEP:]}:
-        shutil.rmtree(other, ignore_errors=True)
+        with suppress(OSError):  # removed after the next save
+            remove_folder(other)
     with suppress(OSError):  # a file system without links; nothing of ours needs them
         replace_link(run.path / "last", path)
         if best and best in saved:
@@ -141,9 +142,12 @@ def file_checksum(path: Path) -> int:
 def replace_link(link: Path, target: Path) -> None:
     """Create or move a relative symbolic link atomically."""
     temporary = link.with_name(f".{link.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(os.path.relpath(target, link.parent))
-    os.replace(temporary, link)
+    try:
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(os.path.relpath(target, link.parent))
+        os.replace(temporary, link)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def interpolate_weights(model: CLIP, start: CLIP, weight: float) -> CLIP:
@@ -233,9 +237,10 @@ class CheckpointManager:
                 raise error
 
     def _save_model(self, model: CLIP, final: CLIP) -> None:
-        final.save(self.run.model)
-        if self.state.has_lora:
-            save_adapter(model, self.run.model / "adapter")
+        with atomic_folder(self.run.model) as folder:
+            final.write(folder)
+            if self.state.has_lora:
+                save_adapter(model, folder / "adapter")
 
     def _retry(self, write: Callable[[], object], wait_s: float) -> OSError | None:
         """Try until it is written or the time is over; the last disk error, None on success."""

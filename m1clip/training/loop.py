@@ -91,7 +91,9 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
             evaluation = evaluate_on_val(s, model)
     s.logger.write_status("finished" if completed else "stopped")
     if completed and not config.budget_s:  # a budget has no time for it
-        run.write("data.json", {**run.copies["data.json"], "val_near_duplicates": s.setup.splits.near_duplicates()})
+        near_duplicates = {"val_near_duplicates": s.setup.splits.near_duplicates()}
+        with suppress(OSError):  # a full disk: the run is complete without them
+            run.write("data.json", {**run.copies["data.json"], **near_duplicates})
     final = evaluation.scores if completed and evaluation else None
     best = (progress.best_step, checkpoints.restored)
     return TrainResult(run.path, completed, progress.step, progress.seconds, final, *best)

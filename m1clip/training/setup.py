@@ -278,7 +278,7 @@ def load_init(config: TrainConfig, resumed: Run | None, runs: Path = Path("runs"
     if resumed and (resumed.path / "start").is_dir():  # a run keeps its initial model
         clip = load(resumed.path / "start")
         return config, InitModel(clip, TOWERS, clip.tokenizer)
-    if resumed or not config.is_pretrained:
+    if not config.is_pretrained:  # a resumed run without start/ was killed before that was written
         return config, InitModel()
     if config.init:
         from m1clip.model.pretrained_clip import import_clip
