@@ -6,15 +6,21 @@ import math
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import orjson
 
 UMASK = os.umask(0o022)
 os.umask(UMASK)  # it can only be read by setting it
 PARTIAL = re.compile(r"\.(.+)\.\d+(\.new|\.old)?")  # a file or folder that is being written or replaced
+# Bounds of files from outside. A config.json has some kB; one with the names of 21,841 classes has 1.5 MB.
+JSON_BYTES = 4_000_000
+BYTES_PER_ITEM = 12  # in a JSON file as large as its bound; a list of empty lists has 1.5
 
 
 def cache_folder() -> Path:
@@ -24,6 +30,43 @@ def cache_folder() -> Path:
     except OSError as error:
         raise OSError(f"cannot use the cache folder {folder} ({error.strerror}); set M1CLIP_CACHE to another") from None
     return folder
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """A file from outside; a pipe or device, which might block or never end, is refused."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        with open(handle, "rb", closefd=False) as file:
+            yield file
+    finally:
+        os.close(handle)
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"{path} has {size / 1e6:,.1f} MB; at most {limit / 1e6:,.1f} MB are read")
+        return file.read(size)
+
+
+def read_json(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file from outside; its size, depth and number of items are bounded."""
+    try:
+        data = read_file(path, limit)
+        # A list of empty lists takes 27 times as much memory as its text.
+        if sum(map(data.count, (b",", b"[", b"{"))) > limit / BYTES_PER_ITEM + 100:
+            raise ValueError("it has too many items")
+        value = orjson.loads(data)
+    except (OSError, ValueError) as error:
+        reason = str(error).removeprefix(f"{path} ")
+        raise ValueError(f"{path} cannot be read: {reason}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must contain a JSON object")
+    return value
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from m1clip.files import PARTIAL, atomic_write, fsync, json_safe, lock_folder, read_jsonl, remove_partial
+from m1clip.files import (
+    JSON_BYTES,
+    PARTIAL,
+    atomic_write,
+    fsync,
+    json_safe,
+    lock_folder,
+    read_file,
+    read_jsonl,
+    remove_partial,
+)
 
 
 class Run:
@@ -119,7 +129,7 @@ class Run:
     def read(self, name: str) -> dict[str, Any]:
         """A JSON file of the run that holds one object."""
         with suppress(RecursionError):
-            value = json.loads((self.path / name).read_text())
+            value = json.loads(read_file(self.path / name, JSON_BYTES))
             if isinstance(value, dict):
                 return value
         raise ValueError(f"{self.path / name} is not a file written by m1clip")

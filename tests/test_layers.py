@@ -21,7 +21,7 @@ MAY_IMPORT = {
     **{name: {"files", "format", "config"} - {name} for name in BOTTOM},
     "format": set[str](),
     "files": set[str](),
-    "config": {"format"},
+    "config": {"files", "format"},
     "decode": {"images"},
     "settings": {"config"},
     "document": {"format", "files"},

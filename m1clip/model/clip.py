@@ -35,7 +35,7 @@ from m1clip.model.inputs import ImageInput, encode_batches, image_batches, list_
 from m1clip.model.lora import merged_state_dict
 from m1clip.model.pretrained import HFText, PretrainedTower, TimmVision
 from m1clip.model.rng import dropout_mask
-from m1clip.model.safe_load import load_checked, save_tensors
+from m1clip.model.safe_load import load_checked, on_meta, save_tensors
 from m1clip.model.tokenizer import HFTokenizer, Tokenizer
 from m1clip.model.towers import BagOfWords, TextTransformer, Tower, VisionTransformer, init_tower
 
@@ -265,7 +265,7 @@ def load(folder: str | os.PathLike[str]) -> CLIP:
     config = from_json(ModelConfig, path / "config.json")
     tokenizer = load_tokenizer(config, path / "tokenizer.json")
     # timm's and transformers' modules have buffers outside the state dict, which the meta device would lose.
-    with torch.device("meta") if config.is_native else nullcontext():
+    with on_meta() if config.is_native else nullcontext():
         model = CLIP(config, tokenizer)
     model.load_state_dict(load_checked(path / "model.safetensors", model.state_dict()), assign=True)
     return model.eval()
