@@ -422,6 +422,9 @@ def check_model(model: ModelConfig) -> None:
             require(width % heads == 0, f"{name} width {width} is not divisible by {heads} heads")
     if isinstance(text, HFConfig):
         require("model_type" in text.hf, "the text encoder's config.json has no model_type")
+    if not isinstance(text, TextConfig):
+        pad_id = text.tokenizer.pad_id
+        require(0 <= pad_id < text.vocab_size, f"pad_id {pad_id} is not a token of {text.vocab_size:,}")
 
 
 def to_json(config: object) -> str:

@@ -20,7 +20,7 @@ os.umask(UMASK)  # it can only be read by setting it
 PARTIAL = re.compile(r"\.(.+)\.\d+(\.new|\.old)?")  # a file or folder that is being written or replaced
 # Bounds of files from outside. A config.json has some kB; one with the names of 21,841 classes has 1.5 MB.
 JSON_BYTES = 4_000_000
-BYTES_PER_ITEM = 12  # in a JSON file as large as its bound; a list of empty lists has 1.5
+BYTES_PER_ITEM = 16  # in a JSON file as large as its bound; a list of empty lists has 1.5
 
 
 def cache_folder() -> Path:
@@ -35,7 +35,7 @@ def cache_folder() -> Path:
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
     """A file from outside; a pipe or device, which might block or never end, is refused."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise ValueError(f"{path} is not a regular file")
@@ -55,15 +55,14 @@ def read_file(path: Path, limit: int) -> bytes:
 
 def read_json(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
     """The JSON object in a file from outside; its size, depth and number of items are bounded."""
+    data = read_file(path, limit)
     try:
-        data = read_file(path, limit)
         # A list of empty lists takes 27 times as much memory as its text.
-        if sum(map(data.count, (b",", b"[", b"{"))) > limit / BYTES_PER_ITEM + 100:
+        if sum(map(data.count, (b",", b"[", b"{"))) > limit / BYTES_PER_ITEM:
             raise ValueError("it has too many items")
         value = orjson.loads(data)
-    except (OSError, ValueError) as error:
-        reason = str(error).removeprefix(f"{path} ")
-        raise ValueError(f"{path} cannot be read: {reason}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must contain a JSON object")
     return value

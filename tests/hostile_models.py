@@ -28,6 +28,13 @@ DUAL |= {"text_config": {**SIGLIP, "vocab_size": 64, "max_position_embeddings": 
 BERT = {"model_type": "bert", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
+VIT = {"image_size": 32, "patch_size": 16, "width": 32, "head_width": 16, "layers": 1, "no_ln_pre": True}
+HF_VALUES = [("num_hidden_layers", 10**7), ("hidden_size", 2**40), ("hidden_size", "32"), ("hidden_size", [32])]
+HF_VALUES += [("num_labels", 10**8), ("hidden_size", 2**23), ("num_attention_heads", 0), ("hidden_size", None)]
+OPEN_CLIP_VALUES = [("layers", 10**7), ("width", 2**40), ("width", 2**20), ("layers", "9"), ("image_size", 10**9)]
+OPEN_CLIP_VALUES += [("patch_size", 0), ("width", None), ("timm_model_name", "hf-hub:some/one")]
+
+
 def tokenizer_state(**changes: Any) -> dict[str, Any]:
     model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(WORDS)}, "unk_token": "<|unknown|>"}
     parts = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
@@ -58,8 +65,8 @@ def nested(depth: int) -> str:
 
 # What is written as tokenizer.json: a state, or text.
 TOKENIZERS: dict[str, Callable[[], dict[str, Any] | str]] = {
-    "500 MB": lambda: json.dumps(tokenizer_state()) + " " * 500_000_000,
-    "6 million lists": lambda: json.dumps(tokenizer_state(normalizer=[[]] * 6_000_000)),
+    "60 MB": lambda: " " * 49_000_000,
+    "5 million lists": lambda: '{"normalizer": [' + "[]," * 5_000_000 + "0]}",
     "nested": lambda: nested(200_000),
     "prepends 10 MB": lambda: tokenizer_state(normalizer={"type": "Prepend", "prepend": "a" * 10_000_000}),
     "doubles 40 times": lambda: tokenizer_state(normalizer=sequence("normalizers", [replace("a", "aa")] * 40)),
@@ -69,8 +76,8 @@ TOKENIZERS: dict[str, Callable[[], dict[str, Any] | str]] = {
             [{"type": "ByteLevel", "add_prefix_space": True, "use_regex": False, "trim_offsets": True}] * 40,
         )
     ),
-    "template repeats": lambda: tokenizer_state(post_processor=template(1_000_000, 1)),
-    "template inserts": lambda: tokenizer_state(post_processor=template(1, 2_000_000)),
+    "template repeats": lambda: tokenizer_state(post_processor=template(100_000, 1)),
+    "template inserts": lambda: tokenizer_state(post_processor=template(1, 200_000)),
     "exponential regex": lambda: tokenizer_state(pre_tokenizer=split(r"([a-z ]|[a-z ])+(?=[^a-z ])")),
     "optional regex": lambda: tokenizer_state(pre_tokenizer=split("[a-z ]?" * 30 + "(?<=Q)")),
     "cubic regex": lambda: tokenizer_state(pre_tokenizer=split(r"[\s\S]*[\s\S]*(?<=Q)")),
@@ -126,8 +133,7 @@ def tensor(shape: list[int], end: int, start: int = 0) -> dict[str, Any]:
 
 SAFETENSORS: dict[str, Callable[[], bytes]] = {
     "header of 2^63": lambda: header(b"{}", 2**63),
-    "header of 90 MB": lambda: header(b'{"a":' + b"[[]," * 22_000_000 + b"0"),
-    "a million tensors": lambda: header({f"t{i}": tensor([0], 0) for i in range(1_000_000)}),
+    "100,000 tensors": lambda: header(b"{" + b'"t":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},' * 100_000),
     "petabytes": lambda: header({"a": tensor([2**50], 2**52)}, data=16),
     "overflowing shape": lambda: header({"a": tensor([2**40, 2**40], 16)}, data=16),
     "overlapping": lambda: header({"a": tensor([4], 16), "b": tensor([4], 16)}, data=16),
@@ -147,19 +153,19 @@ def archive(path: Path, files: dict[str, bytes], method: int = zipfile.ZIP_STORE
 
 
 def zip_bomb(path: Path) -> None:
-    """A state dict whose one tensor of 4 GB is stored in 4 MB."""
+    """A state dict whose one tensor of 256 MB is stored in 0.3 MB."""
     import torch
 
     torch.save({"a": torch.zeros(4)}, path)
     with zipfile.ZipFile(path) as file:
         files = {name: file.read(name) for name in file.namelist()}
     prefix = next(iter(files)).partition("/")[0]
-    files[f"{prefix}/data.pkl"] = files[f"{prefix}/data.pkl"].replace(b"K\x04tq", b"J\x00\x00\x00\x40tq")
+    files[f"{prefix}/data.pkl"] = files[f"{prefix}/data.pkl"].replace(b"K\x04tq", b"J\x00\x00\x00\x04tq")
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         for name, data in files.items():
             if name.endswith("data/0"):
                 with file.open(name, "w", force_zip64=True) as entry:
-                    for _ in range(256):
+                    for _ in range(16):
                         entry.write(bytes(1 << 24))
             else:
                 file.writestr(name, data)
@@ -171,6 +177,16 @@ def memo_bomb(path: Path) -> None:
     archive(path, script)
 
 
+def many_entries(path: Path) -> None:
+    """One file, listed 60,000 times."""
+    archive(path, {"x": b""})
+    data = path.read_bytes()
+    start, end = data.index(b"PK\1\2"), data.index(b"PK\5\6")
+    entries, last = data[start:end] * 60_000, bytearray(data[end:])
+    last[8:16] = struct.pack("<HHI", 60_000, 60_000, len(entries))
+    path.write_bytes(data[:start] + entries + last)
+
+
 PICKLES: dict[str, Callable[[Path], Any]] = {
     "runs a command (zip)": lambda path: archive(
         path, {"x/data.pkl": pickle.dumps(Evil()), "x/version": b"3", "x/byteorder": b"little"}
@@ -180,11 +196,11 @@ PICKLES: dict[str, Callable[[Path], Any]] = {
         path, {"x/data.pkl": pickle.dumps(Evil()), "x/constants.pkl": b""}
     ),
     "zip bomb": zip_bomb,
-    "a million entries": lambda path: archive(path, {f"x/{i}": b"" for i in range(300_000)}),
+    "60,000 entries": lambda path: many_entries(path),
     "memo bomb": memo_bomb,
-    "20 million marks": lambda path: path.write_bytes(b"\x80\x02" + b"(" * 20_000_000),
-    "20 million marks (zip)": lambda path: archive(
-        path, {"x/data.pkl": b"\x80\x02" + b"(" * 20_000_000, "x/version": b"3"}
+    "2 million marks": lambda path: path.write_bytes(b"\x80\x02" + b"(" * 2_000_000),
+    "2 million marks (zip)": lambda path: archive(
+        path, {"x/data.pkl": b"\x80\x02" + b"(" * 2_000_000, "x/version": b"3"}
     ),
 }
 
@@ -204,9 +220,7 @@ def sparse(path: Path, size: int) -> Path:
 
 
 def gzip_bomb(path: Path) -> Path:
-    with gzip.open(path, "wb") as file:
-        for _ in range(120):
-            file.write(b"a b\n" * (1 << 22))
+    path.write_bytes(gzip.compress(b"a b\n" * (1 << 22)) * 120)  # 2 GB
     return path
 
 
@@ -229,9 +243,8 @@ def dual_folder(folder: Path, **config: Any) -> Path:
 
 def open_clip_folder(folder: Path, **model_cfg: Any) -> Path:
     folder.mkdir()
-    vision = {"timm_model_name": "vit_tiny_patch16_224", "image_size": 32}
-    text = {"context_length": 16, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1}
-    config = {"model_cfg": {"embed_dim": 24, "vision_cfg": vision, "text_cfg": text, **model_cfg}}
+    text = {"context_length": 16, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1, "no_causal_mask": True}
+    config = {"model_cfg": {"embed_dim": 24, "vision_cfg": VIT, "text_cfg": text, **model_cfg}}
     (folder / "open_clip_config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_state()))
     (folder / "open_clip_model.safetensors").write_bytes(header({}))
@@ -268,35 +281,13 @@ def all_cases(root: Path) -> dict[str, Callable[[], list[str]]]:
         cases[f".pt: {name}"] = pickled
     cases["vocabulary: gzip bomb"] = lambda: [*train, "--tokenizer", str(gzip_bomb(root / "v.gz"))]
     cases["vocabulary: /dev/zero"] = lambda: [*train, "--tokenizer", str(link(root / "zero.txt", "/dev/zero"))]
-    for key, value in (
-        ("num_hidden_layers", 10**7),
-        ("hidden_size", 2**40),
-        ("hidden_size", "32"),
-        ("num_labels", 10**8),
-        ("vocab_size", 2**33),
-    ):
-        cases[f"--text hf: {key} {value}"] = lambda key=key, value=value: [
-            *train,
-            "--text",
-            f"hf:{text_folder(root / 'm', **{key: value})}",
-        ]
-        cases[f"transformers: {key} {value}"] = lambda key=key, value=value: convert(
-            dual_folder(root / "m", vision_config={**DUAL["vision_config"], key: value})
-        )
-    for key, value in (("layers", 10**7), ("width", 2**40), ("layers", "9"), ("image_size", 10**9)):
-        text = {"context_length": 16, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1, "no_causal_mask": True}
-        vision = {
-            "image_size": 32,
-            "patch_size": 16,
-            "width": 32,
-            "head_width": 16,
-            "layers": 1,
-            "no_ln_pre": True,
-            key: value,
-        }
-        cases[f"open_clip: {key} {value}"] = lambda vision=vision, text=text: convert(
-            open_clip_folder(root / "m", vision_cfg=vision, text_cfg=text)
-        )
+    for key, value in HF_VALUES:
+        cases[f"hf: {key} {value}"] = lambda c={key: value}: [*train, "--text", f"hf:{text_folder(root / 'm', **c)}"]
+        vision = {**DUAL["vision_config"], key: value}
+        cases[f"transformers: {key} {value}"] = lambda c=vision: convert(dual_folder(root / "m", vision_config=c))
+    for key, value in OPEN_CLIP_VALUES:
+        vision = {**VIT, key: value}
+        cases[f"open_clip: {key} {value}"] = lambda c=vision: convert(open_clip_folder(root / "m", vision_cfg=c))
     cases["open_clip: lists"] = lambda: convert(open_clip_folder(root / "m", vision_cfg=[], text_cfg=[1]))
     cases["config.json: pipe"] = lambda: convert(pipe(our_folder(root / "m") / "config.json").parent)
     cases["tokenizer.json: pipe"] = lambda: convert(pipe(our_folder(root / "m") / "tokenizer.json").parent)
@@ -319,10 +310,9 @@ def link(path: Path, target: str) -> Path:
 MEASURE = """
 import resource, sys, time
 name = sys.argv.pop(1)
-import torch, safetensors.torch, tokenizers
-if name: import m1clip.model.pretrained_clip, m1clip.api
+import m1clip.model.pretrained_clip, m1clip.api
 if "transformers" in name or "hf:" in name:
-    import transformers, transformers.models.siglip.modeling_siglip, transformers.models.bert.modeling_bert
+    import transformers.models.siglip.modeling_siglip, transformers.models.bert.modeling_bert
 if "open_clip" in name: import open_clip
 before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
 from m1clip.cli import run_command

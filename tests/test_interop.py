@@ -287,7 +287,7 @@ def test_no_code_in_a_checkpoint_runs(theirs, tmp_path, monkeypatch):
     with zipfile.ZipFile("script.pt", "w") as archive:
         archive.writestr("script/constants.pkl", b"")
         archive.writestr("script/data.pkl", pickle.dumps(Evil()))
-    with pytest.raises(ValueError, match="is refused: it asks for .* nothing in it was run"):
+    with pytest.raises(ValueError, match=r"is refused: it asks for .* nothing in it was run"):
         load_tensors(Path("script.pt"))
     assert not Path("ran-code").exists()
 

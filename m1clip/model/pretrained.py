@@ -8,7 +8,7 @@ import copy
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import pairwise, product
@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from m1clip import devices, hub
-from m1clip.config import HFConfig, TimmConfig, check_config
+from m1clip.config import HFConfig, TimmConfig, check_config, require
 from m1clip.devices import short_error
 from m1clip.files import read_json
 from m1clip.model.safe_load import (
     bounded_modules,
+    check_module_size,
     check_settings,
     check_weights,
     download_from_hub,
     foreign,
     load_folder_tensors,
     load_tensors,
-    on_meta,
 )
 from m1clip.model.tokenizer import HFTokenizer
 
@@ -89,6 +89,8 @@ class TimmVision(PretrainedTower):
     def __init__(self, config: TimmConfig):
         super().__init__()
         self.config, self.net = config, create_timm(config.timm)
+        for stage in config.stages:
+            require(hasattr(self.net, stage.partition(".")[0]), f"timm's {config.timm} has no stage {stage!r}")
         self.train()
 
     def forward(self, pixels_BCHW: Tensor, key_B: Tensor | None = None) -> Tensor:
@@ -187,9 +189,7 @@ def create_hf(hf_config: Any, *variants: Mapping[str, Any]) -> Any:
 
 
 def build_bounded(what: str, build: Callable[[], Any]) -> Any:
-    """A library's module, built first on the meta device to learn its size."""
-    with suppress(NotImplementedError), on_meta(), bounded_modules(what):  # a few architectures read their tensors
-        build()
+    check_module_size(what, build)
     with bounded_modules(what):
         return build()
 
@@ -271,7 +271,7 @@ def load_hf_text(spec: str) -> tuple[HFText, HFTokenizer]:
     folder = folder if folder.is_dir() else download_from_hub(name, owner_optional=True)
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder} has no tokenizer.json")
-    with foreign(f"{folder} cannot be imported", ValueError):
+    with foreign(f"{folder} cannot be imported", folder):
         return read_hf_text(folder)
 
 

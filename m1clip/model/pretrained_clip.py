@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -36,7 +37,14 @@ from m1clip.model import library, safe_load
 from m1clip.model.clip import CLIP, load
 from m1clip.model.interop import OPEN_CLIP, OPENAI_VOCAB_SIZE, TABLES, TRANSFORMERS, Layout, Weights
 from m1clip.model.pretrained import BUILD_ERRORS, POSITION_OFFSET, clean_hf_config, parse_hf_config, require_extra
-from m1clip.model.safe_load import WEIGHT_SUFFIXES, WeightMismatch, foreign, load_folder_tensors, on_meta
+from m1clip.model.safe_load import (
+    WEIGHT_SUFFIXES,
+    WeightMismatch,
+    check_module_size,
+    foreign,
+    load_folder_tensors,
+    on_meta,
+)
 from m1clip.model.tokenizer import Tokenizer, find_clip_tokenizer
 from m1clip.run import Run
 
@@ -79,12 +87,12 @@ def import_clip(spec: str, tokenizer: str = "", quick_gelu: bool = False, model_
     """
     path, config = find_checkpoint(spec, model_name)
     if path.is_dir() and config is None:
-        with foreign(f"{path} cannot be imported", ValueError):
+        with foreign(f"{path} cannot be imported", path):
             return (import_transformers(path, tokenizer) if is_transformers(path) else load(path)), ""
     weights, note = read_weights(path), ""
     if config is None:
         config, note = infer_open_clip(spec, path, weights, quick_gelu)
-    with foreign(f"{path} cannot be imported", ValueError):
+    with foreign(f"{path} cannot be imported", path):
         return build_open_clip(path, weights, config, tokenizer), note
 
 
@@ -382,8 +390,10 @@ def transformers_weights(folder: Path, config: Any) -> Weights:
     require(not (folder / "adapter_config.json").is_file(), f"{folder} is an adapter, not a whole model")
     tensors = load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"])
     options = {"config": config, "state_dict": tensors, "dtype": torch.float32, "output_loading_info": True}
+    kind = MODEL_MAPPING[type(config)]
     try:
-        model, info = MODEL_MAPPING[type(config)].from_pretrained(None, **options)
+        check_module_size(str(folder), partial(kind, config))
+        model, info = kind.from_pretrained(None, **options)
     except BUILD_ERRORS as error:
         raise ValueError(f"the weights of {folder} cannot be loaded: {short_error(error)}") from None
     if info["missing_keys"] or info["mismatched_keys"]:

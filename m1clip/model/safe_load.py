@@ -8,10 +8,11 @@ import math
 import os
 import pickle
 import re
+import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,29 +30,28 @@ from m1clip.devices import is_out_of_memory, short_error
 from m1clip.files import open_regular, read_json
 
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
-# Bounds of files from outside. A ViT-bigG has a header of 0.2 MB and a pickle of 0.3 MB.
-HEADER_BYTES = PICKLE_BYTES = 4_000_000
+# Bounds of files from outside. A ViT-bigG has a header of 0.2 MB, and with its optimizer a pickle of 0.5 MB.
+HEADER_BYTES, PICKLE_BYTES = 4_000_000, 1_000_000
 MAX_ENTRIES = 50_000  # of an archive: one per tensor
 SLACK_BYTES = 64_000_000
 MAX_TENSORS = 10_000  # weights of a model; a ViT-bigG has 1,300
 MAX_SIZE, MAX_LAYERS = 2**24, 1_024  # of any integer in a configuration, and of those that count layers
 TOO_LONG = f"has more than {PICKLE_BYTES / 1e6:.0f} MB without tensors"
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "state_dict_ema")
-
-
 PASSED_ON = (OSError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 @contextmanager
-def foreign(what: str, *known: type[Exception]) -> Iterator[None]:
-    """While something reads what others wrote: any but the known errors becomes a ValueError of one sentence.
+def foreign(what: str, path: Path | None = None) -> Iterator[None]:
+    """While something reads what others wrote: any error becomes a ValueError of one sentence.
 
-    Libraries in Rust raise PanicException, which is no Exception.
+    A ValueError that names the `path` is one already. Libraries in Rust raise PanicException, which is no Exception.
     """
     try:
         yield
     except BaseException as error:
-        if isinstance(error, (*PASSED_ON, *known)):
+        is_sentence = path is not None and isinstance(error, ValueError) and str(path) in str(error)
+        if is_sentence or isinstance(error, PASSED_ON):
             raise
         if is_out_of_memory(error):
             raise MemoryError(f"{what}: not enough memory") from None
@@ -78,8 +78,8 @@ def on_meta() -> Iterator[None]:
 
 
 @contextmanager
-def bounded_modules(what: str) -> Iterator[None]:
-    """Modules that libraries build from a configuration of others: their number and size are bounded."""
+def bounded_modules(what: str) -> Iterator[list[int]]:
+    """The sizes of the weights of modules that a library builds from a configuration of others, bounded in number."""
     sizes: list[int] = []
 
     def count(module: Any, name: str, parameter: Tensor | None) -> None:
@@ -88,9 +88,15 @@ def bounded_modules(what: str) -> Iterator[None]:
 
     handle = register_module_parameter_registration_hook(count)
     try:
-        yield
+        yield sizes
     finally:
         handle.remove()
+
+
+def check_module_size(what: str, build: Callable[[], Any]) -> None:
+    """Require that the weights of what a library would build fit into memory."""
+    with suppress(NotImplementedError), on_meta(), bounded_modules(what) as sizes:  # a few models read their tensors
+        build()
     require_memory(sum(sizes), what)
 
 
@@ -99,7 +105,7 @@ class WeightMismatch(ValueError):  # noqa: N818
 
     def __init__(self, source: object, **names_by_kind: Iterable[str]):
         listed = {kind: sorted(names) for kind, names in names_by_kind.items()}
-        counts = [f"{len(names)} {kind} (such as {names[0]})" for kind, names in listed.items() if names]
+        counts = [f"{len(names)} {kind} (such as {names[0][:200]})" for kind, names in listed.items() if names]
         super().__init__(f"the weights in {source} do not fit the model: {', '.join(counts)}")
 
 
@@ -206,7 +212,8 @@ def require_memory(size: int, what: str) -> None:
 def _load_archive(path: Path) -> dict[str, Tensor]:
     check_file(path)
     try:
-        value = _unpickle(path)
+        with warnings.catch_warnings(action="ignore"):  # about versions of pickle
+            value = _unpickle(path)
     except BaseException as error:  # damage raises errors of a dozen kinds, some of them without Exception
         if isinstance(error, PASSED_ON):
             raise
@@ -247,7 +254,8 @@ class PickleReader(io.BufferedReader):
     def read(self, size: int | None = -1, /) -> bytes:
         data = super().read(PICKLE_BYTES if size is None or size < 0 else min(size, PICKLE_BYTES))
         self.total += len(data)
-        require(self.total <= PICKLE_BYTES, f"its pickle {TOO_LONG}")
+        if self.total > PICKLE_BYTES:
+            raise ValueError(f"its pickle {TOO_LONG}")
         return data
 
     def readline(self, size: int | None = -1, /) -> bytes:
@@ -262,7 +270,8 @@ def explain_refusal(error: BaseException) -> str:
         return f"it asks for {name[1] or name[2]}, which is not a tensor; nothing in it was run ({safe})"
     reason = re.sub(r"(?s).*WeightsUnpickler error: ", "", str(error)).strip().partition("\n")[0]
     advice = re.search("weights.only|safe_globals", reason, re.I)
-    return f"it is damaged or contains more than tensors ({type(error).__name__ if advice else reason[:200]})"
+    reason = type(error).__name__ if advice else reason[:200]
+    return f"it is damaged or contains more than tensors ({reason}); nothing in it was run"
 
 
 class _TorchScriptUnpickler(pickle._Unpickler):

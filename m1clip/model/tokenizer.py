@@ -135,6 +135,10 @@ class Tokenizer:
     def __len__(self) -> int:
         return self.core.get_vocab_size()
 
+    @property
+    def highest_id(self) -> int:
+        return max(self.core.get_vocab().values(), default=0)
+
     def __call__(self, texts: Sequence[str], length: int) -> Tensor:
         """Padded ids (B, L) of at most `length` tokens."""
         for i, text in enumerate(texts):

@@ -5,7 +5,6 @@ normalizer may turn a caption into gigabytes.
 """
 
 import base64
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from m1clip.config import require
 
 TOKENIZER_BYTES = 48_000_000  # Gemma's tokenizer.json, the largest in use, has 34 MB
 MAX_STEPS = 64  # normalizers, pre-tokenizers and post-processors together
+MAX_ITEMS = 1_000  # of a list in a step
 MAX_TEXT = 64  # characters that a step may insert
 MAX_GROWTH = 64  # of a text by all steps together
 MAX_IDS = 64  # special tokens that a step adds
@@ -60,6 +60,7 @@ def iterate_steps(part: Any) -> Iterator[dict[str, Any]]:
         if "type" in part:
             yield part
         part = list(part.values())
+    require(not isinstance(part, list) or len(part) <= MAX_ITEMS, f"a step of it has more than {MAX_ITEMS:,} entries")
     for item in part if isinstance(part, list) else ():
         yield from iterate_steps(item)
 
