@@ -95,6 +95,10 @@ TOKENIZERS: dict[str, Callable[[], dict[str, Any] | str]] = {
     "ids of 2^31": lambda: tokenizer_state(
         model={"type": "WordLevel", "vocab": {w: i + 2**31 for i, w in enumerate(WORDS)}, "unk_token": "<|unknown|>"}
     ),
+    "trie of no units": lambda: tokenizer_state(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA" * 9}),
+    "trie with an exit": lambda: tokenizer_state(
+        normalizer={"type": "Precompiled", "precompiled_charsmap": "AAQAAP" + "/" * 1398}
+    ),
     "prefix cuts a letter": lambda: tokenizer_state(
         model={
             "type": "BPE",
@@ -187,6 +191,8 @@ def many_entries(path: Path) -> None:
     path.write_bytes(data[:start] + entries + last)
 
 
+# A tuple that contains the one before twice, 60 times, as a key of a dict.
+HASH_BOMB = b"\x80\x02}K\x01K\x01\x86" + b"q\x01h\x01\x86" * 60 + b"K\x01s."
 PICKLES: dict[str, Callable[[Path], Any]] = {
     "runs a command (zip)": lambda path: archive(
         path, {"x/data.pkl": pickle.dumps(Evil()), "x/version": b"3", "x/byteorder": b"little"}
@@ -198,6 +204,9 @@ PICKLES: dict[str, Callable[[Path], Any]] = {
     "zip bomb": zip_bomb,
     "60,000 entries": lambda path: many_entries(path),
     "memo bomb": memo_bomb,
+    "hash bomb": lambda path: path.write_bytes(HASH_BOMB),
+    "hash bomb (zip)": lambda path: archive(path, {"x/data.pkl": HASH_BOMB, "x/version": b"3"}),
+    "hash bomb (TorchScript)": lambda path: archive(path, {"x/data.pkl": HASH_BOMB, "x/constants.pkl": b""}),
     "2 million marks": lambda path: path.write_bytes(b"\x80\x02" + b"(" * 2_000_000),
     "2 million marks (zip)": lambda path: archive(
         path, {"x/data.pkl": b"\x80\x02" + b"(" * 2_000_000, "x/version": b"3"}

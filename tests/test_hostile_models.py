@@ -110,7 +110,7 @@ def test_a_regex_that_could_backtrack_without_bound_or_is_not_understood_is_refu
 
 
 def test_a_charsmap_with_long_texts_and_a_long_max_word_are_refused():
-    charsmap = b64encode(bytes(4) + b"a" * 10_000).decode()
+    charsmap = b64encode(bytes([0, 4, 0, 0]) + bytes(1024) + b"a" * 10_000).decode()
     with pytest.raises(ValueError, match="inserts more than"):
         check_tokenizer_state(tokenizer_state(normalizer={"type": "Precompiled", "precompiled_charsmap": charsmap}))
     model = {"type": "WordPiece", "vocab": {}, "max_input_chars_per_word": 10**9}

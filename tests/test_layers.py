@@ -116,14 +116,14 @@ def test_help_monitoring_and_decoding_start_without_torch():
 # Lines of Python by part. Growth is a decision: raise a budget in the commit that needs it.
 BUDGETS = {
     "commands": 1_700,
-    "model": 2_480,
+    "model": 2_990,
     "data": 3_600,
     "training": 3_400,
     "evals": 580,
     "bench": 480,
     "monitor": 1_420,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_830, 16_400, 96
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_960, 16_960, 96
 
 
 def test_every_part_stays_within_its_size():

@@ -7,6 +7,7 @@ import io
 import math
 import os
 import pickle
+import pickletools
 import re
 import warnings
 import zipfile
@@ -32,6 +33,8 @@ from m1clip.files import open_regular, read_json
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 # Bounds of files from outside. A ViT-bigG has a header of 0.2 MB, and with its optimizer a pickle of 0.5 MB.
 HEADER_BYTES, PICKLE_BYTES = 4_000_000, 1_000_000
+MAX_DEPTH = 16  # of tuples in tuples in a pickle, and thousands of values on its stack
+NO_VALUES = (pickletools.markobject, pickletools.stackslice)
 MAX_ENTRIES = 50_000  # of an archive: one per tensor
 SLACK_BYTES = 64_000_000
 MAX_TENSORS = 10_000  # weights of a model; a ViT-bigG has 1,300
@@ -230,6 +233,8 @@ def _load_archive(path: Path) -> dict[str, Tensor]:
 
 def _unpickle(path: Path) -> Any:
     if not zipfile.is_zipfile(path):  # as torch wrote it until 2020
+        with open(path, "rb") as file:
+            check_pickles(file.read(PICKLE_BYTES), 5)
         with PickleReader(open(path, "rb", buffering=0)) as file:
             return torch.load(file, map_location="cpu", weights_only=True)
     with open(path, "rb") as file:
@@ -241,9 +246,39 @@ def _unpickle(path: Path) -> Any:
         require(expanded <= limit, f"its entries expand to {expanded / 1e9:,.1f} GB, as in a zip bomb")
         pickles = [entry for entry in archive.infolist() if entry.filename.endswith(".pkl")]
         require(all(entry.file_size <= PICKLE_BYTES for entry in pickles), f"a pickle in it {TOO_LONG}")
+        for entry in pickles:
+            check_pickles(archive.read(entry), 1)
         if any(entry.filename.endswith("/constants.pkl") for entry in pickles):  # OpenAI's own checkpoints
             return _TorchScriptUnpickler(archive).tensors()
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def check_pickles(data: bytes, count: int) -> None:
+    """Refuse deep tuples: the hash of one that contains another twice takes exponential time, deaf to Ctrl-C."""
+    file, deep = io.BytesIO(data), False
+    try:
+        while count and not deep and file.tell() < len(data):
+            deep, count = any(depth > MAX_DEPTH for depth in tuple_depths(file)), count - 1
+    except (ValueError, LookupError):
+        raise ValueError(f"its pickle is damaged or {TOO_LONG}") from None
+    require(not deep, f"its pickle has more than {MAX_DEPTH:,} values in one another")
+
+
+def tuple_depths(file: io.BytesIO) -> Iterator[int]:
+    """How deep each tuple of a pickle is, and the number of marks, found without building anything."""
+    mark, stack, memo = -1, list[int](), dict[Any, int]()
+    for code, argument, _ in pickletools.genops(file):
+        taken: list[int] = []
+        if pickletools.markobject in code.stack_before:
+            while (value := stack.pop()) != mark:
+                taken.append(value)
+        taken += [stack.pop() for kind in code.stack_before if kind not in NO_VALUES]
+        if code.name.endswith("PUT") or code.name == "MEMOIZE":
+            memo[len(memo) if argument is None else argument] = taken[0] if taken else stack[-1]
+        depth = memo[argument] if code.name.endswith("GET") else max(taken, default=0)
+        depth += pickletools.pytuple in code.stack_after
+        stack += [mark if kind is pickletools.markobject else depth for kind in code.stack_after]
+        yield max(depth, len(stack) // 1_000)
 
 
 class PickleReader(io.BufferedReader):

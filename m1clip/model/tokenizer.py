@@ -113,12 +113,12 @@ class Tokenizer:
         with foreign(f"{path} is not the tokenizer of a CLIP"):
             vocab, added = state["model"]["vocab"], state.get("added_tokens") or []
             vocab |= {token["content"]: token["id"] for token in added if token["content"] in (START, END)}
-            return cls.from_state({**state, "post_processor": None})
+            return cls(build_core({**state, "added_tokens": [], "post_processor": None}))
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Tokenizer":
         """Without added tokens, so that "<|endoftext|>" in a caption is ordinary text."""
-        return cls(build_core({**state, "added_tokens": []}))
+        return cls(tokenizers.Tokenizer.from_str(json.dumps({**state, "added_tokens": []})))
 
     def to_clip_json(self) -> dict[str, Any]:
         """A tokenizer.json for other libraries: it adds start and end tokens, and cleans white space."""

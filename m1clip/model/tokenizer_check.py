@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from m1clip.config import require
 
 TOKENIZER_BYTES = 48_000_000  # Gemma's tokenizer.json, the largest in use, has 34 MB
@@ -91,10 +93,22 @@ def check_template(step: Mapping[str, Any]) -> float:
 
 
 def check_charsmap(charsmap: str) -> None:
-    """A sentencepiece normalizer: the size of a trie, the trie, and the texts it inserts, each ended by a zero."""
+    """A sentencepiece normalizer: the size of a trie (Darts), the trie, and the texts it inserts, ended by zeros.
+
+    The library follows the trie without looking: an offset that leaves it is a panic.
+    """
     data = base64.b64decode(charsmap)
-    texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
-    require(max(map(len, texts)) <= 4 * MAX_TEXT, f"Precompiled inserts more than {MAX_TEXT} characters")
+    end = 4 + int.from_bytes(data[:4], "little")
+    require(4 < end <= len(data) and end % 4 == 0, "Precompiled has no trie")
+    units, texts = np.frombuffer(data[4:end], "<u4").astype(np.int64), data[end:]
+    require(max(map(len, texts.split(b"\0"))) <= 4 * MAX_TEXT, f"Precompiled inserts more than {MAX_TEXT} characters")
+    inner = units >> 31 == 0
+    inner[0] = True
+    children = (np.arange(len(units)) ^ (units >> 10 << ((units & 512) >> 6)))[inner]
+    require(bool((children | 255).max() < len(units)), "Precompiled has offsets outside of its trie")
+    starts = units[children[units[inner] >> 8 & 1 == 1]] & 2**31 - 1
+    is_letter = np.frombuffer(texts + b"\0", np.uint8) & 0xC0 != 0x80  # the first byte of one
+    require(bool(np.all(starts <= len(texts)) and is_letter[starts].all()), "Precompiled has no text at an offset")
 
 
 class Part(NamedTuple):
