@@ -1,16 +1,21 @@
 """The command table. A command's module is imported when it is called; errors end here as one sentence."""
 
 import os
+import re
+import resource
 import sys
 import traceback
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from io import TextIOWrapper
+from pathlib import Path
 from types import ModuleType
 
 from m1clip import __version__, signals
 from m1clip.format import did_you_mean, printable
 
+MAX_MESSAGE = 3_000  # characters; a message may quote a file
 COMMANDS = {
     "train": "train a model; without flags, the nano preset on synthetic data",
     "runs": "list runs: state, progress, best score, device",
@@ -76,7 +81,9 @@ def run_command(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    except Exception as error:
+    except BaseException as error:  # a library in Rust raises PanicException, which is no Exception
+        if isinstance(error, SystemExit | GeneratorExit):
+            raise
         if debug:
             traceback.print_exc()
         return report_error(error)
@@ -85,10 +92,31 @@ def run_command(argv: list[str]) -> int:
 def call_command(name: str | None, flags: list[str]) -> int:
     if name is None:
         return 0
+    if {"-h", "--help"}.isdisjoint(flags):
+        check_address_space(name)
     module = import_command(name)
     from m1clip.commands import parse_flags  # imports tyro
 
     return int(module.main(parse_flags(module.Args, f"m1clip {name}", flags)) or 0)
+
+
+def address_space_gb(command: str) -> float:
+    """What the libraries of a command reserve, measured with `ulimit -v` (Linux, November 2026)."""
+    if command in ("runs", "stop", "monitor", "models"):
+        return 0.2
+    if command == "report" or command.startswith("data "):
+        return 0.6
+    torch = find_spec("torch")
+    has_gpu_libraries = torch and torch.origin and any((Path(torch.origin).parent / "lib").glob("*_cuda.so"))
+    return 4.5 if has_gpu_libraries else 2.0
+
+
+def check_address_space(command: str) -> None:
+    """Below this limit, libraries abort the process while they are loaded, before Python can say why."""
+    limit, needed = resource.getrlimit(resource.RLIMIT_AS)[0], address_space_gb(command)
+    if limit != resource.RLIM_INFINITY and limit < needed * 1e9:
+        allowed = f"`ulimit -v` allows {limit / 1e9:.1f} GB"
+        raise MemoryError(f"m1clip {command} needs {needed} GB of address space, and {allowed}")
 
 
 def import_command(name: str) -> ModuleType:
@@ -120,15 +148,39 @@ def split_command(argv: list[str]) -> tuple[str | None, list[str]]:
     raise ValueError(f"no command {unknown!r}; {did_you_mean(unknown, COMMANDS)} (m1clip --help lists them)")
 
 
-def report_error(error: Exception) -> int:
+def memory_problem(error: BaseException) -> str | None:
+    """The sentence for an error that means too little memory, with what was needed; None for any other."""
+    if isinstance(error, ValueError | FileNotFoundError | FileExistsError):  # which may quote such words
+        return None
+    text, stack = str(error), resource.getrlimit(resource.RLIMIT_STACK)[0]
+    if "new thread" in text or "worker thread" in text:
+        size = "its stack" if stack == resource.RLIM_INFINITY else f"{stack / 1e6:.1f} MB for its stack"
+        return f"a thread cannot be started: it needs {size} (`ulimit -v`) and a free process number (`ulimit -u`)"
+    if isinstance(error, MemoryError) and text:
+        return text
+    out_of_memory = re.search("allocate memory|out of memory|bad_alloc|map segment|not enough memory", text, re.I)
+    if not isinstance(error, MemoryError) and not out_of_memory:
+        return None
+    needed = re.search(r"tried to allocate ([\d.]+ ?\w+)", text)
+    reason = f"an allocation of {needed[1]} failed" if needed else text.partition("\n")[0] or "an allocation failed"
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    allowed = "" if limit == resource.RLIM_INFINITY else f"; `ulimit -v` allows {limit / 1e9:.1f} GB"
+    return f"not enough memory: {reason}{allowed}"
+
+
+def report_error(error: BaseException) -> int:
     """Print one sentence on stderr; exit code 2 for usage errors, 1 for failures."""
-    if isinstance(error, OSError) and error.strerror:
+    if sentence := memory_problem(error):
+        pass
+    elif isinstance(error, OSError) and error.strerror:
         file = error.filename2 or error.filename  # what a temporary file was to replace
         sentence = f"{file}: {error.strerror}" if file else error.strerror
     elif isinstance(error, ValueError | OSError | ArithmeticError | MemoryError) or type(error) is RuntimeError:
-        sentence = str(error) or "not enough memory"  # only MemoryError comes without a message
+        sentence = str(error)
+        for native in ("\nException raised from", "\nC++ CapturedTraceback"):  # torch appends its own stack
+            sentence = sentence.partition(native)[0]
     else:
         sentence = f"unexpected {type(error).__name__}: {error} (--debug shows the traceback)"
     with suppress(OSError):  # stderr is a file on a full disk
-        print(f"m1clip: {printable(sentence)}", file=sys.stderr, flush=True)
+        print(f"m1clip: {printable(sentence[:MAX_MESSAGE])}", file=sys.stderr, flush=True)
     return 2 if isinstance(error, ValueError | FileNotFoundError | FileExistsError) else 1

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from annotated_types import Ge, Gt, Le, Lt
 from tyro.conf import Suppress  # keeps a field out of `m1clip train --help`; it can be set in a config file
 
+from m1clip.files import read_json
 from m1clip.format import did_you_mean
 
 T = TypeVar("T")
@@ -25,6 +26,17 @@ Recipe = Literal["auto", "scratch", "frozen", "lora", "full"]
 Positive = Annotated[int, Ge(1), Le(10**9)]
 NonNegative = Annotated[int, Ge(0), Le(10**9)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
+# Bounds of a model, well above any that is in use: a config.json may come from anyone.
+ImageSize = Annotated[int, Ge(1), Le(4096)]
+Width = Annotated[int, Ge(1), Le(2**16)]
+FeatureWidth = Annotated[int, Ge(1), Le(2**22)]  # of all layers of an encoder, concatenated
+Layers = Annotated[int, Ge(1), Le(256)]
+MlpWidth = Annotated[int, Ge(0), Le(2**18)]
+VocabSize = Annotated[int, Ge(1), Le(2**22)]
+ContextLength = Annotated[int, Ge(1), Le(2**16)]
+CropPct = Annotated[float, Ge(0.5), Le(1)]
+Color = Annotated[float, Ge(-1e3), Le(1e3)]
+Colors = tuple[Color, Color, Color]
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -66,31 +78,31 @@ class HasPreprocess:
 class VisionConfig(HasPreprocess):
     """Vision transformer, as in OpenAI CLIP and OpenCLIP."""
 
-    image_size: Positive = 224
+    image_size: ImageSize = 224
     """Input resolution in pixels (square)."""
-    patch_size: Positive = 16
+    patch_size: ImageSize = 16
     """Patch size in pixels; each patch is one token."""
-    width: Positive = 768
+    width: Width = 768
     """Embedding width of a token."""
-    layers: Positive = 12
+    layers: Layers = 12
     """Transformer blocks."""
-    heads: Positive = 12
+    heads: Width = 12
     """Attention heads."""
     pool: Suppress[Literal["class", "mean"]] = "class"
     """Image feature: the class token or the mean of the patch tokens."""
     stem: Suppress[Literal["patch", "conv"]] = "patch"
     """Patch embedding: one linear layer per patch (ViT), or a stack of stride-2 convolutions."""
-    mean: Suppress[tuple[float, float, float]] = OPENAI_MEAN
+    mean: Suppress[Colors] = OPENAI_MEAN
     """Channel means subtracted from the pixels."""
-    std: Suppress[tuple[float, float, float]] = OPENAI_STD
+    std: Suppress[Colors] = OPENAI_STD
     """Channel standard deviations the pixels are divided by."""
-    mlp_width: Suppress[NonNegative] = 0
+    mlp_width: Suppress[MlpWidth] = 0
     """Hidden width of the MLPs; 0 means 4 x width."""
     resize_mode: Suppress[ResizeMode] = "shortest"
     """Resize the shortest edge and crop the center, squash to a square, or resize the longest edge and pad."""
     interpolation: Suppress[Interpolation] = "bicubic"
     """Interpolation of the resize."""
-    crop_pct: Suppress[Annotated[float, Gt(0), Le(1)]] = 1.0
+    crop_pct: Suppress[CropPct] = 1.0
     """Image size divided by the length that the shortest edge is resized to."""
     crop_offset: Suppress[CropOffset] = "round"
     """Half a pixel of the crop's position is rounded by torchvision and open_clip, and dropped by transformers."""
@@ -104,17 +116,17 @@ class VisionConfig(HasPreprocess):
 class TextConfig:
     """Text transformer, as in OpenAI CLIP and OpenCLIP, or a bag of words."""
 
-    vocab_size: Suppress[Annotated[int, Ge(4)]] = 49408
+    vocab_size: Suppress[Annotated[VocabSize, Ge(4)]] = 49408
     """Rows of the token embedding; a tokenizer may use fewer."""
-    context_length: Annotated[int, Ge(3)] = 77
+    context_length: Annotated[ContextLength, Ge(3)] = 77
     """Maximum caption length in tokens, start and end included; longer captions are truncated."""
-    width: Positive = 512
+    width: Width = 512
     """Embedding width of a token."""
-    layers: Positive = 12
+    layers: Layers = 12
     """Transformer blocks."""
-    heads: Positive = 8
+    heads: Width = 8
     """Attention heads."""
-    mlp_width: Suppress[NonNegative] = 0
+    mlp_width: Suppress[MlpWidth] = 0
     """Hidden width of the MLPs; 0 means 4 x width."""
     encoder: Literal["transformer", "bag_of_words"] = "transformer"
     """bag_of_words averages the token embeddings: no word order, but learns faster from few pairs."""
@@ -126,16 +138,16 @@ class TimmConfig(HasPreprocess):
 
     timm: str
     """Model name in timm."""
-    image_size: int
-    width: int
+    image_size: ImageSize
+    width: FeatureWidth
     """Size of an image's feature vector."""
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    mean: Colors
+    std: Colors
     stages: tuple[str, ...] = ()
     """Stages whose mean outputs are appended to the final features."""
     resize_mode: ResizeMode = "shortest"
     interpolation: Interpolation = "bicubic"
-    crop_pct: float = 1.0
+    crop_pct: CropPct = 1.0
     crop_offset: CropOffset = "round"
 
 
@@ -161,10 +173,10 @@ class HFConfig:
 
     hf: dict[str, Any]
     """The encoder's own config.json."""
-    vocab_size: int
-    context_length: int
+    vocab_size: VocabSize
+    context_length: ContextLength
     """Maximum caption length in tokens, special tokens included."""
-    width: int
+    width: FeatureWidth
     """Size of a caption's feature vector."""
 
     @property
@@ -179,14 +191,14 @@ class LibraryVisionConfig(HasPreprocess):
     library: Literal["open_clip", "transformers"]
     settings: dict[str, Any]
     """What the library builds it from: embed_dim, vision_cfg and quick_gelu, or a config.json."""
-    image_size: int
-    width: int
+    image_size: ImageSize
+    width: FeatureWidth
     """Size of an image's embedding."""
-    mean: tuple[float, float, float] = OPENAI_MEAN
-    std: tuple[float, float, float] = OPENAI_STD
+    mean: Colors = OPENAI_MEAN
+    std: Colors = OPENAI_STD
     resize_mode: ResizeMode = "shortest"
     interpolation: Interpolation = "bicubic"
-    crop_pct: float = 1.0
+    crop_pct: CropPct = 1.0
     crop_offset: CropOffset = "round"
 
 
@@ -197,9 +209,9 @@ class LibraryTextConfig:
     library: Literal["open_clip", "transformers"]
     settings: dict[str, Any]
     """What the library builds it from: embed_dim, text_cfg, quick_gelu and hf_config, or a config.json."""
-    vocab_size: int
-    context_length: int
-    width: int
+    vocab_size: VocabSize
+    context_length: ContextLength
+    width: FeatureWidth
     """Size of a caption's embedding."""
     tokenizer: TokenizerSettings
 
@@ -208,7 +220,7 @@ class LibraryTextConfig:
 class ModelConfig:
     vision: VisionConfig | TimmConfig | LibraryVisionConfig = VisionConfig()
     text: TextConfig | HFConfig | LibraryTextConfig = TextConfig()
-    embed_dim: Positive = 512
+    embed_dim: Width = 512
     """Size of the joint image-text embedding."""
     activation: Suppress[Literal["gelu", "quick_gelu"]] = "gelu"
     """Activation of the MLPs; OpenAI's weights were trained with quick_gelu."""
@@ -216,7 +228,7 @@ class ModelConfig:
     """softmax is CLIP's contrastive loss, sigmoid is SigLIP's (adds a learned bias)."""
     head: Literal["linear", "standardized", "mlp"] = "linear"
     """Projection head: CLIP's matrix; standardized features and a bias; the same with a small MLP added."""
-    head_hidden: Suppress[Positive] = 256
+    head_hidden: Suppress[Width] = 256
     """Hidden width of the MLP head."""
 
     @property
@@ -413,6 +425,9 @@ def check_model(model: ModelConfig) -> None:
             require(width % heads == 0, f"{name} width {width} is not divisible by {heads} heads")
     if isinstance(text, HFConfig):
         require("model_type" in text.hf, "the text encoder's config.json has no model_type")
+    if not isinstance(text, TextConfig):
+        pad_id = text.tokenizer.pad_id
+        require(0 <= pad_id < text.vocab_size, f"pad_id {pad_id} is not a token of {text.vocab_size:,}")
 
 
 def to_json(config: object) -> str:
@@ -421,11 +436,12 @@ def to_json(config: object) -> str:
 
 def from_json(kind: type[T], path: Path) -> T:
     """A valid config from a file; errors name the key."""
+    if not path.exists():
+        raise FileNotFoundError(f"no configuration at {path}")
+    values = read_json(path)
     try:
-        return check_config(from_dict(kind, json.loads(path.read_text())))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no configuration at {path}") from None
-    except (ValueError, TypeError, RecursionError) as error:  # ValueError covers bad JSON and bad UTF-8
+        return check_config(from_dict(kind, values))
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 

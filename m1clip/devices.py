@@ -227,11 +227,11 @@ DEVICE_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError
 
 
 def short_error(error: BaseException) -> str:
-    """The first line of the message."""
+    """The first line of the message, and the second if it belongs to it."""
     if is_out_of_memory(error):
         return "out of memory"
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return " ".join(map(str.strip, lines[: 2 if lines[0].endswith(":") else 1])) if lines else type(error).__name__
 
 
 def release(device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Files that are complete or absent: atomic writes, folder locks, untrusted JSON, the cache folder. No torch."""
 
-import errno
 import fcntl
+import io
 import json
 import math
 import os
@@ -15,12 +15,17 @@ from glob import escape
 from pathlib import Path
 from typing import IO, Any, cast
 
+import orjson
+
 UMASK = os.umask(0o022)
 os.umask(UMASK)  # it can only be read by setting it
 MAX_JSON_BYTES, MAX_LINE_BYTES = 64 << 20, 8 << 20  # of a JSON file, of a line; ours stay below a tenth of it
 MAX_DEPTH = 32  # of nested lists and objects: deeper ones would exhaust the stack of whoever walks through them
 # A file or folder that is being written, replaced or removed: its name, the process that does it, and which it is.
 PARTIAL = re.compile(r"\.(.+)\.(\d+)(\.new|\.old|\.removed)?")
+# Bounds of files from outside. A config.json has some kB; one with the names of 21,841 classes has 1.5 MB.
+JSON_BYTES = 4_000_000
+BYTES_PER_ITEM = 16  # in a JSON file as large as its bound; a list of empty lists has 1.5
 
 
 def cache_folder() -> Path:
@@ -33,12 +38,20 @@ def cache_folder() -> Path:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading; anything else is an OSError: a FIFO would block, a device may be endless."""
+    """Open a regular file for reading; anything else is refused: a FIFO would block, a device may be endless."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+        raise io.UnsupportedOperation(f"{path} is not a regular file")  # an OSError and a ValueError
     return open(handle, "rb")
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"{path} has {size / 1e6:,.1f} MB; at most {limit / 1e6:,.1f} MB are read")
+        return file.read(size)
 
 
 def remove_irregular(path: Path) -> None:
@@ -83,15 +96,29 @@ def _is_within(value: Any, depth: int) -> bool:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError with path and reason if it is damaged, OSError if it cannot be read."""
-    with open_regular(path) as file:
-        data = file.read(MAX_JSON_BYTES + 1)
+    """The object in a JSON file of ours; ValueError with path and reason if it is damaged, OSError if it is lost."""
+    data = read_file(path, MAX_JSON_BYTES)
     try:
-        value = parse_json(data) if len(data) <= MAX_JSON_BYTES else None
+        value = parse_json(data)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged: it is not an object of at most {MAX_JSON_BYTES >> 20} MB")
+        raise ValueError(f"{path} is damaged: it is not an object")
+    return value
+
+
+def read_json(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file from outside; its size, depth and number of items are bounded."""
+    data = read_file(path, limit)
+    try:
+        # A list of empty lists takes 27 times as much memory as its text.
+        if sum(map(data.count, (b",", b"[", b"{"))) > limit / BYTES_PER_ITEM:
+            raise ValueError("it has too many items")
+        value = orjson.loads(data)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must contain a JSON object")
     return value
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
-from conftest import tiny_config, tiny_run_config
 
+from conftest import tiny_config, tiny_run_config
 from helpers import QuietConsole, train_run
 from m1clip.cli import run_command
 from m1clip.monitor import report

@@ -282,12 +282,12 @@ class Evil:
 def test_no_code_in_a_checkpoint_runs(theirs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": theirs.state_dict(), "more": Evil()}, "evil.pt")
-    with pytest.raises(ValueError, match="contains more than weights"):
+    with pytest.raises(ValueError, match=r"evil\.pt is refused: it asks for getattr, .* nothing in it was run"):
         import_clip("evil.pt")
     with zipfile.ZipFile("script.pt", "w") as archive:
         archive.writestr("script/constants.pkl", b"")
         archive.writestr("script/data.pkl", pickle.dumps(Evil()))
-    with pytest.raises(ValueError, match="is not a weight"):
+    with pytest.raises(ValueError, match=r"is refused: it asks for .* nothing in it was run"):
         load_tensors(Path("script.pt"))
     assert not Path("ran-code").exists()
 

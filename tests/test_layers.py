@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "format": set[str](),
     "files": set[str](),
     "run": {"files", "format", "config", "status"},
-    "config": {"format"},
+    "config": {"files", "format"},
     "decode": {"images"},
     "settings": {"config"},
     "document": {"format", "files"},
@@ -117,14 +117,14 @@ def test_help_monitoring_and_decoding_start_without_torch():
 # Lines of Python by part. Growth is a decision: raise a budget in the commit that needs it.
 BUDGETS = {
     "commands": 1_780,
-    "model": 2_480,
-    "data": 3_650,
-    "training": 3_490,
+    "model": 3_020,
+    "data": 3_700,
+    "training": 3_500,
     "evals": 580,
     "bench": 480,
     "monitor": 1_420,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 3_500, 17_300, 98
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 3_700, 18_100, 99
 
 
 def test_every_part_stays_within_its_size():

@@ -35,7 +35,7 @@ from m1clip.model.inputs import ImageInput, encode_batches, image_batches, list_
 from m1clip.model.lora import merged_state_dict
 from m1clip.model.pretrained import HFText, PretrainedTower, TimmVision
 from m1clip.model.rng import dropout_mask
-from m1clip.model.safe_load import load_checked, save_tensors
+from m1clip.model.safe_load import foreign, load_checked, on_meta, save_tensors
 from m1clip.model.tokenizer import HFTokenizer, Tokenizer
 from m1clip.model.towers import BagOfWords, TextTransformer, Tower, VisionTransformer, init_tower
 
@@ -97,6 +97,9 @@ class CLIP(nn.Module):
         check_model(config)
         if tokenizer is not None and len(tokenizer) > config.text.vocab_size:
             raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but vocab_size is {config.text.vocab_size}")
+        if tokenizer is not None and tokenizer.highest_id >= config.text.vocab_size:
+            highest = f"the tokenizer has a token with id {tokenizer.highest_id:,}"
+            raise ValueError(f"{highest}, but vocab_size is {config.text.vocab_size:,}")
         self.config, self.tokenizer = config, tokenizer
         vision, text, act = config.vision, config.text, config.activation
         self.vision = make_vision(vision, act)
@@ -262,10 +265,15 @@ def load(folder: str | os.PathLike[str]) -> CLIP:
     for name in MODEL_FILES:
         if not (path / name).is_file():
             raise FileNotFoundError(f"no {name} in {path}; a model folder has {', '.join(MODEL_FILES)}")
+    with foreign(f"{path} cannot be loaded", path):
+        return read_folder(path)
+
+
+def read_folder(path: Path) -> CLIP:
     config = from_json(ModelConfig, path / "config.json")
     tokenizer = load_tokenizer(config, path / "tokenizer.json")
     # timm's and transformers' modules have buffers outside the state dict, which the meta device would lose.
-    with torch.device("meta") if config.is_native else nullcontext():
+    with on_meta() if config.is_native else nullcontext():
         model = CLIP(config, tokenizer)
     model.load_state_dict(load_checked(path / "model.safetensors", model.state_dict()), assign=True)
     return model.eval()

@@ -10,23 +10,28 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import orjson
 import tokenizers
 import torch
 from torch import Tensor
 
 from m1clip import devices, hub
-from m1clip.config import LibraryTextConfig, LibraryVisionConfig, TokenizerSettings
+from m1clip.config import LibraryTextConfig, LibraryVisionConfig, TokenizerSettings, require
 from m1clip.devices import short_error
+from m1clip.files import JSON_BYTES, read_file, read_json
 from m1clip.model.pretrained import (
+    BUILD_ERRORS,
     PretrainedTower,
     avoid_fused_attention,
+    build_bounded,
     clean_hf_config,
     create_hf,
     parse_hf_config,
     require_extra,
 )
-from m1clip.model.safe_load import download_from_hub, read_json
-from m1clip.model.tokenizer import HFTokenizer, Tokenizer, find_clip_tokenizer
+from m1clip.model.safe_load import check_settings, download_from_hub, foreign
+from m1clip.model.tokenizer import VOCABULARY_BYTES, HFTokenizer, Tokenizer, build_core, find_clip_tokenizer
+from m1clip.model.tokenizer_check import TOKENIZER_BYTES, check_tokenizer_state
 
 Settings = Mapping[str, Any]
 # open_clip builds both towers at once; the one that is not used is this small.
@@ -34,6 +39,10 @@ TINY_VISION = {"layers": 1, "width": 8, "head_width": 8, "patch_size": 8, "image
 TINY_TEXT = {"context_length": 1, "vocab_size": 1, "width": 8, "heads": 1, "layers": 1}
 # Parts of a dual encoder of transformers that a tower does not need.
 OTHER_PARTS = {"vision": ("text_", "logit_", "temperature"), "text": ("vision_", "visual_", "logit_", "temperature")}
+LARGE_JSON = ("tokenizer.json", "vocab.json")
+TOKENIZER_JSON = (*LARGE_JSON, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+VOCABULARIES = ("vocab.txt", "merges.txt", "dict.txt", "bpe.codes", "*.model", "*.spm", "*.tiktoken")
+MAX_ENTRIES = 2_000_000  # of a vocabulary; LaBSE has 500,000, and sentencepiece's two bytes each
 WITHOUT_MASK = ("siglip", "siglip2")  # trained with captions padded to their full length, and no attention mask
 
 
@@ -93,6 +102,7 @@ def build_open_clip_net(settings: Settings, tower: str) -> Any:
     require_extra("open_clip", "openclip", f"this {tower} tower of open_clip")
     import open_clip
 
+    check_settings(settings)
     vision_cfg = {**(settings["vision_cfg"] if tower == "vision" else TINY_VISION), "timm_model_pretrained": False}
     text_cfg = {**(settings["text_cfg"] if tower == "text" else TINY_TEXT), "hf_model_pretrained": False}
     name = str(vision_cfg.get("timm_model_name") or "")
@@ -104,8 +114,11 @@ def build_open_clip_net(settings: Settings, tower: str) -> Any:
             text_cfg["hf_model_name"] = folder
         quick_gelu = bool(settings.get("quick_gelu"))
         try:
-            model = open_clip.CustomTextCLIP(settings["embed_dim"], vision_cfg, text_cfg, quick_gelu)
-        except (TypeError, ValueError, KeyError, RuntimeError, AssertionError, OSError) as error:
+            model = build_bounded(
+                f"this {tower} tower of open_clip",
+                lambda: open_clip.CustomTextCLIP(settings["embed_dim"], vision_cfg, text_cfg, quick_gelu),
+            )
+        except (*BUILD_ERRORS, AssertionError, OSError) as error:
             raise ValueError(f"open_clip cannot build this {tower} tower: {short_error(error)}") from None
     return model.visual if tower == "vision" else model.text
 
@@ -132,7 +145,7 @@ def open_clip_tokenizer(path: Path, tokenizer: str, text_cfg: Settings) -> Token
     if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
         with hub.downloading(f"{path} has no tokenizer beside it, --tokenizer names none, and {name}"):
             folder = download_from_hub(name, owner_optional=True, weights=False)
-    theirs = load_hf_tokenizer(folder)
+    theirs, core = load_hf_tokenizer(folder)
     settings = TokenizerSettings(
         clean=options.get("clean", "whitespace"),
         pad_id=theirs.pad_token_id or 0,
@@ -140,7 +153,7 @@ def open_clip_tokenizer(path: Path, tokenizer: str, text_cfg: Settings) -> Token
         fixed_length=fixed_length,
         zeroed_id=theirs.sep_token_id if options.get("strip_sep_token") else None,
     )
-    return require_same_ids(HFTokenizer(copy_core(theirs), settings), theirs)
+    return require_same_ids(HFTokenizer(core, settings), theirs)
 
 
 def given_folder(tokenizer: str) -> Path | None:
@@ -153,25 +166,51 @@ def given_folder(tokenizer: str) -> Path | None:
 
 def transformers_tokenizer(folder: Path, given: str, config: Settings) -> tuple[Tokenizer, int]:
     """The tokenizer of a dual encoder of transformers, and the longest caption it is meant for."""
-    theirs, kind = load_hf_tokenizer(given_folder(given) or folder), config["model_type"]
+    (theirs, core), kind = load_hf_tokenizer(given_folder(given) or folder), config["model_type"]
     settings = TokenizerSettings(
         clean="strip_punctuation" if type(theirs).__name__ == "SiglipTokenizer" else "none",
         pad_id=theirs.pad_token_id or 0,
         pad_left=theirs.padding_side == "left",
         fixed_length=kind in WITHOUT_MASK,
     )
-    tokenizer = require_same_ids(HFTokenizer(copy_core(theirs), settings), theirs)
+    tokenizer = require_same_ids(HFTokenizer(core, settings), theirs)
     return tokenizer, int(min(theirs.model_max_length, 10_000))
 
 
-def load_hf_tokenizer(folder: Path) -> Any:
+def load_hf_tokenizer(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
+    """The tokenizer of transformers in a folder, and the fast tokenizer within it."""
     require_extra("transformers", "hf", f"the tokenizer in {folder}")
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        raise ValueError(f"the tokenizer in {folder} cannot be loaded: {short_error(error)}") from None
+    with TemporaryDirectory() as checked:
+        copy_tokenizer_files(folder, Path(checked))
+        try:
+            theirs = AutoTokenizer.from_pretrained(checked, trust_remote_code=False, local_files_only=True)
+            return theirs, copy_core(theirs)
+        except (*BUILD_ERRORS, OSError) as error:
+            reason = short_error(error).replace(checked, str(folder))
+            raise ValueError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
+
+
+def copy_tokenizer_files(folder: Path, target: Path) -> None:
+    """What a tokenizer of transformers is read from, bounded and without names of other files and of code."""
+    for name in TOKENIZER_JSON:
+        if not (folder / name).exists():
+            continue
+        state = clean_hf_config(read_json(folder / name, TOKENIZER_BYTES if name in LARGE_JSON else JSON_BYTES))
+        if name == "config.json":
+            check_settings(state)
+        if name == "tokenizer.json":
+            with foreign(f"{folder / name} is not a tokenizer"):
+                check_tokenizer_state(state)
+        elif name not in LARGE_JSON:
+            state = {key: value for key, value in state.items() if not key.endswith("_file")}
+        (target / name).write_bytes(orjson.dumps(state))
+    for path in (path for pattern in VOCABULARIES for path in folder.glob(pattern)):
+        data = read_file(path, VOCABULARY_BYTES)
+        lines = data.count(b"\n")  # also the byte that begins an entry of sentencepiece
+        require(lines <= MAX_ENTRIES, f"{path} has {lines:,} entries; at most {MAX_ENTRIES:,} are read")
+        (target / path.name).write_bytes(data)
 
 
 def copy_core(theirs: Any) -> tokenizers.Tokenizer:
@@ -181,14 +220,15 @@ def copy_core(theirs: Any) -> tokenizers.Tokenizer:
         from transformers import T5Tokenizer
 
         core = T5Tokenizer.from_pretrained(Path(theirs.vocab_file).parent, extra_ids=0).backend_tokenizer
-    return tokenizers.Tokenizer.from_str(core.to_str())
+    with foreign("the tokenizer cannot be used"):
+        return build_core(orjson.loads(core.to_str()))
 
 
 def require_same_ids(tokenizer: HFTokenizer, theirs: Any) -> HFTokenizer:
     """The tokenizer, after a few captions have been compared with the library's."""
     for text in ("a photo of a cat", "two dogs run in the snow"):  # which no cleaning changes
         if tokenizer.core.encode(text).ids != theirs(text, truncation=False, padding=False)["input_ids"]:
-            raise ValueError(f"the tokenizer in {theirs.name_or_path} ({type(theirs).__name__}) cannot be converted")
+            raise ValueError(f"the tokenizer ({type(theirs).__name__}) cannot be converted")
     return tokenizer
 
 

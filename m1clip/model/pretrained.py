@@ -7,9 +7,9 @@ function of its batch, however it is split or resumed.
 import copy
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import pairwise, product
 from pathlib import Path
@@ -19,8 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from m1clip import devices, hub
-from m1clip.config import HFConfig, TimmConfig
-from m1clip.model.safe_load import check_weights, download_from_hub, load_folder_tensors, load_tensors, read_json
+from m1clip.config import HFConfig, TimmConfig, check_config, require
+from m1clip.devices import short_error
+from m1clip.files import read_json
+from m1clip.model.safe_load import (
+    bounded_modules,
+    check_module_size,
+    check_settings,
+    check_weights,
+    download_from_hub,
+    foreign,
+    load_folder_tensors,
+    load_tensors,
+)
 from m1clip.model.tokenizer import HFTokenizer
 
 MAX_STAGES = 5  # last stages of a timm model whose mean outputs are features
@@ -30,8 +41,10 @@ POSITION_OFFSET = {"roberta": 2, "xlm-roberta": 2, "camembert": 2, "mpnet": 2}
 # Keys of a config.json that say nothing about the architecture; some would download or run code.
 UNUSED_HF_KEYS = (
     *("auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "quantization_config"),
-    *("attn_implementation", "_attn_implementation"),
+    *("attn_implementation", "_attn_implementation", "num_labels", "id2label", "label2id"),
 )
+# What libraries raise for a configuration with which they cannot build a module.
+BUILD_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ImportError, ArithmeticError)
 TASK_HEADS = r"(^|\.)(pooler|cls|lm_head|classifier|vocab_\w+|predictions?|qa_outputs|dense)\.|position_ids$"
 
 
@@ -76,6 +89,8 @@ class TimmVision(PretrainedTower):
     def __init__(self, config: TimmConfig):
         super().__init__()
         self.config, self.net = config, create_timm(config.timm)
+        for stage in config.stages:
+            require(hasattr(self.net, stage.partition(".")[0]), f"timm's {config.timm} has no stage {stage!r}")
         self.train()
 
     def forward(self, pixels_BCHW: Tensor, key_B: Tensor | None = None) -> Tensor:
@@ -148,6 +163,8 @@ def create_timm(name: str, pretrained: bool = False) -> Any:
     import timm
 
     avoid_fused_attention()
+    if not re.fullmatch(r"[\w.]+", name):  # "hf-hub:" and "local-dir:" would read a model from elsewhere
+        raise ValueError(f"timm:NAME takes the name of an architecture, not {name!r}")
     try:
         return timm.create_model(name, num_classes=0, pretrained=pretrained)
     except (RuntimeError, ValueError, TypeError) as error:
@@ -162,11 +179,19 @@ def create_hf(hf_config: Any, *variants: Mapping[str, Any]) -> Any:
 
     reason = ""
     for attention, options in product((devices.attention_kind(), "eager"), variants):  # some have only eager attention
+        options = {"attn_implementation": attention, "trust_remote_code": False, **options}
         try:
-            return AutoModel.from_config(hf_config, attn_implementation=attention, trust_remote_code=False, **options)
-        except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-            reason = str(error)
+            build = partial(AutoModel.from_config, hf_config, **options)
+            return build_bounded(f"the {hf_config.model_type} model", build)
+        except BUILD_ERRORS as error:
+            reason = short_error(error)
     raise ValueError(f"transformers cannot create a {hf_config.model_type} model: {reason}")
+
+
+def build_bounded(what: str, build: Callable[[], Any]) -> Any:
+    check_module_size(what, build)
+    with bounded_modules(what):
+        return build()
 
 
 def clean_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,10 +206,9 @@ def parse_hf_config(config: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig, logging
 
     logging.set_verbosity_error()  # it warns of token ids that only generation would use
-    try:
+    check_settings(config)
+    with foreign(f"transformers cannot read a configuration of type {config['model_type']}"):
         return AutoConfig.for_model(**clean_hf_config(config))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"transformers has no model of type {config['model_type']}: {error}") from None
 
 
 def load_timm(spec: str) -> TimmVision:
@@ -247,6 +271,11 @@ def load_hf_text(spec: str) -> tuple[HFText, HFTokenizer]:
     folder = folder if folder.is_dir() else download_from_hub(name, owner_optional=True)
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder} has no tokenizer.json")
+    with foreign(f"{folder} cannot be imported", folder):
+        return read_hf_text(folder)
+
+
+def read_hf_text(folder: Path) -> tuple[HFText, HFTokenizer]:
     tower = HFText(hf_text_config(folder))
     expected = tower.net.state_dict()
     weights = load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"])
@@ -273,7 +302,8 @@ def hf_text_config(folder: Path) -> HFConfig:
     sentence = folder / "sentence_bert_config.json"
     limit = read_json(sentence).get("max_seq_length") if sentence.is_file() else None
     context = min(MAX_CONTEXT, positions - POSITION_OFFSET.get(config["model_type"], 0), limit or MAX_CONTEXT)
-    return HFConfig(config, parsed.vocab_size, context, (parsed.num_hidden_layers + 3) * parsed.hidden_size)
+    width = (parsed.num_hidden_layers + 3) * parsed.hidden_size
+    return check_config(HFConfig(config, parsed.vocab_size, context, width))
 
 
 def fold_batch_norm(net: Any) -> Any:

@@ -10,13 +10,12 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 
 from m1clip import hub
 from m1clip.config import (
@@ -27,16 +26,25 @@ from m1clip.config import (
     ModelConfig,
     TextConfig,
     VisionConfig,
+    check_config,
     override,
     require,
 )
 from m1clip.devices import short_error
+from m1clip.files import read_json
 from m1clip.format import did_you_mean
 from m1clip.model import library, safe_load
 from m1clip.model.clip import CLIP, load
 from m1clip.model.interop import OPEN_CLIP, OPENAI_VOCAB_SIZE, TABLES, TRANSFORMERS, Layout, Weights
-from m1clip.model.pretrained import POSITION_OFFSET, clean_hf_config, parse_hf_config, require_extra
-from m1clip.model.safe_load import WEIGHT_SUFFIXES, WeightMismatch, load_folder_tensors, read_json
+from m1clip.model.pretrained import BUILD_ERRORS, POSITION_OFFSET, clean_hf_config, parse_hf_config, require_extra
+from m1clip.model.safe_load import (
+    WEIGHT_SUFFIXES,
+    WeightMismatch,
+    check_module_size,
+    foreign,
+    load_folder_tensors,
+    on_meta,
+)
 from m1clip.model.tokenizer import Tokenizer, find_clip_tokenizer
 from m1clip.run import Run
 
@@ -79,11 +87,13 @@ def import_clip(spec: str, tokenizer: str = "", quick_gelu: bool = False, model_
     """
     path, config = find_checkpoint(spec, model_name)
     if path.is_dir() and config is None:
-        return (import_transformers(path, tokenizer) if is_transformers(path) else load(path)), ""
+        with foreign(f"{path} cannot be imported", path):
+            return (import_transformers(path, tokenizer) if is_transformers(path) else load(path)), ""
     weights, note = read_weights(path), ""
     if config is None:
         config, note = infer_open_clip(spec, path, weights, quick_gelu)
-    return build_open_clip(path, weights, config, tokenizer), note
+    with foreign(f"{path} cannot be imported", path):
+        return build_open_clip(path, weights, config, tokenizer), note
 
 
 def find_checkpoint(spec: str, model_name: str) -> tuple[Path, Settings | None]:
@@ -204,7 +214,7 @@ def has_shapes(model_cfg: Settings, shapes: Mapping[str, torch.Size]) -> bool:
         "text.text_projection", shapes.get("text.text_projection.weight", ())
     ):
         return False
-    with torch.device("meta"):
+    with on_meta():
         theirs = open_clip.CustomTextCLIP(model_cfg["embed_dim"], vision, text).state_dict()
     return all(shapes.get(name) == tensor.shape for name, tensor in theirs.items())
 
@@ -374,14 +384,17 @@ def transformers_preprocess(config: Settings) -> dict[str, Any]:
 
 def transformers_weights(folder: Path, config: Any) -> Weights:
     """As transformers loads them: it knows the names that older versions used."""
-    from transformers import AutoModel, logging
+    from transformers import MODEL_MAPPING, logging
 
     logging.disable_progress_bar()
     require(not (folder / "adapter_config.json").is_file(), f"{folder} is an adapter, not a whole model")
-    options = {"trust_remote_code": False, "local_files_only": True, "dtype": torch.float32}
+    tensors = load_folder_tensors(folder, ["model.safetensors", "pytorch_model.bin"])
+    options = {"config": config, "state_dict": tensors, "dtype": torch.float32, "output_loading_info": True}
+    kind = MODEL_MAPPING[type(config)]
     try:
-        model, info = AutoModel.from_pretrained(folder, config=config, output_loading_info=True, **options)
-    except (OSError, RuntimeError, ValueError, ImportError, SafetensorError, UnpicklingError) as error:
+        check_module_size(str(folder), partial(kind, config))
+        model, info = kind.from_pretrained(None, **options)
+    except BUILD_ERRORS as error:
         raise ValueError(f"the weights of {folder} cannot be loaded: {short_error(error)}") from None
     if info["missing_keys"] or info["mismatched_keys"]:
         raise WeightMismatch(folder, missing=info["missing_keys"], misshapen=map(str, info["mismatched_keys"]))
@@ -403,10 +416,10 @@ def build_clip(
     weights |= {name: weights[name].reshape(()) for name in ("logit_scale", "logit_bias") if name in weights}
     library_towers = [name for name, tower in towers._asdict().items() if tower]
     known = {key: hints[key] for key in hints if key.split(".")[0] not in (*library_towers, "end_id")}
-    config = override(infer_config(source, layout, weights, towers), known)
+    config = check_config(override(infer_config(source, layout, weights, towers), known))
     if towers.text is None:
         check_vocabulary(source, config.text.vocab_size, tokenizer, hints.get("end_id"))
-    with torch.device("meta") if config.is_native else nullcontext():
+    with on_meta() if config.is_native else nullcontext():
         model = CLIP(config, tokenizer)
     ours = model.state_dict()
     heads = {name: ours.pop(name) for name in (f"{tower}_projection.weight" for tower in library_towers)}

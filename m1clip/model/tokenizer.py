@@ -3,25 +3,31 @@
 All three are a `tokenizer.json` of the tokenizers library; the start and end tokens are added here.
 """
 
-import gzip
 import html
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from gzip import GzipFile
 from importlib.util import find_spec
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from string import ascii_lowercase, punctuation
 from typing import Any, Self
 
 import numpy as np
+import orjson
 import tokenizers
 import torch
 from numpy.typing import NDArray
 from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from m1clip.config import TokenizerSettings
+from m1clip.config import TokenizerSettings, require
+from m1clip.files import read_file, read_json
+from m1clip.model.safe_load import foreign
+from m1clip.model.tokenizer_check import TOKENIZER_BYTES, check_tokenizer_state
 
 PAD, START, END, UNK = "<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|unknown|>"
 # Padded lengths. Only a few, because MPS compiles a graph for each new shape; beyond is the context length.
@@ -29,15 +35,19 @@ BUCKETS = (8, 16, 24, 32, 48, 64, 128, 256)
 VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"  # of OpenAI
 CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 CLIP_MERGES = 49152 - 256 - 2  # OpenAI's file has more; CLIP uses these
+VOCABULARY_BYTES = 16_000_000  # of a CLIP vocabulary, uncompressed; OpenAI's has 3.2 MB
 BPE_CAPTIONS = 50_000  # captions that BPE is learned from
 BPE_BYTES = 32_000_000  # of them, at most
 LONG_WORD = re.compile(r"(\S{256})\S+")  # the time of training BPE grows with the square of a word's length
+PROBE, PROBE_TOKENS = "a photo of a cat", 1_000  # a text, and the most tokens it may become
 
 
 class Tokenizer:
     settings = TokenizerSettings(clip_tokens=True)
 
     def __init__(self, core: tokenizers.Tokenizer, settings: TokenizerSettings | None = None):
+        core.no_padding()
+        core.no_truncation()
         self.core, self.settings = core, settings or self.settings
         start, end = core.token_to_id(START), core.token_to_id(END)
         if start is None or end is None:
@@ -73,9 +83,12 @@ class Tokenizer:
     def from_clip_vocabulary(cls, path: Path) -> "Tokenizer":
         """OpenAI's tokenizer from its `bpe_simple_vocab_16e6.txt.gz`."""
         try:
-            data = path.read_bytes()
-            lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().split("\n")
-        except (OSError, EOFError, UnicodeDecodeError) as error:
+            data = read_file(path, VOCABULARY_BYTES)
+            if path.suffix == ".gz":
+                data = GzipFile(fileobj=BytesIO(data)).read(VOCABULARY_BYTES + 1)
+            require(len(data) <= VOCABULARY_BYTES, f"it expands to more than {VOCABULARY_BYTES / 1e6:.0f} MB")
+            lines = data.decode().split("\n", CLIP_MERGES + 1)
+        except (OSError, EOFError, ValueError, zlib.error) as error:
             raise ValueError(f"cannot read {path} as a CLIP vocabulary: {error}") from None
         merges = [tuple(line.split()) for line in lines[1 : CLIP_MERGES + 1]]  # after a version line
         if not merges or any(len(merge) != 2 for merge in merges):
@@ -92,21 +105,18 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, *options: Any) -> Self:
-        try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)), *options)
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{path} is not a tokenizer: {error}") from None
+        state = read_json(path, TOKENIZER_BYTES)
+        with foreign(f"{path} is not a tokenizer"):
+            return cls(build_core(state), *options)
 
     @classmethod
     def from_clip_json(cls, path: Path) -> "Tokenizer":
         """The tokenizer.json of a CLIP of another library, which adds start and end tokens by itself."""
-        try:
-            state = json.loads(path.read_text(encoding="utf-8"))
+        state = read_json(path, TOKENIZER_BYTES)
+        with foreign(f"{path} is not the tokenizer of a CLIP"):
             vocab, added = state["model"]["vocab"], state.get("added_tokens") or []
             vocab |= {token["content"]: token["id"] for token in added if token["content"] in (START, END)}
-            return cls.from_state({**state, "post_processor": None, "padding": None, "truncation": None})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not the tokenizer of a CLIP: {error}") from None
+            return cls(build_core({**state, "added_tokens": [], "post_processor": None}))
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Tokenizer":
@@ -128,6 +138,10 @@ class Tokenizer:
     def __len__(self) -> int:
         return self.core.get_vocab_size()
 
+    @property
+    def highest_id(self) -> int:
+        return max(self.core.get_vocab().values(), default=0)
+
     def __call__(self, texts: Sequence[str], length: int) -> Tensor:
         """Padded ids (B, L) of at most `length` tokens."""
         for i, text in enumerate(texts):
@@ -140,8 +154,12 @@ class Tokenizer:
         return [ids if len(ids) <= length else [*ids[: length - 1], ids[-1]] for ids in self.encode_full(texts)]
 
     def encode_full(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self.core.encode_batch_fast([clean(text) for text in texts])
-        return [[self.start_id, *encoding.ids, self.end_id] for encoding in encodings]
+        return [[self.start_id, *ids, self.end_id] for ids in self.encode_cleaned([clean(text) for text in texts])]
+
+    def encode_cleaned(self, texts: list[str]) -> Iterator[list[int]]:
+        with foreign("the tokenizer cannot encode a text"):
+            encodings = self.core.encode_batch_fast(texts)
+        return (encoding.ids for encoding in encodings)
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each text before truncation, start and end included."""
@@ -169,8 +187,18 @@ class HFTokenizer(Tokenizer):
 
     def encode_full(self, texts: Sequence[str]) -> list[list[int]]:
         clean_text, zeroed = CLEANERS[self.settings.clean], self.settings.zeroed_id
-        encodings = self.core.encode_batch_fast([clean_text(text) for text in texts])
-        return [[0 if id_ == zeroed else id_ for id_ in encoding.ids] for encoding in encodings]
+        all_ids = self.encode_cleaned([clean_text(text) for text in texts])
+        return [[0 if id_ == zeroed else id_ for id_ in ids] for ids in all_ids]
+
+
+def build_core(state: dict[str, Any]) -> tokenizers.Tokenizer:
+    """The tokenizer that a tokenizer.json describes, once its bounds are checked."""
+    check_tokenizer_state(state)
+    # From what was checked, not from the file: two parsers may read the same file differently.
+    core = tokenizers.Tokenizer.from_buffer(orjson.dumps({**state, "padding": None, "truncation": None}))
+    length = len(core.encode(PROBE).ids)
+    require(length <= PROBE_TOKENS, f"it turns {PROBE!r} into {length:,} tokens")
+    return core
 
 
 def training_texts(captions: Iterable[str]) -> Iterator[str]:

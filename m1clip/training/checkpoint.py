@@ -18,15 +18,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-
 from m1clip.config import from_dict
 from m1clip.evals.retrieval import Retrieval
 from m1clip.files import atomic_folder, remove_folder
 from m1clip.model.clip import CLIP, load
 from m1clip.model.lora import merged_state_dict, save_adapter
-from m1clip.model.safe_load import load_checked, save_tensors
+from m1clip.model.safe_load import load_checked, load_safetensors, save_tensors
 from m1clip.run import Run, list_checkpoints, read_state, record_checksum, step_of
 from m1clip.training.step import TrainState
 
@@ -118,8 +115,8 @@ def load_checkpoint(path: Path, state: TrainState) -> Progress:
     progress = read_progress(path)
     try:
         weights = load_checked(path / "model.safetensors", merged_state_dict(state.model))
-        state.load(weights, load_file(path / "training.safetensors"))
-    except (ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        state.load(weights, load_safetensors(path / "training.safetensors"))
+    except (ValueError, KeyError, RuntimeError) as error:
         raise ValueError(f"cannot resume from {path}: {error}") from error
     return progress
 

@@ -22,6 +22,7 @@ from m1clip.devices import Plan
 from m1clip.format import duration, file_size
 from m1clip.model.clip import CLIP, load, load_tokenizer
 from m1clip.model.pretrained import HFText, TimmVision, load_hf_text, load_timm
+from m1clip.model.safe_load import on_meta, require_memory
 from m1clip.model.tokenizer import Tokenizer, check_tokenizer, make_tokenizer
 from m1clip.run import Run, find_model, list_checkpoints, step_of
 from m1clip.training import checkpoint
@@ -262,9 +263,11 @@ def check_disk_space(config: TrainConfig, init: InitModel, runs: Path, resumed: 
     Each checkpoint has weights and two moments, with EMA the weights twice.
     """
     existing = len(list_checkpoints(resumed)) if resumed else 0
-    with torch.device("meta"):
+    with on_meta():
         model = init.clip or CLIP(config.model)
     weights = sum(weight.nbytes for weight in model.parameters())
+    if not init:
+        require_memory(weights, f"a model of {weights / 4e6:,.0f} M parameters")
     need = weights + max(1, checkpoint.KEEP + 2 - existing) * (4 if config.ema else 3) * weights
     folder = next(folder for folder in (runs, *runs.absolute().parents) if folder.exists())
     free = shutil.disk_usage(folder).free
