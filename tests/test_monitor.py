@@ -211,7 +211,7 @@ def test_an_endless_line_is_read_only_once(tmp_path, monkeypatch):
     append(path, '{"kind": "step", "step": 1, "loss": 1.0}\n' + "x" * 3_000_000)
     log = read_log(path)
     with monkeypatch.context() as patch:
-        patch.setattr(Log, "_read_lines", lambda *_: pytest.fail("the file was read again"))
+        patch.setattr(Log, "_read_blocks", lambda *_: pytest.fail("the file was read again"))
         assert not log.refresh()
     append(path, '\n{"kind": "step", "step": 2, "loss": 1.0}\n')
     log.refresh()

@@ -28,6 +28,8 @@ class Curve:
         Step curves have a NaN at each gap, which is three times the usual distance between logged steps, and are
         averaged over the last `window` steps since a gap; 0 averages 1 % of all steps.
         """
+        if x_axis == "minutes" and log.start:  # unknown before the start of the log is read
+            return np.empty(0), np.empty(0)
         steps, y = log.column("step", self.kind), log.column(self.key, self.kind)
         x = minutes_at(log, steps) if x_axis == "minutes" else steps
         if self.kind != "step" or len(steps) < 2:
