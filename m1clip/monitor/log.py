@@ -278,7 +278,7 @@ class RunView:
     def fraction_read(self) -> float:
         """Of the log; below 1, `log` may have only its newest part."""
         log = self.whole_log
-        return 1.0 if log.is_at_end else log.offset / log.size
+        return 1.0 if log.is_at_end else log.offset / max(1, log.size)
 
     def _refresh_log(self, max_bytes: float) -> bool:
         """Read on; while more than TAIL_BYTES are unread, `log` has only the newest part of the file."""
