@@ -117,7 +117,7 @@ function drawHeader(run) {
   $("step").textContent = `step ${integer(step)}` + (summary.total ? ` of ${integer(summary.total)}` : "") +
     (summary.eta_s != null ? `, ${duration(summary.eta_s)} left` : "") + (summary.device ? `, on ${summary.device}` : "");
   $("reading").textContent = run.fraction_read < 1
-    ? `The newest steps of a long log; the history is being read: ${percent(run.fraction_read)}` : "";
+    ? `The newest steps of a long log; the history is being read: ${Math.floor(100 * run.fraction_read)} %` : "";
   $("problem").textContent = summary.problem || summary.reason || "";
   if (["dead", "failed"].includes(summary.state)) $("problem").textContent += `; resume: m1clip train --resume --name ${run.path}`;
   document.body.classList.remove("empty");
