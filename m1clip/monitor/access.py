@@ -26,7 +26,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 # Wrong tokens: at once, and seconds until one more is allowed.
-CLIENT_LIMIT, TOTAL_LIMIT = (10, 6.0), (100, 0.6)
+CLIENT_LIMIT, TOTAL_LIMIT = (10, 6.0), (100, 0.5)
 MAX_CLIENTS = 1000
 BEARER = HTTPBearer(auto_error=False, description="The token that `m1clip monitor` printed; a browser has a cookie.")
 

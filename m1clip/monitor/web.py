@@ -46,7 +46,16 @@ RUN_ERRORS: Answers = {
     404: {"description": "No such run.", **JSON_ERROR},
     503: {"description": "The run is being read by others; try again.", **JSON_ERROR},
 }
-LIVE_ERRORS: Answers = {503: {"description": "Too many streams are open.", **JSON_ERROR}}
+ROWS = {"type": "array", "items": {"$ref": "#/components/schemas/RunRow"}}
+EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "contentMediaType": "application/json", "contentSchema": ROWS}},
+    "required": ["data"],
+}
+LIVE_ANSWERS: Answers = {
+    200: {"description": "The list of runs.", "content": {"text/event-stream": {"itemSchema": EVENT}}},
+    503: {"description": "Too many streams are open.", **JSON_ERROR},
+}
 
 
 class SharedRun(RunView):
@@ -204,7 +213,7 @@ def add_api(app: FastAPI, runs: RunCache) -> None:
                 curves[name] = {curve.key: vars(curve_points(curve, *options)) for curve in shown}
         return json_response(curves)
 
-    @app.get("/api/live", response_class=EventStream, responses=LIVE_ERRORS)
+    @app.get("/api/live", response_class=Response, responses=LIVE_ANSWERS)
     async def live(request: Request) -> Response:
         """Server-sent events: the list of runs, whenever it changes."""
         if runs.live_count >= MAX_LIVE:
