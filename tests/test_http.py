@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 from contextlib import suppress
+from urllib.parse import urlsplit
 
 import pytest
 import schemathesis
@@ -16,6 +17,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 from starlette.testclient import TestClient
 
+from helpers import serve_in_thread
 from long_log import write_run
 from m1clip.monitor import access, web
 from m1clip.monitor.log import Log
@@ -308,15 +310,8 @@ def test_open_streams_are_bounded(folder, monkeypatch):
 @pytest.fixture
 def address(folder):
     """A real server in a thread, without a token."""
-    runs = web.RunCache(folder)
-    server = web.create_server(web.create_app(runs))
-    runs.is_closing = lambda: server.should_exit
-    with web.listen("127.0.0.1", 18465) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        yield listener.getsockname()
-        server.should_exit = True
-        thread.join(120)
+    with serve_in_thread(web.RunCache(folder)) as url:
+        yield "127.0.0.1", urlsplit(url).port
 
 
 def exchange(address, data):

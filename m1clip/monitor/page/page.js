@@ -303,14 +303,14 @@ function listen() {
   source.onopen = () => { showError(""); refresh(); };
   source.onerror = () => {
     showError("The monitor does not answer. Is it still running? Retrying …");
-    if (source.readyState === EventSource.CLOSED) setTimeout(retry, 5000);  // it was refused, not cut off
+    if (source.readyState === EventSource.CLOSED) setTimeout(retry, 3000);  // it was refused, not cut off
   };
 }
 
 /** Listen again after a refusal, whose reason is shown: too many pages, or a token that is no longer valid. */
 async function retry() {
   if (document.hidden || source.readyState !== EventSource.CLOSED) return;
-  try { await fetchJSON("api/runs"); listen(); } catch (error) { showError(error.message); setTimeout(retry, 5000); }
+  try { await fetchJSON("api/runs"); listen(); } catch (error) { showError(error.message); setTimeout(retry, 3000); }
 }
 
 function showTab(tab, push = true) {
