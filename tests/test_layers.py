@@ -121,9 +121,9 @@ BUDGETS = {
     "training": 3_400,
     "evals": 580,
     "bench": 480,
-    "monitor": 1_420,
+    "monitor": 1_820,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_830, 16_400, 96
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 2_830, 16_760, 97
 
 
 def test_every_part_stays_within_its_size():

@@ -44,8 +44,8 @@ class Curve:
 
     def chance_level(self, log: Log) -> float | None:
         """The value of random guessing, from the last record that has it."""
-        known = log.known_column(self.chance, self.kind).tolist() if self.chance else []
-        return known[-1] if known else None
+        known = log.known_column(self.chance, self.kind)[-1:].tolist() if self.chance else []
+        return known[0] if known else None
 
     def text(self, value: float | None) -> str:
         return percent(value) if self.unit == "%" else number(value, unit=self.unit)

@@ -168,7 +168,7 @@ class Log:
 
     def known_column(self, name: str, kind: str = "step", last: int = 0) -> Array:
         """The known values among the last records of a kind; by default, among all."""
-        values = self.column(name, kind)[-last:]
+        values = self.column(name, kind, slice(-last, None))[-last:]
         return np.extract(np.isfinite(values), values)
 
     def known_records(self, kind: str, name: str) -> list[Record]:

@@ -108,7 +108,8 @@ class RunCache:
         view = self.views.get(name)
         fraction = None if view is None else round(view.fraction_read, 3)
         data, preset = (str(config.get(key, "")) for key in ("data", "preset"))
-        return RunRow(**summary, data=data, preset=preset, log_bytes=log_bytes, fraction_read=fraction)
+        known = {key: value for key, value in summary.items() if key in RunRow.__annotations__}
+        return RunRow(**known, data=data, preset=preset, log_bytes=log_bytes, fraction_read=fraction)
 
     @contextmanager
     def open(self, name: str) -> Iterator[SharedRun]:
