@@ -302,11 +302,11 @@ def test_once_reads_a_long_log_in_parts(night, monkeypatch, capsys):
 
 
 MANY = {
-    "columns": (f'{{"kind": "step", "step": {step}, "a{step}": 1}}' for step in range(1, 2000)),
-    "records": (f'{{"kind": "eval", "step": {step}}}' for step in range(1, 2000)),
-    "events": (f'{{"kind": "event", "step": {step}}}' for step in range(1, 2000)),
-    "bad lines": ("x" for _ in range(2000)),
-    "numbers": (f'{{"kind": "step", "step": {step}, "loss": 1}}' for step in range(1, 2000)),
+    "columns": [f'{{"kind": "step", "step": {step}, "a{step}": 1}}' for step in range(1, 2000)],
+    "records": [f'{{"kind": "eval", "step": {step}}}' for step in range(1, 2000)],
+    "events": [f'{{"kind": "event", "step": {step}}}' for step in range(1, 2000)],
+    "bad lines": ["x" for _ in range(2000)],
+    "numbers": [f'{{"kind": "step", "step": {step}, "loss": 1}}' for step in range(1, 2000)],
 }
 
 
