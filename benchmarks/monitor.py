@@ -142,11 +142,11 @@ def serve(command: list[str]):
     try:
         yield re.search(r"http://\S+", process.stdout.readline())[0]
     finally:
+        status = Path(f"/proc/{process.pid}/status")  # ru_maxrss would include this process, which forked it
+        if status.exists() and (peak := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+            print(f"    peak memory of the server: {int(peak[1]) * 1024 / 1e9:.2f} GB")
         process.terminate()
-        usage = os.wait4(process.pid, 0)[2]
-        print(
-            f"    peak memory of the server: {usage.ru_maxrss * (1 if sys.platform == 'darwin' else 1024) / 1e9:.2f} GB"
-        )
+        process.wait()
 
 
 if __name__ == "__main__":
