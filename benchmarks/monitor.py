@@ -1,6 +1,7 @@
 """Latency of the monitors with ten logs of 100,000 steps, with gaps, restarts and NaN.
 
 python benchmarks/monitor.py            (the browser part needs Chromium and playwright)
+python benchmarks/monitor.py --runs 1 --steps 2080000       a log of 1 GB
 """
 
 import argparse
@@ -104,10 +105,13 @@ def measure_browser(command: list[str], runs: int) -> None:
                 wait_until(page, f"{draws} > 0")
                 for name, value in page.evaluate(marks).items():
                     times.setdefault(name, []).append(value)
+                wait_until(page, "document.getElementById('reading').textContent === ''")
+                times.setdefault("history", []).append(page.evaluate("performance.now() / 1000"))
                 page.close()
         report("browser: first paint", times["first-contentful-paint"])
         report("browser: list of runs", times["table"])
         report("browser: curves of one run (with the start of plotly)", times["curves"])
+        report("browser: the history of its log is read", times["history"])
         with serve(command) as address:
             page = browser.new_page(viewport={"width": 1400, "height": 900})
             others = "".join(f"&with=night-{index}" for index in range(1, runs))
@@ -138,6 +142,9 @@ def serve(command: list[str]):
     try:
         yield re.search(r"http://\S+", process.stdout.readline())[0]
     finally:
+        status = Path(f"/proc/{process.pid}/status")  # ru_maxrss would include this process, which forked it
+        if status.exists() and (peak := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+            print(f"    peak memory of the server: {int(peak[1]) * 1024 / 1e9:.2f} GB")
         process.terminate()
         process.wait()
 

@@ -1,8 +1,11 @@
-"""Training from a test: a run in a folder with a silent console, stopped after some step if asked."""
+"""Training from a test: a run in a folder with a silent console, stopped after some step if asked; and a web server."""
 
 import io
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
+from m1clip.monitor import web
 from m1clip.run import Run, create_run, is_run
 from m1clip.training.loop import TrainResult, fit
 from m1clip.training.setup import prepare
@@ -69,3 +73,16 @@ def make_state(config: TrainConfig, chunk: int | None = None) -> TrainState:
     state = TrainState(CLIP(config.model, Tokenizer.characters()), config)
     state.chunk = chunk or config.batch_size
     return state
+
+
+@contextmanager
+def serve_in_thread(runs: web.RunCache) -> Iterator[str]:
+    """The web monitor in this process; yields its address."""
+    server = web.create_server(web.create_app(runs))
+    runs.is_closing = lambda: server.should_exit
+    with web.listen("127.0.0.1", 18465) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        server.should_exit = True
+        thread.join(120)

@@ -122,9 +122,9 @@ BUDGETS = {
     "training": 3_500,
     "evals": 580,
     "bench": 480,
-    "monitor": 1_420,
+    "monitor": 1_820,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 3_700, 18_100, 99
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 3_700, 18_500, 100
 
 
 def test_every_part_stays_within_its_size():

@@ -199,11 +199,160 @@ def test_a_long_log_read_in_parts_equals_one_read_at_once(night):
     while log.refresh(100_000):
         parts += 1
     assert parts > 5
-    expected = read_log(night / "metrics.jsonl")
+    assert_equals_plain_reader(log)
+
+
+def assert_equals_plain_reader(log):
+    """A log against its file: every line parsed by itself, and the last record of a step kept."""
+    expected = read_log(log.path)
+    steps, bad = {}, []
+    for number, line in enumerate(log.path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            bad.append(number)
+            continue
+        if record["kind"] == "step":
+            if steps and record["step"] <= next(reversed(steps)):
+                steps = {step: value for step, value in steps.items() if step < record["step"]}
+            steps[record["step"]] = record["loss"]
+    assert log.column("step").tolist() == list(steps)
+    assert np.array_equal(log.column("loss"), np.array(list(steps.values()), float), equal_nan=True)
+    assert (log.bad_lines, log.bad_line_count) == (bad, len(bad))
     assert log.columns.keys() == expected.columns.keys()
     for name in log.columns:
         assert np.array_equal(log.column(name), expected.column(name), equal_nan=True), name
-    assert (log.records, log.events, log.bad_lines) == (expected.records, expected.events, expected.bad_lines)
+    assert (log.records, log.events, log.last_step) == (expected.records, expected.events, expected.last_step)
+
+
+def change_nothing(path):
+    pass
+
+
+def restart(path):
+    append(path, "\n" + "".join(f'{{"kind": "step", "step": {step}, "loss": 7.0}}\n' for step in range(40, 4000)))
+
+
+def replace(path):
+    lines = path.read_text().split("\n")
+    path.unlink()
+    path.write_text("\n".join(lines[500:]))
+
+
+def delete_most(path):
+    path.write_text('{"kind": "step", "step": 1, "loss": 1.0}\n')
+
+
+@pytest.mark.parametrize("change", [change_nothing, restart, replace, delete_most])
+@pytest.mark.parametrize("parts", [1, 6])
+def test_a_long_log_shows_its_newest_steps_first_and_then_equals_the_plain_reader(
+    night, tmp_path, monkeypatch, change, parts
+):
+    monkeypatch.setattr("m1clip.monitor.log.TAIL_BYTES", 30_000)
+    path = shutil.copytree(night, tmp_path / "run") / "metrics.jsonl"
+    view = RunView(Run(path.parent))
+    for _ in range(parts):
+        view.refresh(100_000)
+        assert view.fraction_read < 1
+        assert view.log.column("step").tolist() == list(range(3001 - len(view.log), 3001))
+        assert 10 < len(view.log) < 200
+        assert view.log.last("eval")["step"] == 3000
+    change(path)
+    while view.fraction_read < 1 or view.refresh(100_000):
+        view.refresh(100_000)
+    assert_equals_plain_reader(view.log)
+
+
+def test_the_terminal_says_that_the_history_is_being_read(night, monkeypatch):
+    monkeypatch.setattr("m1clip.monitor.log.TAIL_BYTES", 30_000)
+    view = RunView(Run(night))
+    view.refresh(100_000)
+    assert "newest steps; reading the history: 7.2 %, loss" in terminal_views.header_view(view, 100).plain
+    assert len(curves.CURVES["loss"].points(view.log, "minutes")[0]) == 0  # unknown without the start
+    view.refresh()
+    assert "history" not in terminal_views.header_view(view, 100).plain
+
+
+def test_the_terminal_reads_a_long_log_to_its_start(night, monkeypatch):
+    monkeypatch.setattr("m1clip.monitor.log.TAIL_BYTES", 30_000)
+    monkeypatch.setattr("m1clip.monitor.terminal.PART_BYTES", 100_000)
+
+    shown, poll = [], Monitor.poll
+    monkeypatch.setattr(Monitor, "poll", lambda app: (poll(app), shown.append(app.shown.log.column("step").tolist())))
+
+    async def act(app, pilot):
+        while app.shown.fraction_read < 1:
+            await pilot.pause(0.01)
+
+    app, screen = use_monitor(night, (100, 30), act)
+    assert shown[0] == list(range(3001 - len(shown[0]), 3001))  # the newest steps
+    assert len(shown[0]) < 200
+    assert len(app.shown.log) == 2800
+    assert "history" not in screen
+
+
+def test_once_reads_a_long_log_in_parts(night, monkeypatch, capsys):
+    monkeypatch.setattr("m1clip.monitor.log.PART_BYTES", 100_000)
+    monkeypatch.setattr("m1clip.monitor.log.TAIL_BYTES", 30_000)
+    assert run_command(["monitor", str(night), "--once"]) == 0
+    in_parts = capsys.readouterr().out
+    monkeypatch.undo()
+    assert run_command(["monitor", str(night), "--once"]) == 0
+    assert in_parts == capsys.readouterr().out
+
+
+MANY = {
+    "columns": [f'{{"kind": "step", "step": {step}, "a{step}": 1}}' for step in range(1, 2000)],
+    "records": [f'{{"kind": "eval", "step": {step}}}' for step in range(1, 2000)],
+    "events": [f'{{"kind": "event", "step": {step}}}' for step in range(1, 2000)],
+    "bad lines": ["x" for _ in range(2000)],
+    "numbers": [f'{{"kind": "step", "step": {step}, "loss": 1}}' for step in range(1, 2000)],
+}
+
+
+@pytest.mark.parametrize("content", MANY)
+def test_one_log_holds_a_bounded_number_of_values_and_keeps_the_newest(tmp_path, monkeypatch, content):
+    for name, limit in (("MAX_RECORDS", 100), ("MAX_NUMBERS", 4000), ("BLOCK_SIZE", 1024)):
+        monkeypatch.setattr(f"m1clip.monitor.log.{name}", limit)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(MANY[content]) + "\n")
+    log = read_log(path)
+    assert len(log.columns) <= 128
+    assert len(log) * len(log.columns) <= 4000
+    assert max(len(records) for records in (log.events, log.bad_lines, *log.records.values())) <= 100
+    newest = [
+        log.last_step,
+        log.bad_line_count - 1,
+        log.last("eval").get("step"),
+        *(each["step"] for each in log.events),
+    ]
+    assert 1999 in newest
+
+
+@pytest.mark.parametrize("ending", ["", "\n"])
+def test_a_line_of_a_hundred_megabytes_is_not_held_in_memory(tmp_path, ending):
+    """With 64 MB more than the imports need."""
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "wb") as file:
+        file.write(b'{"kind": "step", "step": 1, "loss": 1.0}\n')
+        for _ in range(100):
+            file.write(b"x" * 1_000_000)
+        file.write(ending.encode())
+    code = (
+        "import resource, sys\nfrom pathlib import Path\nfrom m1clip.monitor.log import Log\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 64_000_000, -1))\n"
+        "log = Log(Path(sys.argv[1]))\nlog.refresh()\nprint(log.last_step, log.bad_lines)\n"
+    )
+    if not os.path.exists("/proc/self/statm"):
+        pytest.skip("no /proc")
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    assert done.stdout == ("1 [2]\n" if ending else "1 []\n"), done.stderr
+
+
+def test_a_log_that_is_a_pipe_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert len(read_log(tmp_path / "metrics.jsonl")) == 0
 
 
 def test_an_endless_line_is_read_only_once(tmp_path, monkeypatch):
@@ -211,7 +360,7 @@ def test_an_endless_line_is_read_only_once(tmp_path, monkeypatch):
     append(path, '{"kind": "step", "step": 1, "loss": 1.0}\n' + "x" * 3_000_000)
     log = read_log(path)
     with monkeypatch.context() as patch:
-        patch.setattr(Log, "_read_lines", lambda *_: pytest.fail("the file was read again"))
+        patch.setattr(Log, "_read_blocks", lambda *_: pytest.fail("the file was read again"))
         assert not log.refresh()
     append(path, '\n{"kind": "step", "step": 2, "loss": 1.0}\n')
     log.refresh()

@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
+from helpers import serve_in_thread
 from long_log import MEMORY_GB, START_TIME, write_eval, write_record, write_run, write_step
 from m1clip.files import lock_folder
 from m1clip.monitor import web
@@ -161,8 +164,14 @@ def test_the_page_loads_nothing_from_other_hosts(client):
 
 @pytest.fixture
 def server(folder):
+    with serve(folder) as address:
+        yield address
+
+
+@contextmanager
+def serve(folder, *flags):
     """The command itself, in its own process."""
-    command = [sys.executable, "-m", "m1clip", "monitor", "--web", "--runs", str(folder), "--port", "18265"]
+    command = [sys.executable, "-m", "m1clip", "monitor", "--web", "--runs", str(folder), "--port", "18265", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     address = re.search(r"http://\S+", process.stdout.readline())
     assert address, process.stderr.read()
@@ -263,6 +272,44 @@ def test_curves_grow_and_runs_are_selected_compared_and_searched(folder, server,
     assert page.is_hidden("#error")
     assert visit.errors == []
     page.close()
+
+
+@pytest.mark.slow
+def test_a_page_opened_with_a_token_hides_it_and_says_when_it_is_no_longer_valid(folder, chromium):
+    with serve(folder, "--token", "auto") as address:
+        page = Visit(chromium, address).page
+        page.wait_for_selector("#chart-loss .scatterlayer")
+        assert "token" not in page.url
+        assert page.evaluate("document.cookie") == ""
+        (cookie,) = page.context.cookies()
+        assert cookie["value"] not in address
+        page.click("#csv")  # the API has the cookie too
+    page.wait_for_selector("#error >> text=does not answer")
+    with serve(folder, "--token", "auto"):  # another server at the same address
+        page.wait_for_selector("#error >> text=a token is needed")
+    page.close()
+
+
+@pytest.mark.slow
+def test_the_newest_steps_of_a_long_log_are_drawn_before_its_history(tmp_path, chromium, monkeypatch):
+    write_run(tmp_path / "long", 3000, (1000, 1200), (), 1800)
+    for name, size in (("log.TAIL_BYTES", 100_000), ("log.BLOCK_SIZE", 1024), ("web.PART_BYTES", 1)):
+        monkeypatch.setattr(f"m1clip.monitor.{name}", size)
+    gate, read_history = threading.Event(), web.RunCache._read_history
+    monkeypatch.setattr(web.RunCache, "_read_history", lambda *args: gate.wait(120) and read_history(*args))
+    with serve_in_thread(web.RunCache(tmp_path)) as address:
+        visit = Visit(chromium, address)
+        page = visit.page
+        page.wait_for_selector("#reading >> text=the history is being read")
+        visit.wait_until(lambda: visit.last_step("long") == 3000)
+        first_step = "document.getElementById('chart-loss').data.at(-1).x[0]"
+        assert page.evaluate(first_step) > 2000
+        monkeypatch.setattr(web, "PART_BYTES", 10**9)
+        gate.set()
+        visit.wait_until(lambda: page.text_content("#reading") == "")
+        visit.wait_until(lambda: page.evaluate(first_step) == 1)
+        assert visit.errors == []
+        page.close()
 
 
 @pytest.mark.slow

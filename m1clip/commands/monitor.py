@@ -5,13 +5,17 @@ import re
 import signal
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from m1clip.commands import RunName, RunsFolder
 from m1clip.config import require
-from m1clip.console import command
+from m1clip.console import Console, command
 from m1clip.files import json_safe
 from m1clip.monitor import LOOPBACK_HOSTS
 from m1clip.run import Run, open_run
+
+if TYPE_CHECKING:
+    from m1clip.monitor.log import RunView
 
 # Replacements where the terminal knows only ASCII.
 ASCII = dict.fromkeys(range(0x2801, 0x2900), "*") | dict.fromkeys(range(0x2580, 0x2590), "#")
@@ -81,14 +85,28 @@ def main(args: Args) -> None:
         raise app.error
 
 
+def read_log(view: "RunView") -> None:
+    """Read the whole log of a run, with a progress bar if it is long."""
+    from m1clip.monitor.log import PART_BYTES
+
+    view.refresh(PART_BYTES)
+    if view.fraction_read == 1:
+        return
+    with Console().progress("reading metrics.jsonl, MB", view.whole_log.size // 10**6) as advance:
+        while view.fraction_read < 1:
+            before = view.whole_log.offset // 10**6
+            view.refresh(PART_BYTES)
+            advance(view.whole_log.offset // 10**6 - before)
+
+
 def print_snapshot(run: Run, as_json: bool) -> None:
-    from rich.console import Console
+    from rich.console import Console as RichConsole
 
     from m1clip.monitor.log import RECORD_KINDS, RunView
     from m1clip.monitor.terminal_views import snapshot
 
     view = RunView(run)
-    view.refresh()
+    read_log(view)
     if as_json:
         step = {name: view.log.recent_mean(name, 1) for name in view.log.columns} | {"step": view.log.last_step}
         records = {kind: view.log.last(kind) or None for kind in RECORD_KINDS}
@@ -96,7 +114,7 @@ def print_snapshot(run: Run, as_json: bool) -> None:
         state["bad_lines"] = len(view.log.bad_lines)
         print(json.dumps(json_safe(state)))
         return
-    console = Console(highlight=False)
+    console = RichConsole(highlight=False)
     console.width = console.width if console.is_terminal else 100
     with console.capture() as capture:
         console.print(snapshot(view, console.width), soft_wrap=True)

@@ -28,6 +28,8 @@ class Curve:
         Step curves have a NaN at each gap, which is three times the usual distance between logged steps, and are
         averaged over the last `window` steps since a gap; 0 averages 1 % of all steps.
         """
+        if x_axis == "minutes" and log.start:  # unknown before the start of the log is read
+            return np.empty(0), np.empty(0)
         steps, y = log.column("step", self.kind), log.column(self.key, self.kind)
         x = minutes_at(log, steps) if x_axis == "minutes" else steps
         if self.kind != "step" or len(steps) < 2:
@@ -42,8 +44,8 @@ class Curve:
 
     def chance_level(self, log: Log) -> float | None:
         """The value of random guessing, from the last record that has it."""
-        known = log.known_column(self.chance, self.kind).tolist() if self.chance else []
-        return known[-1] if known else None
+        known = log.known_column(self.chance, self.kind)[-1:].tolist() if self.chance else []
+        return known[0] if known else None
 
     def text(self, value: float | None) -> str:
         return percent(value) if self.unit == "%" else number(value, unit=self.unit)

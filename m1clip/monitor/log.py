@@ -27,10 +27,16 @@ STEP_PHASES = ("data", "copy", "forward", "backward", "optimizer")
 RECENT_STEPS = 50  # that the monitors average
 RECORD_KINDS = ("diagnostics", "eval", "epoch")
 BLOCK_SIZE = 1 << 16  # blocks that stay in the CPU cache are parsed twice as fast as blocks of 4 MB
+PART_BYTES = 8_000_000  # of a log that the monitors read at a time: a tenth of a second
+TAIL_BYTES = 4_000_000  # of a long log that is shown until the rest is read
+# What one file may make us hold: a longer line is skipped, and more columns are ignored. Of more records of a
+# kind, or of more numbers (10 million steps of today's columns), the older half is dropped.
+MAX_LINE, MAX_COLUMNS, MAX_RECORDS, MAX_NUMBERS, MAX_BAD_LINES = 1 << 20, 128, 200_000, 250_000_000, 100
 MAX_VALUE = 1e200  # a larger magnitude counts as missing: sums and squares of it would overflow
 DICT_DEPTHS = {"grad_norms": 1, "weight_norms": 1, "memory_gb": 1, "hard_negatives": 2}
 EVENT_METADATA = ("kind", "step", "time", "event", "line", "rows")
 BY_STEP = itemgetter("step")
+ALL_ROWS = slice(None)
 
 
 class Log:
@@ -38,21 +44,30 @@ class Log:
 
     When a step is logged again, as after a restart, the earlier records from that step on are dropped, except
     events. A replaced file is read from its start. Lines that cannot be parsed are counted and skipped.
+    With a `start`, only the lines after that byte are read, and line numbers are unknown.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, start: int = 0):
         self.path = path
-        self._clear()
+        self._clear(start)
 
-    def _clear(self) -> None:
-        self.offset, self.line_count = 0, 0
+    def _clear(self, start: int = 0) -> None:
+        self.start, self.line_count = start, 0
+        self.offset = max(0, start - 1)  # it may be the end of the line before
+        self.is_skipping = start > 0  # until the end of a line
         self.size = self.size_at_end = 0  # of the file: at the last refresh, and when its end was reached
         self.tail = b""  # the last bytes read, which tell whether the file was replaced
         self.last_step, self.restarts = 0, 0
         self.columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
         self.records: dict[str, list[Record]] = {kind: [] for kind in RECORD_KINDS}
         self.events: list[Record] = []
-        self.bad_lines: list[int] = []
+        self.bad_lines: list[int] = []  # the first of them
+        self.bad_line_count = 0
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the last refresh reached the end of the file."""
+        return self.size_at_end >= self.size
 
     def refresh(self, max_bytes: float = math.inf) -> bool:
         """Read about `max_bytes` of what was appended; return whether anything changed."""
@@ -64,23 +79,29 @@ class Log:
                     self._clear()
                 self.size = os.fstat(file.fileno()).st_size
                 if self.size != self.size_at_end:
-                    file.seek(self.offset)
-                    self._read_lines(file, max_bytes)
+                    self._read_blocks(file, self.offset + max_bytes)
         except OSError:  # not written yet, or deleted with the run
             self._clear()
         return (self.offset, self.tail) != before
 
-    def _read_lines(self, file: IO[bytes], max_bytes: float) -> None:
-        stop, at_end = self.offset + max_bytes, False
-        while not at_end and self.offset < stop:
-            lines = file.readlines(BLOCK_SIZE)
-            at_end = not (lines and lines[-1].endswith(b"\n"))
-            complete = lines[:-1] if at_end else lines
-            self.offset += sum(map(len, complete))
-            self.tail = b"".join(complete)[-256:] or self.tail
-            self._add_lines(complete)
-        if at_end:
-            self.size_at_end = file.tell()
+    def _read_blocks(self, file: IO[bytes], stop: float) -> None:
+        while self.offset < stop:
+            file.seek(self.offset)
+            block = file.read(BLOCK_SIZE)
+            is_last = len(block) < BLOCK_SIZE
+            if not (is_last or self.is_skipping or b"\n" in block):  # a long line
+                block += file.read(MAX_LINE - BLOCK_SIZE)
+                is_last = len(block) < MAX_LINE
+            end = block.rfind(b"\n") + 1
+            if not end and is_last:
+                self.size_at_end = self.offset + len(block)
+                return
+            if end:
+                lines = block[: end - 1].split(b"\n")
+                self._add_lines([b"a line that is too long", *lines[1:]] if self.is_skipping else lines)
+            self.is_skipping = not end
+            self.tail = block[: end or None][-256:]
+            self.offset += end or len(block)
 
     def _add_lines(self, lines: list[bytes]) -> None:
         steps: list[Record] = []
@@ -88,10 +109,11 @@ class Log:
             self.line_count += 1
             record = parse_record(line)
             if record is None:
-                if line.strip():
-                    self.bad_lines.append(self.line_count)
+                if line.strip() and not self.start:
+                    self._count_bad_line()
                 continue
-            record["line"], kind, step = self.line_count, record["kind"], record["step"]
+            kind, step = record["kind"], record["step"]
+            record["line"] = None if self.start else self.line_count
             if kind == "step":
                 if step <= self.last_step:
                     self._add_steps(steps)
@@ -100,12 +122,17 @@ class Log:
                 steps.append(record)
                 self.last_step = step
             elif kind == "event":
-                self.events.append(record)
+                append_record(self.events, record)
             elif kind in RECORD_KINDS:
                 records = self.records[kind]
                 del records[bisect_left(records, step, key=BY_STEP) :]
-                records.append(clean_record(record))
+                append_record(records, clean_record(record))
         self._add_steps(steps)
+
+    def _count_bad_line(self) -> None:
+        self.bad_line_count += 1
+        if self.bad_line_count <= MAX_BAD_LINES:
+            self.bad_lines.append(self.line_count)
 
     def _drop_from(self, step: int) -> None:
         self.restarts += 1
@@ -118,23 +145,30 @@ class Log:
     def _add_steps(self, steps: list[Record]) -> None:
         length, names = len(self), dict.fromkeys(chain(self.columns, *steps))
         for name in (name for name in names if name.isidentifier() and name not in ("kind", "rows")):
+            if name not in self.columns and len(self.columns) >= MAX_COLUMNS:
+                continue
             column = self.columns[name]
             column.extend([math.nan] * (length - len(column)))
             try:
                 column.extend(array("d", [step[name] for step in steps]))
             except (KeyError, TypeError, OverflowError):  # missing, null or not a number
                 column.extend([float_or_nan(step.get(name)) for step in steps])
+        if len(self) * len(self.columns) > MAX_NUMBERS:
+            for column in self.columns.values():
+                del column[: len(column) // 2]
 
-    def column(self, name: str, kind: str = "step") -> Array:
-        """A field of every record of a kind; NaN where it is unknown."""
+    def column(self, name: str, kind: str = "step", rows: slice = ALL_ROWS) -> Array:
+        """A field of every record of a kind, or of some steps; NaN where it is unknown."""
         if kind != "step":
             return np.array([float_or_nan(record.get(name)) for record in self.records[kind]], np.float64)
-        values = np.array(self.columns[name]) if name in self.columns else np.full(len(self), np.nan)
+        values = np.array(
+            self.columns[name][rows] if name in self.columns else [math.nan] * len(self.columns["step"][rows])
+        )
         return np.where(np.abs(values) < MAX_VALUE, values, np.nan)
 
     def known_column(self, name: str, kind: str = "step", last: int = 0) -> Array:
         """The known values among the last records of a kind; by default, among all."""
-        values = self.column(name, kind)[-last:]
+        values = self.column(name, kind, slice(-last, None))[-last:]
         return np.extract(np.isfinite(values), values)
 
     def known_records(self, kind: str, name: str) -> list[Record]:
@@ -157,6 +191,12 @@ class Log:
         rates = self.known_column("pairs_per_s", last=count)
         rates = rates[rates > 0]
         return float(len(rates) / (1 / rates).sum()) if len(rates) else None
+
+
+def append_record(records: list[Record], record: Record) -> None:
+    records.append(record)
+    if len(records) > MAX_RECORDS:
+        del records[: MAX_RECORDS // 2]
 
 
 def parse_record(line: bytes) -> Record | None:
@@ -222,12 +262,31 @@ class RunView:
 
     def __init__(self, run: Run, name: str | None = None):
         self.run, self.path, self.name = run, run.path, name or run.name
-        self.log = Log(run.path / "metrics.jsonl")
+        self.log = self.whole_log = Log(run.path / "metrics.jsonl")
         self.summary, self.config, self.machine, self.data = Record(), Record(), Record(), Record()
 
+    @property
+    def fraction_read(self) -> float:
+        """Of the log; below 1, `log` may have only its newest part."""
+        log = self.whole_log
+        return 1.0 if log.is_at_end else log.offset / max(1, log.size)
+
+    def _refresh_log(self, max_bytes: float) -> bool:
+        """Read on; while more than TAIL_BYTES are unread, `log` has only the newest part of the file."""
+        shown, whole = self.log, self.whole_log
+        changed = whole.refresh(max_bytes)
+        is_behind = not whole.is_at_end and whole.size - whole.offset > TAIL_BYTES
+        if whole.is_at_end:
+            self.log = whole
+        elif is_behind and not self.log.start:  # the first part, or a replaced file
+            self.log = Log(whole.path, whole.size - TAIL_BYTES)
+        if self.log is not whole:
+            changed = self.log.refresh(2 * TAIL_BYTES)
+        return changed or self.log is not shown
+
     def refresh(self, max_bytes: float = math.inf) -> bool:
-        """Read what is new; return whether the log or the status changed."""
-        changed = self.log.refresh(max_bytes)
+        """Read about `max_bytes` of what is new in the log; return whether what is shown of the run changed."""
+        changed = self._refresh_log(max_bytes)
         try:
             summary = self.run.summary()
         except OSError:  # the folder was deleted, as by --overwrite

@@ -15,12 +15,11 @@ from textual.css.query import NoMatches
 from textual.widgets import ContentSwitcher, DataTable, Footer, Static
 
 from m1clip.format import ago, duration, percent, printable
-from m1clip.monitor.log import RunView
+from m1clip.monitor.log import PART_BYTES, RunView
 from m1clip.monitor.terminal_views import curves_view, events_view, gradients_view, header_view, speed_view, state_text
 from m1clip.run import Run, run_summaries
 
 POLL_S = 1.0
-MAX_BYTES = 8e6  # of the logs read at a time, so that keys are answered in between
 SMOOTHING = (0, 1, 10, 100, 1000)
 THEMES = ("ansi-dark", "ansi-light", "textual-dark", "textual-light")
 COLUMNS = (" ", "run", "state", "done", "left", "best", "device", "updated")
@@ -85,21 +84,24 @@ class Monitor(App[None]):
 
     def on_mount(self) -> None:
         self.query_one(DataTable).add_columns(*((name.strip(), name) for name in COLUMNS))
+        self.tick()
+
+    def tick(self) -> None:
+        """Poll every second; at once while a long log is read, but answer keys in between."""
         self.poll()
-        self.set_interval(POLL_S, self.poll)
+        is_reading = not self.paused and any(run.fraction_read < 1 for run in self.views)
+        self.set_timer(0.01 if is_reading else POLL_S, self.tick)
 
     def poll(self) -> None:
-        """Read what is new; a long log is read in parts, and drawn after each."""
+        """Read what is new, or a part of it, and draw it."""
         if self.paused:
             return
-        changed = sum(run.refresh(MAX_BYTES / len(self.views)) for run in self.views) > 0
+        changed = sum(run.refresh(PART_BYTES / len(self.views)) for run in self.views) > 0
         with suppress(NoMatches):  # the application is closing
             self.update_runs()
             self.query_one("#header").refresh(layout=changed)  # it may have more lines
             if changed:
                 self.redraw()
-        if any(run.log.size_at_end != run.log.size for run in self.views):
-            self.set_timer(0.01, self.poll)
 
     @property
     def views(self) -> list[RunView]:
@@ -169,7 +171,7 @@ class Monitor(App[None]):
             self.notify("this run is shown already; select another to compare")
         elif self.compared.pop(name, None) is None:
             self.compared[name] = RunView(Run(self.folder / name))
-            self.compared[name].refresh(MAX_BYTES)  # also while paused
+            self.compared[name].refresh(PART_BYTES)  # also while paused
         self.update_runs()
         self.redraw()
 

@@ -71,8 +71,7 @@ def problem_lines(run: RunView, width: int) -> list[Text]:
 
 def score_line(run: RunView) -> Text:
     log = run.log
-    if log.size - log.offset > max(1e6, 0.01 * log.size):
-        return Text(f"reading metrics.jsonl: {percent(log.offset / log.size)}", "dim")
+    reading = [f"newest steps; reading the history: {percent(run.fraction_read)}"] if log.start else []
     scores = [
         f"{curve.title} {curve.text(value)} (chance {curve.text(curve.chance_level(log))})"
         for curve in (CURVES["loss"], CURVES["mean_r1"])
@@ -80,7 +79,7 @@ def score_line(run: RunView) -> Text:
     ]
     if run.summary.get("state") != "running":
         scores.append(ago(run.summary.get("time")))
-    return Text(", ".join(scores), "dim")
+    return Text(", ".join(reading + scores), "dim")
 
 
 def in_columns(blocks: Sequence[RenderableType], columns: int) -> Table:
@@ -292,9 +291,9 @@ def events_view(run: RunView, limit: int | None = None) -> Text:
         style = "" if event.get("event") in ROUTINE_EVENTS else "yellow"
         head = f"{local_time(event.get('time'))}  step {event['step']:>6,}  "
         lines.append(Text.assemble((head, "dim"), (event_text(event), style)))
-    if bad := run.log.bad_lines:
-        count = "1 line" if len(bad) == 1 else f"{len(bad):,} lines"
-        lines.append(Text(f"{count} of metrics.jsonl cannot be parsed (first: line {bad[0]:,})", "red"))
+    if bad := run.log.bad_line_count:
+        count = "1 line" if bad == 1 else f"{bad:,} lines"
+        lines.append(Text(f"{count} of metrics.jsonl cannot be parsed (first: line {run.log.bad_lines[0]:,})", "red"))
     return Text("\n").join(lines or [Text("no events yet", "dim")])
 
 

@@ -1,220 +1,306 @@
 """The web monitor: serves the page and the JSON that it fetches. Writes nothing."""
 
 import asyncio
-import hmac
 import json
-import math
 import re
 import secrets
 import shlex
 import socket
 import threading
+import time
 import webbrowser
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import numpy as np
 import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Request, Response
-from fastapi.responses import PlainTextResponse, RedirectResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from fastapi.staticfiles import StaticFiles
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from m1clip.files import json_safe
 from m1clip.monitor import LOOPBACK_HOSTS
+from m1clip.monitor.access import Access, secured_app
 from m1clip.monitor.curves import CURVES, PAGE, Curve, downsample, gradient_norms
-from m1clip.monitor.log import RECENT_STEPS, STEP_PHASES, Log, Record, RunView, event_text, number_or_none
+from m1clip.monitor.log import PART_BYTES, RECENT_STEPS, STEP_PHASES, Log, RunView, event_text, number_or_none
+from m1clip.monitor.schema import CurvePoints, Event, GradientFlow, Retrievals, RunDescription, RunList, RunRow
 from m1clip.run import Run, is_run, run_summaries
 
 POLL_S = 1.0
-HEADERS = {
-    # Nothing is loaded from or sent to other hosts; plotly sets inline styles.
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
-    "img-src 'self' data: blob:; connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
+MAX_CONNECTIONS, MAX_LIVE = 256, 64  # of those, open streams of events
+IDLE_S = 10.0  # then a connection without a complete request is closed
+MAX_WAITING, MAX_WAIT_S = 8, 10.0  # requests for a run that is being read
+FORGET_S = 600.0  # then a run that nobody asks for is dropped from memory
+CSV_ROWS = 10_000  # at a time
+Names = Annotated[list[str], Query(min_length=1, max_length=100)]
+JSON_ERROR: dict[str, Any] = {"content": {"application/json": {"schema": {"type": "object"}}}}
+Answers = dict[int | str, dict[str, Any]]
+RUN_ERRORS: Answers = {
+    404: {"description": "No such run.", **JSON_ERROR},
+    503: {"description": "The run is being read by others; try again.", **JSON_ERROR},
 }
+ROWS = {"type": "array", "items": {"$ref": "#/components/schemas/RunRow"}}
+EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "contentMediaType": "application/json", "contentSchema": ROWS}},
+    "required": ["data"],
+}
+LIVE_ANSWERS: Answers = {
+    200: {"description": "The list of runs.", "content": {"text/event-stream": {"itemSchema": EVENT}}},
+    503: {"description": "Too many streams are open.", **JSON_ERROR},
+}
+
+
+class SharedRun(RunView):
+    """A run that several threads read, each while it holds the lock."""
+
+    def __init__(self, run: Run):
+        super().__init__(run)
+        self.lock, self.places = threading.Lock(), threading.BoundedSemaphore(MAX_WAITING)
+        self.history_thread: threading.Thread | None = None
+        self.used_at = 0.0
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Wait for the lock, but not for long, and not with many: the server has few threads for all runs."""
+        if not self.places.acquire(blocking=False):
+            raise busy(self.name)
+        try:
+            if not self.lock.acquire(timeout=MAX_WAIT_S):
+                raise busy(self.name)
+            try:
+                yield
+            finally:
+                self.lock.release()
+        finally:
+            self.places.release()
+
+
+def busy(name: str) -> HTTPException:
+    return HTTPException(503, f"run {name!r} is being read; try again", {"Retry-After": "5"})
 
 
 class RunCache:
     """The runs of a folder, read incrementally; used by several threads."""
 
-    def __init__(self, folder: Path, start: Run | None = None):
-        self.folder, self.start = folder, start
-        self.views: dict[str, RunView] = {}
-        self.lock = threading.Lock()
+    def __init__(self, folder: Path, start: Run | None = None, clock: Callable[[], float] = time.monotonic):
+        self.folder, self.start, self.clock = folder, start, clock
+        self.views: dict[str, SharedRun] = {}
+        self.lock = threading.Lock()  # of `views` alone: no file is read while it is held
         self.is_closing: Callable[[], bool] = lambda: False
+        self.live_count = 0
 
-    def rows(self) -> list[dict[str, Any]]:
-        """A summary of each run, the newest first; it changes with every record that the run logs."""
-        rows = run_summaries(self.folder)[::-1]
-        for row in rows:
-            path = self.folder / row["run"]
-            config = Run(path).read_or_empty("config.json")
-            row.update(data=str(config.get("data", "")), preset=str(config.get("preset", "")))
-            with suppress(OSError):
-                row["log_bytes"] = (path / "metrics.jsonl").stat().st_size
-        return rows
+    def rows(self) -> list[RunRow]:
+        return [self._row(summary) for summary in run_summaries(self.folder)[::-1]]
+
+    def _row(self, summary: dict[str, Any]) -> RunRow:
+        name, log_bytes = summary["run"], None
+        config = Run(self.folder / name).read_or_empty("config.json")
+        with suppress(OSError):
+            log_bytes = (self.folder / name / "metrics.jsonl").stat().st_size
+        view = self.views.get(name)
+        fraction = None if view is None else round(view.fraction_read, 3)
+        data, preset = (str(config.get(key, "")) for key in ("data", "preset"))
+        known = {key: value for key, value in summary.items() if key in RunRow.__annotations__}
+        return RunRow(**known, data=data, preset=preset, log_bytes=log_bytes, fraction_read=fraction)
 
     @contextmanager
-    def open(self, name: str) -> Iterator[RunView]:
+    def open(self, name: str) -> Iterator[SharedRun]:
         """A run as it is now, locked for this thread; 404 for names outside of the folder."""
         is_plain = name not in ("", ".", "..") and not set(name) & set("/\\\0")
         if not (is_plain and is_run(self.folder / name)):
             raise HTTPException(404, f"no run {name!r} in {self.folder}/")
-        with self.lock:
-            run = self.views.setdefault(name, RunView(Run(self.folder / name)))
-            run.refresh()
+        run = self._view(name)
+        with run.locked():
+            run.refresh(PART_BYTES)
+            if run.fraction_read < 1 and run.history_thread is None:
+                run.history_thread = threading.Thread(target=self._read_history, args=[run], daemon=True)
+                run.history_thread.start()
             yield run
 
+    def _view(self, name: str) -> SharedRun:
+        now = self.clock()
+        with self.lock:
+            for old in [old for old, run in self.views.items() if run.used_at < now - FORGET_S]:
+                del self.views[old]
+            run = self.views.setdefault(name, SharedRun(Run(self.folder / name)))
+            run.used_at = now
+            return run
 
-def create_app(runs: RunCache, token: str | None = None) -> FastAPI:
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    def _read_history(self, run: SharedRun) -> None:
+        """Read the rest of a long log in parts, so that requests are answered between them."""
+        while run.history_thread:
+            with run.lock:
+                run.refresh(PART_BYTES)
+                if run.fraction_read == 1 or self.is_closing():
+                    run.history_thread = None
+            time.sleep(0.001)  # a thread that waits for the lock gets it now
 
-    @app.middleware("http")
-    async def check_access(request: Request, respond: Callable[[Request], Awaitable[Response]]) -> Response:
-        if refusal := refuse_access(request, token):
-            return refusal
-        response = await respond(request)
-        is_api = request.url.path.startswith("/api/")
-        response.headers.update({**HEADERS, "Cache-Control": "no-store" if is_api else "no-cache"})
-        return response
 
+def create_app(runs: RunCache, token: str | None = None, clock: Callable[[], float] = time.monotonic) -> FastAPI:
+    app = secured_app("m1clip monitor", Access(token, clock))
     add_api(app, runs)
+    # The last resort, not a mount: that would also answer wrong methods of the API.
     # plotly is located without its import, which takes a second.
-    app.mount("/", StaticFiles(directory=PAGE, packages=[("plotly", "package_data")], html=True))
+    app.router.default = StaticFiles(directory=PAGE, packages=[("plotly", "package_data")], html=True)
     return app
 
 
-def add_api(app: FastAPI, runs: RunCache) -> None:
-    @app.get("/api/runs")
-    def list_runs() -> dict[str, Any]:
-        return {"runs": runs.rows(), "start": runs.start.name if runs.start else None}
+class EventStream(StreamingResponse):
+    media_type = "text/event-stream"
 
-    @app.get("/api/run/{name}")
+    def __init__(self, request: Request, runs: RunCache):
+        super().__init__(live_events(request, runs))
+        self.runs = runs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.runs.live_count += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.runs.live_count -= 1
+
+
+class CsvStream(StreamingResponse):
+    media_type = "text/csv"
+
+
+def add_api(app: FastAPI, runs: RunCache) -> None:
+    @app.get("/api/runs", response_model=RunList)
+    def list_runs() -> Response:
+        return json_response(asdict(RunList(runs.rows(), runs.start.name if runs.start else None)))
+
+    @app.get("/api/run/{name}", response_model=RunDescription, responses=RUN_ERRORS)
     def describe(name: str) -> Response:
         with runs.open(name) as run:
-            return json_response(describe_run(run))
+            return json_response(asdict(describe_run(run)))
 
-    @app.get("/api/run/{name}/retrievals")
+    @app.get("/api/run/{name}/retrievals", response_model=Retrievals, responses=RUN_ERRORS)
     def retrievals(name: str) -> Response:
         with runs.open(name) as run:
-            return json_response(run.retrievals())
+            return json_response({"step": None, "queries": [], "shown": {}, **run.retrievals()})
 
-    @app.get("/api/run/{name}/metrics.csv")
+    @app.get("/api/run/{name}/metrics.csv", response_class=CsvStream, responses=RUN_ERRORS)
     def metrics_csv(name: str) -> Response:
-        import pyarrow.csv  # slow to import
-
-        with runs.open(name) as run:
-            columns = {name: run.log.column(name) for name in run.log.columns if name != "line"}
-        table = pyarrow.table({name: pyarrow.array(column, from_pandas=True) for name, column in columns.items()})
-        text = pyarrow.BufferOutputStream()  # unknown values are empty
-        pyarrow.csv.write_csv(table, text, pyarrow.csv.WriteOptions(quoting_style="none"))
+        fraction_read = 0.0
+        while fraction_read < 1:
+            with runs.open(name) as run:
+                fraction_read = run.fraction_read
         file_name = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
         headers = {"Content-Disposition": f'attachment; filename="{file_name}.csv"'}
-        return Response(text.getvalue().to_pybytes(), media_type="text/csv", headers=headers)
+        return CsvStream(csv_blocks(run), headers=headers)
 
-    @app.get("/api/curves")
+    @app.get("/api/curves", response_model=dict[str, dict[str, CurvePoints]], responses=RUN_ERRORS)
     def curves(
-        run: Annotated[list[str], Query()],
-        key: Annotated[list[str], Query()],
-        x_axis: str = "step",
+        run: Names,
+        key: Names,
+        x_axis: Literal["step", "minutes"] = "step",
         smooth: Annotated[int, Query(ge=0, le=100_000)] = 1,
         max_points: Annotated[int, Query(ge=10, le=5000)] = 600,
-        start: float = -math.inf,
-        end: float = math.inf,
+        start: float | None = None,
+        end: float | None = None,
     ) -> Response:
-        shown, curves = [CURVES[each] for each in key if each in CURVES], {}
-        for name in run:
+        shown, curves = [CURVES[each] for each in dict.fromkeys(key) if each in CURVES], {}
+        for name in dict.fromkeys(run):
             with runs.open(name) as view:
                 options = (view.log, x_axis, smooth, max_points, start, end)
-                curves[name] = {curve.key: curve_json(curve, *options) for curve in shown}
+                curves[name] = {curve.key: vars(curve_points(curve, *options)) for curve in shown}
         return json_response(curves)
 
-    @app.get("/api/live")
-    async def live(request: Request) -> StreamingResponse:
-        return StreamingResponse(live_events(request, runs), media_type="text/event-stream")
+    @app.get("/api/live", response_class=Response, responses=LIVE_ANSWERS)
+    async def live(request: Request) -> Response:
+        """Server-sent events: the list of runs, whenever it changes."""
+        if runs.live_count >= MAX_LIVE:
+            raise HTTPException(503, "too many pages are open", {"Retry-After": "5"})
+        return EventStream(request, runs)
 
 
 def json_response(value: Any) -> Response:
-    """Strict JSON: NaN and infinity become null."""
-    return Response(json.dumps(json_safe(value)), media_type="application/json")
+    return Response(as_json(value), media_type="application/json")
 
 
-def refuse_access(request: Request, token: str | None) -> Response | None:
-    """The error response for a request that is not allowed, or None.
-
-    Without a token only local host names are served, which stops DNS rebinding by other web pages. A correct
-    token in the address is moved to a cookie.
-    """
-    if token is None:
-        host = re.fullmatch(r"\[?(.*?)\]?(:\d+)?", request.headers.get("host", ""))
-        is_local = host is not None and host[1] in LOOPBACK_HOSTS
-        return None if is_local else PlainTextResponse("not served under this host name", 421)
-    cookie = f"m1clip-{request.url.port or 80}"  # cookies are shared between the ports of a host
-    given = request.query_params.get("token")
-    if given is not None and hmac.compare_digest(given.encode(), token.encode()):
-        redirect = RedirectResponse("/", 303)
-        redirect.set_cookie(cookie, token, httponly=True, samesite="strict", max_age=30 * 86400)
-        return redirect
-    if hmac.compare_digest(request.cookies.get(cookie, "").encode(), token.encode()):
-        return None
-    return PlainTextResponse("a token is needed: open the address that `m1clip monitor` printed", 401)
+def as_json(value: Any) -> str:
+    """Strict JSON: NaN and infinity become null, and what is not UTF-8 is escaped."""
+    return json.dumps(json_safe(value))
 
 
-def describe_run(run: RunView) -> dict[str, Any]:
+def csv_blocks(run: SharedRun) -> Iterator[bytes]:
+    """The step records as CSV, in parts: a slow client holds neither the lock nor a copy of the log."""
+    import pyarrow.csv  # slow to import
+
+    names = [name for name in {"step": None, **run.log.columns} if name != "line"]
+    step, is_first = -1.0, True
+    while True:
+        with run.lock:
+            first = bisect_right(run.log.columns["step"], step)
+            columns = {name: run.log.column(name, rows=slice(first, first + CSV_ROWS)) for name in names}
+        if not is_first and not len(columns["step"]):
+            return
+        table = pyarrow.table({name: pyarrow.array(column, from_pandas=True) for name, column in columns.items()})
+        text = pyarrow.BufferOutputStream()  # unknown values are empty
+        pyarrow.csv.write_csv(table, text, pyarrow.csv.WriteOptions(include_header=is_first, quoting_style="none"))
+        yield text.getvalue().to_pybytes()
+        step, is_first = columns["step"][-1] if len(columns["step"]) else step, False
+
+
+def describe_run(run: RunView) -> RunDescription:
     log = run.log
     steps, blocks, norms = gradient_norms(log, 120)
     events = [
-        {"time": number_or_none(event.get("time")), "step": event["step"]}
-        | {"event": str(event.get("event")), "text": event_text(event)}
+        Event(number_or_none(event.get("time")), event["step"], str(event.get("event")), event_text(event))
         for event in log.events[-200:]
     ]
-    return {
-        "summary": run.summary,
-        "path": shlex.quote(str(run.path)),
-        "last_step": log.last_step,
-        "config": run.config,
-        "preset_values": run.changed_settings(),
-        "machine": run.machine,
-        "data": {key: value for key, value in run.data.items() if not isinstance(value, list)},
-        "phases_ms": {phase: log.recent_mean(f"{phase}_ms", RECENT_STEPS) for phase in STEP_PHASES},
-        "recent_steps": min(RECENT_STEPS, len(log)),
-        "current": {key: CURVES[key].current(log) for key in ("loss", "accuracy", "mean_r1", "temperature")},
-        "chance": {key: CURVES[key].chance_level(log) for key in ("loss", "accuracy", "mean_r1")},
-        "pairs_per_s": log.recent_rate(RECENT_STEPS),
-        "diagnostics": log.last("diagnostics"),
-        "epoch": log.last("epoch"),
-        "gradient_flow": {"step": steps, "block": blocks, "norm": norms.tolist()},
-        "events": events[::-1],
-        "bad_lines": log.bad_lines[:5],
-        "bad_line_count": len(log.bad_lines),
-    }
+    return RunDescription(
+        summary=run.summary,
+        path=shlex.quote(str(run.path)),
+        fraction_read=run.fraction_read,
+        last_step=log.last_step,
+        config=run.config,
+        preset_values=run.changed_settings(),
+        machine=run.machine,
+        data={key: value for key, value in run.data.items() if not isinstance(value, list)},
+        phases_ms={phase: log.recent_mean(f"{phase}_ms", RECENT_STEPS) for phase in STEP_PHASES},
+        recent_steps=min(RECENT_STEPS, len(log)),
+        current={key: CURVES[key].current(log) for key in ("loss", "accuracy", "mean_r1", "temperature")},
+        chance={key: CURVES[key].chance_level(log) for key in ("loss", "accuracy", "mean_r1")},
+        pairs_per_s=log.recent_rate(RECENT_STEPS),
+        diagnostics=log.last("diagnostics"),
+        epoch=log.last("epoch"),
+        gradient_flow=GradientFlow(steps, blocks, norms.tolist()),
+        events=events[::-1],
+        bad_lines=log.bad_lines[:5],
+        bad_line_count=log.bad_line_count,
+    )
 
 
-def curve_json(curve: Curve, log: Log, x_axis: str, smooth: int, max_points: int, start: float, end: float) -> Record:
+def curve_points(
+    curve: Curve, log: Log, x_axis: str, smooth: int, max_points: int, start: float | None, end: float | None
+) -> CurvePoints:
     """A curve, smoothed over all steps, cut to the range and downsampled."""
     x, y = curve.points(log, x_axis, smooth)
-    inside = np.flatnonzero((x >= start) & (x <= end))
+    inside = np.flatnonzero((x >= (-np.inf if start is None else start)) & (x <= (np.inf if end is None else end)))
     if 0 < len(inside) < len(x):  # with one point beyond each end, so that lines reach the edges
         cut = slice(max(0, inside[0] - 1), inside[-1] + 2)
         x, y = x[cut], y[cut]
     x, y = downsample(x, y, max_points)
     short_x, short_y = ([float(f"{value:.7g}") for value in values.tolist()] for values in (x, y))
-    return {"x": short_x, "y": short_y, "chance": curve.chance_level(log)}
+    return CurvePoints(short_x, short_y, curve.chance_level(log))
 
 
 async def live_events(request: Request, runs: RunCache) -> AsyncIterator[str]:
-    """Server-sent events: the list of runs whenever it changes."""
-    sent = None
+    sent: list[RunRow] | None = None
     while not (runs.is_closing() or await request.is_disconnected()):
         rows = await asyncio.to_thread(runs.rows)
         if rows != sent:
             sent = rows
-            yield f"data: {json.dumps(json_safe(rows))}\n\n"
+            yield f"data: {as_json(list(map(vars, rows)))}\n\n"
         await asyncio.sleep(POLL_S)
 
 
@@ -229,6 +315,30 @@ def listen(host: str, port: int) -> socket.socket:
     raise OSError(f"cannot listen on {host}, ports {port} to {candidate}: {reason}")
 
 
+class Connection(H11Protocol):
+    """Closed when no complete request came for IDLE_S, whether nothing was sent or a byte now and then."""
+
+    last_cycle: Any = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(IDLE_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle and self.cycle is self.last_cycle:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self.last_cycle = self.cycle
+            self.loop.call_later(IDLE_S, self._close_if_idle)
+
+
+def create_server(app: FastAPI) -> uvicorn.Server:
+    """Only errors are logged: a stranger's malformed requests would fill the terminal."""
+    options: dict[str, Any] = {"http": Connection, "ws": "none", "limit_concurrency": MAX_CONNECTIONS}
+    return uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=3, **options))
+
+
 def serve(folder: Path, start: Run | None, host: str, port: int, token: str | None, browse: bool) -> None:
     token = secrets.token_urlsafe(12) if token == "auto" else token
     runs = RunCache(start.path.parent if start else folder, start)
@@ -241,8 +351,7 @@ def serve(folder: Path, start: Run | None, host: str, port: int, token: str | No
             print(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}", flush=True)
         if browse:
             webbrowser.open(address)
-        config = uvicorn.Config(create_app(runs, token), log_level="warning", timeout_graceful_shutdown=3)
-        server = uvicorn.Server(config)
+        server = create_server(create_app(runs, token))
         runs.is_closing = lambda: server.should_exit
         with suppress(KeyboardInterrupt):
             server.run(sockets=[server_socket])

@@ -53,7 +53,7 @@ function restoreView() {
 }
 
 /** Changes with every record of a run and when its process ends; undefined if there is no such run. */
-const version = (name) => JSON.stringify(runs.find((row) => row.run === name));
+const version = (name) => JSON.stringify(runs.find((row) => row.run === name), (key, value) => key === "fraction_read" ? value ?? 1 : value);
 
 /** The selected run and those compared with it that still exist. */
 function shownRuns() {
@@ -116,6 +116,8 @@ function drawHeader(run) {
   const step = summary.state === "running" ? summary.step : Math.max(summary.step, run.last_step);
   $("step").textContent = `step ${integer(step)}` + (summary.total ? ` of ${integer(summary.total)}` : "") +
     (summary.eta_s != null ? `, ${duration(summary.eta_s)} left` : "") + (summary.device ? `, on ${summary.device}` : "");
+  $("reading").textContent = run.fraction_read < 1
+    ? `The newest steps of a long log; the history is being read: ${Math.floor(100 * run.fraction_read)} %` : "";
   $("problem").textContent = [summary.problem, summary.reason].filter(Boolean).join("; ");
   if (["dead", "failed"].includes(summary.state)) $("problem").textContent += `; resume: m1clip train --resume --name ${run.path}`;
   document.body.classList.remove("empty");
@@ -136,23 +138,25 @@ function drawLegend() {
   $("legend").replaceChildren(...names.map((name, index) => el("li", {}, el("span", {class: "line", style: lineStyle(index)}), name)));
 }
 
-/** Fetch the curves that changed; runs without curves come one by one, because their logs may be long. */
+/** Fetch the curves that changed, run by run, because a log may be long; one that fails does not stop the others. */
 async function updateCurves(tab) {
   const query = new URLSearchParams({x_axis: view.xAxis, smooth: view.smooth, max_points: shownRuns().length > 4 ? 300 : 700});
   CHARTS[tab].forEach((key) => query.append("key", key));
   if (view.range) { query.set("start", view.range[0]); query.set("end", view.range[1]); }
   const signature = (name) => `${query} ${version(name)}`;
   const stale = shownRuns().filter((name) => cache[name]?.signature !== signature(name));
-  const known = stale.filter((name) => cache[name]);
-  for (const names of [known, ...stale.filter((name) => !cache[name]).map((name) => [name])]) {
-    if (!names.length) continue;
-    const request = new URLSearchParams(query), signatures = names.map(signature);
-    names.forEach((name) => request.append("run", name));
-    const fetched = await fetchJSON("api/curves?" + request);
-    names.forEach((name, index) => { cache[name] = {signature: signatures[index], ...fetched[name]}; });
-    await drawCurves(tab);
+  let failure = null, drawn = false;
+  for (const name of stale) {
+    const current = signature(name), isNew = !cache[name];
+    try {
+      const fetched = await fetchJSON(`api/curves?${query}&run=${encodeURIComponent(name)}`);
+      cache[name] = {signature: current, ...fetched[name]};
+      drawn = isNew || name === view.run;
+      if (drawn) await drawCurves(tab);
+    } catch (error) { failure = error; }
   }
-  if (!stale.length) await drawCurves(tab);
+  if (!drawn) await drawCurves(tab);
+  if (failure) throw failure;
 }
 
 async function drawCurves(tab) {
@@ -297,7 +301,16 @@ function listen() {
     if (versions() !== before) refresh();
   };
   source.onopen = () => { showError(""); refresh(); };
-  source.onerror = () => showError("The monitor does not answer. Is it still running? Retrying …");
+  source.onerror = () => {
+    showError("The monitor does not answer. Is it still running? Retrying …");
+    if (source.readyState === EventSource.CLOSED) setTimeout(retry, 3000);  // it was refused, not cut off
+  };
+}
+
+/** Listen again after a refusal, whose reason is shown: too many pages, or a token that is no longer valid. */
+async function retry() {
+  if (document.hidden || source.readyState !== EventSource.CLOSED) return;
+  try { await fetchJSON("api/runs"); listen(); } catch (error) { showError(error.message); setTimeout(retry, 3000); }
 }
 
 function showTab(tab, push = true) {
