@@ -217,7 +217,7 @@ def load_found(folder: Path) -> CLIP:
         checkpoints = list_checkpoints(Run(folder.parent)) if is_run(folder.parent) else []
         others = [path for path in checkpoints if path != folder.resolve()]
         hint = f"; {others[-1]} is a checkpoint of the same run, which can be used instead" if others else ""
-        raise ValueError(f"{error}{hint}") from None
+        raise type(error)(f"{error}{hint}") from None
 
 
 def trained_config(folder: Path | None, has_data: bool, console: Console) -> TrainConfig:

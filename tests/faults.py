@@ -154,7 +154,7 @@ def patch_descriptors(disk: FaultyDisk, patch: pytest.MonkeyPatch) -> None:
         if below and flags & (os.O_WRONLY | os.O_RDWR):
             disk.check("open", path)
         handle = real_open(path, flags, *args, **kwargs)
-        if below:
+        if below and not flags & os.O_NONBLOCK:  # which a file object will close
             disk.paths[handle], is_writable[handle] = str(path), bool(flags & (os.O_WRONLY | os.O_RDWR))
         return handle
 

@@ -107,9 +107,9 @@ def call(capsys, *argv: str) -> tuple[int, str, str]:
         ("train --budget 1e300h", "such as 90s, 10m or 2h, not '1e300h'"),
         # Settings that say nothing about this run.
         ("train --freeze vision", "from scratch all weights are random"),
-        ("train --data synthetic:", "must be a number of scenes, as in synthetic:12000"),
-        ("train --data synthetic:1e4", "'1e4' must be a number of scenes"),
-        ("data check synthetic:", "must be a number of scenes"),
+        ("train --data synthetic:", "must be a whole number of scenes, as in synthetic:12000"),
+        ("train --data synthetic:1e4", "'1e4' must be a whole number of scenes"),
+        ("data check synthetic:", "must be a whole number of scenes"),
         ("train --image-column nope", "--image-column nope does not apply to synthetic:12000"),
         ("train --name " + "a" * 300, "--name must have at most 200 printable characters"),
         ("train --background --name " + "a" * 300, "--name must have at most 200 printable characters"),

@@ -30,8 +30,15 @@ from m1clip.model.pretrained import (
     require_extra,
 )
 from m1clip.model.safe_load import check_settings, download_from_hub, foreign
-from m1clip.model.tokenizer import VOCABULARY_BYTES, HFTokenizer, Tokenizer, build_core, find_clip_tokenizer
-from m1clip.model.tokenizer_check import TOKENIZER_BYTES, check_tokenizer_state
+from m1clip.model.tokenizer import (
+    TOKENIZER_BYTES,
+    VOCABULARY_BYTES,
+    HFTokenizer,
+    Tokenizer,
+    build_core,
+    find_clip_tokenizer,
+)
+from m1clip.model.tokenizer_check import check_tokenizer_state
 
 Settings = Mapping[str, Any]
 # open_clip builds both towers at once; the one that is not used is this small.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from m1clip import devices, hub
+from m1clip import devices
 from m1clip.config import HFConfig, TimmConfig, check_config, require
 from m1clip.devices import short_error
 from m1clip.files import read_json
@@ -242,6 +242,8 @@ def timm_config(name: str) -> TimmConfig:
 
 def download_timm(name: str) -> Any:
     others = f"timm:{name}?weights=FILE reads them from a file, ?weights=none starts with random ones"
+    from m1clip import hub
+
     with hub.downloading(f"the weights of timm:{name} ({others})"):
         return create_timm(name, pretrained=True)
 

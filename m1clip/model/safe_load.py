@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from m1clip import hub, sensors
+from m1clip import sensors
 from m1clip.config import require
 from m1clip.devices import is_out_of_memory, short_error
 from m1clip.files import open_regular, read_json
@@ -170,6 +170,8 @@ def download_from_hub(name: str, owner_optional: bool = False, weights: bool = T
         expected = f"a {', '.join(WEIGHT_SUFFIXES)} file, a folder or a hub name (openai/clip-vit-base-patch32)"
         raise FileNotFoundError(f"there is no model {name!r}; expected {expected}")
     from huggingface_hub import snapshot_download
+
+    from m1clip import hub
 
     with hub.downloading(f"there is no file or folder {name!r}; {repo}"):
         for file in ("*.safetensors", "*pytorch_model*.bin") if weights else ("*.model",):

@@ -27,7 +27,6 @@ from torch import Tensor
 from m1clip.config import TokenizerSettings, require
 from m1clip.files import read_file, read_json
 from m1clip.model.safe_load import foreign
-from m1clip.model.tokenizer_check import TOKENIZER_BYTES, check_tokenizer_state
 
 PAD, START, END, UNK = "<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|unknown|>"
 # Padded lengths. Only a few, because MPS compiles a graph for each new shape; beyond is the context length.
@@ -35,6 +34,7 @@ BUCKETS = (8, 16, 24, 32, 48, 64, 128, 256)
 VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"  # of OpenAI
 CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 CLIP_MERGES = 49152 - 256 - 2  # OpenAI's file has more; CLIP uses these
+TOKENIZER_BYTES = 48_000_000  # Gemma's tokenizer.json, the largest in use, has 34 MB
 VOCABULARY_BYTES = 16_000_000  # of a CLIP vocabulary, uncompressed; OpenAI's has 3.2 MB
 BPE_CAPTIONS = 50_000  # captions that BPE is learned from
 BPE_BYTES = 32_000_000  # of them, at most
@@ -193,6 +193,8 @@ class HFTokenizer(Tokenizer):
 
 def build_core(state: dict[str, Any]) -> tokenizers.Tokenizer:
     """The tokenizer that a tokenizer.json describes, once its bounds are checked."""
+    from m1clip.model.tokenizer_check import check_tokenizer_state  # training from scratch needs none of it
+
     check_tokenizer_state(state)
     # From what was checked, not from the file: two parsers may read the same file differently.
     core = tokenizers.Tokenizer.from_buffer(orjson.dumps({**state, "padding": None, "truncation": None}))

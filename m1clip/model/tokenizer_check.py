@@ -14,7 +14,6 @@ import numpy as np
 
 from m1clip.config import require
 
-TOKENIZER_BYTES = 48_000_000  # Gemma's tokenizer.json, the largest in use, has 34 MB
 MAX_STEPS = 64  # normalizers, pre-tokenizers and post-processors together
 MAX_ITEMS = 1_000  # of a list in a step
 MAX_TEXT = 64  # characters that a step may insert
