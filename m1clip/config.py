@@ -413,7 +413,7 @@ def check_config(config: T) -> T:
 def check_model(model: ModelConfig) -> None:
     """Raise ValueError if the towers cannot be built."""
     vision, text = model.vision, model.text
-    require(min(vision.std) > 0, f"std must be positive, not {vision.std}")
+    require(min(vision.std) >= 1e-4, f"std must be at least 0.0001, not {vision.std}")
     if isinstance(vision, VisionConfig):
         size, patch = vision.image_size, vision.patch_size
         require(patch <= size and size % patch == 0, f"image_size {size} is not a multiple of patch_size {patch}")

@@ -55,6 +55,10 @@ def test_an_unknown_preset_gets_a_suggestion():
         ("budget", "ten minutes", "budget must be a duration such as 90s, 10m or 2h"),
         ("save_every", "often", "save_every must be a duration"),
         ("save_every", "0", "save_every must be"),
+        ("model.vision.mean", (float("nan"), 0.0, 0.0), "model.vision.mean.0 must be at most 1000, not nan"),
+        ("model.vision.std", (1e-300, 1.0, 1.0), "std must be at least 0.0001"),
+        ("model.vision.layers", 10**7, "model.vision.layers must be at most 256"),
+        ("model.embed_dim", 2**70, "model.embed_dim must be at most 65536"),
         ("word_dropout", 0.1, "word_dropout needs --model.text.encoder bag_of_words"),
     ],
 )

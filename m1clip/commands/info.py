@@ -27,7 +27,8 @@ class Args:
 
     def check(self) -> None:
         require(
-            self.batch_size is None or self.batch_size > 0, f"--batch-size must be at least 1, not {self.batch_size}"
+            self.batch_size is None or 1 <= self.batch_size <= 10**7,
+            f"--batch-size must be at least 1 and at most 10,000,000, not {self.batch_size}",
         )
 
 
