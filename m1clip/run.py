@@ -206,6 +206,8 @@ class Run:
                 if self.step is not None:
                     reason = str(error) or type(error).__name__
                     self.write_status(state, self.step, **{**self.status_fields, "reason": reason, "eta_s": None})
+                with suppress(OSError):  # unless something was written
+                    self.path.rmdir()
                 raise
 
     def write(self, name: str, value: Any, durable: bool = True) -> None:

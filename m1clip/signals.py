@@ -30,7 +30,7 @@ class Interrupt(KeyboardInterrupt):
 
     @classmethod
     def handle(cls, number: int, frame: FrameType | None) -> NoReturn:
-        error = cls()
+        error = cls(f"stopped by {signal.Signals(number).name}")
         cls.last = weakref.ref(error)
         try:
             raise error

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from m1clip import devices
+from m1clip import devices, status
 from m1clip.config import ModelConfig, TextConfig, TrainConfig, VisionConfig
 
 
@@ -13,6 +13,8 @@ from m1clip.config import ModelConfig, TextConfig, TrainConfig, VisionConfig
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["M1CLIP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or every process would compile torch's source anew
+    folder = tmp_path_factory.mktemp("status")
+    status.fallback_folders = lambda: [folder / "private"]  # not /dev/shm, where runs on full disks would stay
     torch.set_num_threads(1)  # threads do not pay for tiny tensors
     devices.DEFAULT_THREADS = 1
 

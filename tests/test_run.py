@@ -222,3 +222,10 @@ def test_a_run_whose_deletion_was_interrupted_is_not_in_the_way(tmp_path, monkey
     monkeypatch.undo()
     assert all_runs(tmp_path) == []  # not even while it is deleted
     assert not list(create_run(tmp_path, "r", "x", overwrite=False).path.iterdir())
+
+
+def test_a_run_that_fails_before_it_writes_anything_leaves_no_folder(tmp_path):
+    run = create_run(tmp_path, "r", "x", False)
+    with pytest.raises(KeyboardInterrupt), run.locked():
+        raise KeyboardInterrupt
+    assert not run.path.exists()
