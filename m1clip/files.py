@@ -19,10 +19,10 @@ import orjson
 
 UMASK = os.umask(0o022)
 os.umask(UMASK)  # it can only be read by setting it
-MAX_JSON_BYTES, MAX_LINE_BYTES = 64 << 20, 8 << 20  # of a JSON file, of a line; ours stay below a tenth of it
+MAX_JSON_BYTES, MAX_LINE_BYTES = 64 << 20, 1 << 20  # of a JSON file, of a line; ours stay below a tenth of it
 MAX_DEPTH = 32  # of nested lists and objects: deeper ones would exhaust the stack of whoever walks through them
 # A file or folder that is being written, replaced or removed: its name, the process that does it, and which it is.
-PARTIAL = re.compile(r"\.(.+)\.(\d+)(\.new|\.old|\.removed)?")
+PARTIAL = re.compile(r"\.(.+)\.(\d+)\.(new|old|removed)")
 # Bounds of files from outside. A config.json has some kB; one with the names of 21,841 classes has 1.5 MB.
 JSON_BYTES = 4_000_000
 BYTES_PER_ITEM = 16  # in a JSON file as large as its bound; a list of empty lists has 1.5
@@ -185,9 +185,9 @@ def remove_partial(folder: Path, name: str | None = None) -> None:
     """
     for path in folder.glob(".*" if name is None else f".{escape(name)}.*"):
         partial = PARTIAL.fullmatch(path.name)
-        if partial is None or (name and (partial[1] != name or not partial[3] or is_process(int(partial[2])))):
+        if partial is None or (name and (partial[1] != name or is_process(int(partial[2])))):
             continue
-        if partial[3] == ".old" and not (folder / partial[1]).exists():
+        if partial[3] == "old" and not (folder / partial[1]).exists():
             path.rename(folder / partial[1])
         elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -205,7 +205,8 @@ class Run:
                 state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
                 if self.step is not None:
                     reason = str(error) or type(error).__name__
-                    self.write_status(state, self.step, **{**self.status_fields, "reason": reason, "eta_s": None})
+                    with suppress(OSError):  # or it would hide the error
+                        self.write_status(state, self.step, **{**self.status_fields, "reason": reason, "eta_s": None})
                 with suppress(OSError):  # unless something was written
                     self.path.rmdir()
                 raise
@@ -342,7 +343,7 @@ def new_run_path(runs: Path, name: str | None, preset: str, overwrite: bool) -> 
     if name in ("", ".", "..") or set(name) & set("/\\\0"):
         raise ValueError(f"--name must be a plain folder name, not {name!r}; --runs sets the parent folder")
     if len(name.encode(errors="replace")) > MAX_NAME or not name.isprintable():
-        raise ValueError(f"--name must have at most {MAX_NAME} printable characters, not {name[:50]!r}…")
+        raise ValueError(f"--name must have at most {MAX_NAME} bytes, all printable, not {name[:50]!r}…")
     path = runs / name
     if not path.exists() or (path.is_dir() and is_empty(path)):
         return path

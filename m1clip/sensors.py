@@ -78,6 +78,15 @@ def peak_gb() -> float:
     return round(peak * (1 if sys.platform == "darwin" else 1024) / 1e9, 3)
 
 
+def total_gb() -> float:
+    """Memory of the machine, or of the container or ulimit if that is less."""
+    total = psutil.virtual_memory().total
+    with suppress(OSError, ValueError):
+        total = min(total, int((CGROUP / "memory.max").read_text()))
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return (total if address_space == resource.RLIM_INFINITY else min(total, address_space)) / 1e9
+
+
 def available_gb() -> float:
     """Memory available without swapping: of the machine, or of the container or ulimit if that is less."""
     free = psutil.virtual_memory().available

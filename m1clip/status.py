@@ -1,4 +1,4 @@
-"""What the status of a run says is wrong, and a second place for a status that its own disk does not take. No torch."""
+"""What the status of a run says is wrong, and where it is written if the disk of the run is full. No torch."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def number_or_unknown(value: Any) -> float | int | None:
     return value if type(value) in (int, float) and abs(value) < 1e15 else None
 
 
-# The second place: a private folder in memory or, where there is none, in the temporary folder.
+# The fallback: a private folder in memory or, where there is none, in the temporary folder.
 def fallback_folders() -> list[Path]:
     roots = ("/dev/shm", os.environ.get("TMPDIR") or "/tmp", "/tmp")
     return [Path(root) / f"m1clip-{os.geteuid()}" for root in dict.fromkeys(roots)]
@@ -38,7 +38,10 @@ def _is_private(folder: Path) -> bool:
 
 def _fallback_files(run: Path) -> list[Path]:
     """By device and inode, so that every path to the run leads to the same file."""
-    folder = os.stat(run)
+    try:
+        folder = os.stat(run)
+    except OSError:  # deleted, or on a disk that fails
+        return []
     return [path / f"{folder.st_dev:x}-{folder.st_ino:x}.json" for path in fallback_folders()]
 
 

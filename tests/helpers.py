@@ -81,8 +81,10 @@ def serve_in_thread(runs: web.RunCache) -> Iterator[str]:
     server = web.create_server(web.create_app(runs))
     runs.is_closing = lambda: server.should_exit
     with web.listen("127.0.0.1", 18465) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        server.should_exit = True
-        thread.join(120)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        finally:
+            server.should_exit = True
+            thread.join(120)

@@ -1,4 +1,4 @@
-"""Model folders and files of a malicious stranger; as a program, a table of what each costs in time and memory."""
+"""Untrusted model folders and files; as a program, a table of what each costs in time and memory."""
 
 import gzip
 import json

@@ -1,5 +1,6 @@
 """Files in the current folder are data: no module beside the images is imported, by any process of a command."""
 
+import json
 import os
 import subprocess
 import sys
@@ -44,7 +45,10 @@ def test_decoding_workers_import_nothing_from_the_current_folder(folder):
 
 def test_a_background_run_and_its_workers_import_nothing_from_the_current_folder(folder):
     run(folder, "train", "--background", "--name", "r", *PHOTOS, "--steps", "2")
-    run(folder, "stop", "r") if "running" in run(folder, "runs") else None
+    for _ in range(600):
+        if (state := json.loads(run(folder, "runs", "--json"))["state"]) != "running":
+            break
+    assert state == "finished"
     run(folder, "report", "r")
     assert not (folder / "RAN").exists()
 

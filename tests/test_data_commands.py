@@ -332,3 +332,13 @@ def test_a_bad_line_in_a_manifest_is_skipped(tmp_path, capsys):
     with open(tmp_path / "out" / "manifest.jsonl", "a") as file:
         file.write("[" * 200_000 + '\n{"file": []}\n{}\n')
     assert run_command(capsys, *words)[0] == 0
+
+
+def test_a_conversion_deletes_nothing_of_a_folder_that_is_not_its_own(tmp_path, capsys):
+    for name in (".venv-3.12", ".backup.2024", ".notes.77.new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    code, _, err = run_command(capsys, "data", "convert", "synthetic:4", tmp_path)
+    assert code == 2
+    assert "neither empty nor a conversion" in err
+    assert len(list(tmp_path.rglob("file"))) == 3

@@ -21,7 +21,7 @@ from photos import write_photos
 Files = dict[str, bytes]
 
 
-class Computer:
+class Workspace:
     """A folder with data, a cache and runs, in which commands run; it can be set back to an earlier state."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -109,16 +109,16 @@ def changed_files(actual: Files, expected: Files) -> list[str]:
 
 
 @pytest.fixture
-def computer(tmp_path, monkeypatch, capsys) -> Computer:
-    computer = Computer(tmp_path, capsys)
-    monkeypatch.chdir(computer.folder)
-    monkeypatch.setenv("M1CLIP_CACHE", str(computer.folder / "cache"))
+def workspace(tmp_path, monkeypatch, capsys) -> Workspace:
+    workspace = Workspace(tmp_path, capsys)
+    monkeypatch.chdir(workspace.folder)
+    monkeypatch.setenv("M1CLIP_CACHE", str(workspace.folder / "cache"))
     parse = cache(commands.parse_flags)  # it would take longer than the rest of a command
     monkeypatch.setattr(commands, "parse_flags", lambda kind, program, argv: parse(kind, program, tuple(argv)))
     monkeypatch.setattr(pydantic, "TypeAdapter", cache(pydantic.TypeAdapter))
     monkeypatch.setattr(checkpoint, "RETRY_S", 0.0)
     monkeypatch.setattr(checkpoint, "WAIT_FOR_DISK_S", {"stopping": 0.0, "finishing": 0.0})
-    return computer
+    return workspace
 
 
 @pytest.fixture
@@ -146,40 +146,40 @@ def intact_checkpoints() -> Files:
     return {}
 
 
-def test_training_survives_a_failure_of_each_of_its_writes(computer, config):
-    (computer.folder / "config.json").write_text(to_json(config))
-    assert computer.fail_every_write(train_argv, trained, intact_checkpoints, ["full", "broken"]) > 100
+def test_training_survives_a_failure_of_each_of_its_writes(workspace, config):
+    (workspace.folder / "config.json").write_text(to_json(config))
+    assert workspace.fail_every_write(train_argv, trained, intact_checkpoints, ["full", "broken"]) > 100
 
 
 @pytest.mark.parametrize("faults", [["broken", "full"], ["short"]])
-def test_a_resumed_run_survives_a_failure_of_each_of_its_writes(computer, config, faults):
-    (computer.folder / "config.json").write_text(to_json(config))
-    assert computer.call(train_argv())[0] == 0
-    (computer.folder / "runs" / "r" / "config.json").write_text(to_json(replace(config, epochs=2, recipe="scratch")))
-    assert computer.fail_every_write(train_argv, trained, intact_checkpoints, faults) > 80
+def test_a_resumed_run_survives_a_failure_of_each_of_its_writes(workspace, config, faults):
+    (workspace.folder / "config.json").write_text(to_json(config))
+    assert workspace.call(train_argv())[0] == 0
+    (workspace.folder / "runs" / "r" / "config.json").write_text(to_json(replace(config, epochs=2, recipe="scratch")))
+    assert workspace.fail_every_write(train_argv, trained, intact_checkpoints, faults) > 80
 
 
 @pytest.mark.parametrize("to", ["shards", "parquet"])
-def test_a_conversion_of_data_survives_a_failure_of_each_of_its_writes(computer, to):
+def test_a_conversion_of_data_survives_a_failure_of_each_of_its_writes(workspace, to):
     argv = ["data", "convert", "photos.csv", "out", "--to", to, "--per-file", "6"]
-    assert computer.fail_every_write(lambda: argv, lambda: computer.files("out"), dict, ["full", "broken"]) > 30
+    assert workspace.fail_every_write(lambda: argv, lambda: workspace.files("out"), dict, ["full", "broken"]) > 30
 
 
-def test_a_report_survives_a_failure_of_each_of_its_writes(computer, config, monkeypatch):
-    (computer.folder / "config.json").write_text(to_json(config))
-    assert computer.call(train_argv())[0] == 0
+def test_a_report_survives_a_failure_of_each_of_its_writes(workspace, config, monkeypatch):
+    (workspace.folder / "config.json").write_text(to_json(config))
+    assert workspace.call(train_argv())[0] == 0
     for name in ("draw_curves", "draw_step_time", "draw_gradient_flow"):  # they would take minutes
         monkeypatch.setattr(report, name, write_figure)
     examples = json.loads(Path("runs/r/retrievals.json").read_text())
     Path("runs/r/retrievals.json").write_text(json.dumps({**examples, "queries": examples["queries"][:1]}))
-    assert computer.call(["report", "r"])[0] == 0
+    assert workspace.call(["report", "r"])[0] == 0
     for path in Path("runs/r/report").glob("*.*"):
         path.write_text("previous")
 
     def written() -> Files:
-        return computer.files("runs/r/report")
+        return workspace.files("runs/r/report")
 
-    assert computer.fail_every_write(lambda: ["report", "r"], written, written, ["full", "broken"]) > 15
+    assert workspace.fail_every_write(lambda: ["report", "r"], written, written, ["full", "broken"]) > 15
 
 
 def write_figure(*args: object) -> None:
@@ -188,17 +188,17 @@ def write_figure(*args: object) -> None:
 
 
 @pytest.mark.parametrize("to", ["transformers", "open_clip", "m1clip"])
-def test_a_converted_model_survives_a_failure_of_each_of_its_writes(computer, config, to):
-    (computer.folder / "config.json").write_text(to_json(config))
-    assert computer.call(train_argv())[0] == 0
-    (computer.folder / "out").mkdir()
-    (computer.folder / "out" / "previous").touch()
+def test_a_converted_model_survives_a_failure_of_each_of_its_writes(workspace, config, to):
+    (workspace.folder / "config.json").write_text(to_json(config))
+    assert workspace.call(train_argv())[0] == 0
+    (workspace.folder / "out").mkdir()
+    (workspace.folder / "out" / "previous").touch()
 
     def written() -> Files:
-        return {"out": repr(sorted(computer.files("out").items())).encode()}  # all files, or none
+        return {"out": repr(sorted(workspace.files("out").items())).encode()}  # all files, or none
 
     argv = ["convert", "runs/r", "--to", to, "--out", "out", "--overwrite"]
-    assert computer.fail_every_write(lambda: argv, written, written, ["full", "broken"]) > 15
+    assert workspace.fail_every_write(lambda: argv, written, written, ["full", "broken"]) > 15
 
 
 @pytest.mark.parametrize(
@@ -209,10 +209,10 @@ def test_a_converted_model_survives_a_failure_of_each_of_its_writes(computer, co
         (["data", "template", "photos", "--out", "table.csv", "--overwrite"], "table.csv"),
     ],
 )
-def test_a_file_about_data_survives_a_failure_of_each_of_its_writes(computer, argv, output):
-    (computer.folder / output).write_bytes(b"previous")
+def test_a_file_about_data_survives_a_failure_of_each_of_its_writes(workspace, argv, output):
+    (workspace.folder / output).write_bytes(b"previous")
 
     def written() -> Files:
-        return {output: (computer.folder / output).read_bytes()}
+        return {output: (workspace.folder / output).read_bytes()}
 
-    assert computer.fail_every_write(lambda: argv, written, written, ["full", "broken"]) >= 5
+    assert workspace.fail_every_write(lambda: argv, written, written, ["full", "broken"]) >= 5

@@ -55,10 +55,10 @@ def test_partial_files_of_a_killed_process_are_removed_and_a_moved_folder_is_res
     for name in (".model.77.new", ".model.77.old", ".best.77.old", "best"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name.strip(".")).touch()
-    (tmp_path / ".status.json.77").touch()
-    (tmp_path / ".hidden").touch()
+    (tmp_path / ".status.json.77.new").touch()
+    (tmp_path / ".hidden.2024").touch()  # not ours
     files.remove_partial(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "best", ".hidden"}
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "best", ".hidden.2024"}
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.77.old"]
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["best"]  # the complete one wins
 

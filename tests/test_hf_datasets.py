@@ -95,3 +95,11 @@ def test_errors_are_one_sentence():
         open_source("hf:x?shuffle=1")
     with pytest.raises(ValueError, match="must be the number of rows"):
         open_source("hf:x?stream=all")
+
+
+def test_the_script_of_a_dataset_is_never_run(tmp_path):
+    write_photos(tmp_path / "scripted", 3)
+    (tmp_path / "scripted" / "scripted.py").write_text(f"open({str(tmp_path / 'RAN')!r}, 'w')")
+    with pytest.raises(ValueError, match="scripted"):
+        open_source(f"hf:{tmp_path}/scripted")
+    assert not (tmp_path / "RAN").exists()

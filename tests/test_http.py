@@ -1,4 +1,4 @@
-"""The server of the web monitor against its OpenAPI schema, strangers, and one run that is slow to read."""
+"""The web server against its OpenAPI schema, requests without a token, and a run that is slow to read."""
 
 import itertools
 import re

@@ -118,7 +118,7 @@ def test_help_monitoring_and_decoding_start_without_torch():
 BUDGETS = {
     "commands": 1_780,
     "model": 3_020,
-    "data": 3_700,
+    "data": 3_720,
     "training": 3_500,
     "evals": 580,
     "bench": 480,

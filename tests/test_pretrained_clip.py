@@ -1,6 +1,7 @@
 """CLIPs of open_clip and transformers whose towers are not ours: embeddings, recipes, refusals by name."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,20 @@ def test_other_models_of_transformers_are_refused_by_their_name(config, message,
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         import_clip(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["siglip", "unknown"])
+def test_code_beside_a_model_is_never_run(kind, tmp_path):
+    folder = save_transformers("siglip", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    auto_map = {"AutoConfig": "modeling.Config", "AutoModel": "modeling.Model", "AutoTokenizer": "modeling.Tokenizer"}
+    config |= {"auto_map": auto_map} | ({"model_type": kind} if kind == "unknown" else {})
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("modeling.py", "configuration.py", "tokenization.py", "__init__.py"):
+        (folder / name).write_text(f"open({str(tmp_path / 'RAN')!r}, 'w')")
+    with pytest.raises(ValueError, match="never run") if kind == "unknown" else nullcontext():
+        import_clip(str(folder))
+    assert not (tmp_path / "RAN").exists()
 
 
 def test_incomplete_weights_are_refused(tmp_path):

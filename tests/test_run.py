@@ -57,7 +57,7 @@ def test_an_empty_folder_may_become_a_run(tmp_path):
 
 def test_a_folder_with_only_partial_files_may_become_a_run(tmp_path):
     (tmp_path / "r").mkdir()
-    (tmp_path / "r" / ".config.json.77").touch()
+    (tmp_path / "r" / ".config.json.77.new").touch()
     run = create_run(tmp_path, "r", "x", overwrite=False)
     assert not list(run.path.iterdir())
     run.write("config.json", {"epochs": 1})  # the first file a run writes
@@ -174,7 +174,7 @@ def test_owning_a_run_removes_partial_files_and_restores_a_moved_folder(tmp_path
     run = started_run(tmp_path / "r")
     for name in (".model.77.new", ".model.77.old", "checkpoints", "checkpoints/.step_000004.77.new"):
         (run.path / name).mkdir()
-    (run.path / ".status.json.77").touch()
+    (run.path / ".status.json.77.new").touch()
     (run.path / ".model.77.old" / "weights").touch()
     with run.locked():
         pass

@@ -782,3 +782,19 @@ def test_captions_in_deeply_nested_lists_are_bad_rows(tmp_path):
     source = open_source(tmp_path / "table.jsonl")
     assert captions_by_image(source) == {"0000.jpg": ["a cat"], "0001.jpg": ["a cat"]}
     assert len(source.bad_rows) == 2
+
+
+def test_half_a_surrogate_pair_in_a_long_caption_is_one_bad_row(tmp_path):
+    names = write_photos(tmp_path, 3)
+    captions = ["\\ud800" + "a" * 5000, "b", "c"]
+    rows = (f'{{"image": "{name}", "caption": "{caption}"}}\n' for name, caption in zip(names, captions, strict=True))
+    (tmp_path / "table.jsonl").write_text("".join(rows))
+    assert bad_rows(open_source(tmp_path / "table.jsonl")) == {("not UTF-8", "table.jsonl line 1")}
+
+
+def test_a_json_table_that_would_not_fit_into_memory_is_refused_with_the_number_needed(tmp_path, monkeypatch):
+    write_photos(tmp_path, 3)
+    (tmp_path / "table.json").write_text("[" + ",".join(["[]"] * 100_000) + "]")
+    monkeypatch.setattr("m1clip.data.tables.available_gb", lambda: 0.01)
+    with pytest.raises(MemoryError, match=r"table\.json needs about 0\.0 GB of memory, 0\.0 GB are available"):
+        open_source(tmp_path / "table.json")

@@ -1,4 +1,4 @@
-"""The status of a run: full disks, silent and stalled processes, and the second place where it is written."""
+"""The status of a run: full disks, silent and stalled processes, and its fallback."""
 
 import json
 import os

@@ -111,7 +111,7 @@ def print_snapshot(run: Run, as_json: bool) -> None:
         step = {name: view.log.recent_mean(name, 1) for name in view.log.columns} | {"step": view.log.last_step}
         records = {kind: view.log.last(kind) or None for kind in RECORD_KINDS}
         state = {**view.summary, "last_step": step, **records, "events": view.log.events[-20:]}
-        state["bad_lines"] = len(view.log.bad_lines)
+        state["bad_lines"] = view.log.bad_line_count
         print(json.dumps(json_safe(state)))
         return
     console = RichConsole(highlight=False)

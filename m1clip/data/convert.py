@@ -20,7 +20,7 @@ from m1clip.data.index import BadRow, BadRows, IndexedPairs, PairDataset, Progre
 from m1clip.data.pixel_cache import row_chunks
 from m1clip.data.splits import Source
 from m1clip.decode import BadImage, decode, read_header
-from m1clip.files import append_lines, atomic_write, fsync, lock_folder, naming, read_jsonl, remove_partial
+from m1clip.files import PARTIAL, append_lines, atomic_write, fsync, lock_folder, naming, read_jsonl, remove_partial
 
 Format = Literal["shards", "parquet"]
 Sample = tuple[str, bytes, str, list[str], str]  # key, image file, its suffix, captions, location
@@ -114,14 +114,14 @@ class Manifest:
 
     def __init__(self, out: Path, settings: dict[str, Any]):
         self.path = out / "manifest.jsonl"
-        remove_partial(out)
         if not self.path.exists():
-            if any(out.iterdir()):
+            if any(path for path in out.iterdir() if not PARTIAL.fullmatch(path.name)):
                 raise ValueError(f"{out} is neither empty nor a conversion by m1clip; choose a new folder")
             atomic_write(self.path, json.dumps(settings) + "\n")
         header, *entries = lines = [*read_jsonl(self.path)] or [{}]
         if header != settings:
             raise ValueError(f"{out} is a conversion of other data or settings; choose another folder")
+        remove_partial(out)
         intact = "".join(json.dumps(line) + "\n" for line in lines)
         if self.path.read_text(errors="replace") != intact:
             atomic_write(self.path, intact)  # without a line that a crash has cut

@@ -218,7 +218,7 @@ def truncate(caption: str) -> str:
     """The caption if it is not too long, else its first MAX_CAPTION_BYTES."""
     if 4 * len(caption) <= MAX_CAPTION_BYTES:  # a character has at most four bytes
         return caption
-    data = caption.strip().encode(errors="surrogateescape")
+    data = caption.strip().encode(errors="surrogatepass")
     return caption if len(data) <= MAX_CAPTION_BYTES else data[:MAX_CAPTION_BYTES].decode(errors="ignore")
 
 

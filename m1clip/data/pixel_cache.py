@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from errno import ENOSPC
 from functools import partial
 from hashlib import sha256
@@ -107,7 +107,7 @@ class WorkerPool(Generic[T]):
         """Submitting may start a process, which inherits the blocked Ctrl-C: it would print a traceback."""
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            with safe_path():
+            with safe_path() if len(self.executor._processes or ()) < self.workers else nullcontext():
                 return self.executor.submit(_apply, rows)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
@@ -120,20 +120,25 @@ class WorkerPool(Generic[T]):
             process.terminate()
 
 
+_environment = threading.Lock()
+
+
 @contextmanager
 def safe_path() -> Iterator[None]:
     """Python processes started in the block do not import modules from the current folder.
 
     Nor does multiprocessing's resource tracker warn of semaphores after Ctrl-C.
     """
-    settings = {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"}
-    previous = {name: os.environ.pop(name, None) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in previous.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with _environment:
+        previous = {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONWARNINGS")}
+        quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
+        warnings = ",".join(filter(None, (previous["PYTHONWARNINGS"], quiet)))
+        os.environ.update({"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": warnings})
+        try:
+            yield
+        finally:
+            for name, value in previous.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 _function: Callable[[Rows], Any]
@@ -218,8 +223,8 @@ class RowStore:
         k, notes = (entry.get("chunk"), entry.get("notes")) if isinstance(entry, dict) else (None, None)
         if type(k) is not int or not 0 <= k < len(self.chunks) or not isinstance(notes, dict):
             return False
-        rows = {str(row) for row in self.chunks[k]}
-        return type(entry.get("crc")) is int and notes.keys() <= rows and all(map(self.is_note, notes.values()))
+        has_rows = all(row.isdecimal() and len(row) < 20 and int(row) in self.chunks[k] for row in notes)
+        return type(entry.get("crc")) is int and has_rows and all(map(self.is_note, notes.values()))
 
     def is_note(self, note: Any) -> bool:
         """Whether a note on a row is a row: the one that is used instead."""

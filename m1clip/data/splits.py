@@ -135,7 +135,7 @@ def _open_synthetic(spec: str, weight: float, config: DataConfig) -> Source:
     _, colon, size = spec.partition(":")
     if colon and not re.fullmatch(r"[0-9]{1,12}", size):
         raise ValueError(f"in {spec!r}, {size[:20]!r} must be a whole number of scenes, as in synthetic:12000")
-    refuse_flags(spec, "drawn", config, (*COLUMNS, "caption_from"))
+    refuse_flags(spec, "generated", config, (*COLUMNS, "caption_from"))
     if config.group_by != "none":
         raise ValueError("--group-by is not for synthetic scenes: their validation captions never occur in training")
     train = SyntheticScenes(int(size or 12000), config.seed)

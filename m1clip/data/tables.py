@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from m1clip.config import DataConfig
 from m1clip.data.caption_text import detect_encoding
 from m1clip.data.index import BadRow, Listed, Listing, Note, Row, table_location
+from m1clip.sensors import available_gb
 from m1clip.signals import ended_by_signals
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
@@ -39,7 +40,8 @@ ID_COLUMN = re.compile(r"(^|_)(id|ids|key|index|idx|hash|sha256|md5)$")
 MAX_QUOTED_LINES = 50  # a longer quoted field counts as a missing quotation mark
 MAX_LINE = 1_000_000  # characters; the rest of a longer line is not read
 MAX_NESTING = 8  # of lists of captions
-LARGE_JSON = 20_000_000  # bytes that take about as long as Ctrl-C may
+LARGE_JSON_BYTES = 20_000_000  # that take about as long to parse as Ctrl-C may
+BYTES_PER_ITEM = 100  # of a JSON text, once it is parsed
 SAMPLED_ROWS = 200  # columns are guessed from these
 
 Values = dict[str, Any]
@@ -253,12 +255,21 @@ def read_json_table(path: Path) -> Iterator[Record]:
     yield from enumerate(values, 1)
 
 
+def require_memory_for(path: Path, data: bytes) -> None:
+    """Raise MemoryError for a JSON text that would not fit into memory once parsed: `[],[],…` grows 26 times."""
+    items = sum(map(data.count, (b",", b"[", b"{")))
+    needed, free = (3 * len(data) + BYTES_PER_ITEM * items) / 1e9, available_gb()
+    if needed > free:
+        advice = "JSON lines, CSV or Parquet need less"
+        raise MemoryError(f"{path} needs about {needed:,.1f} GB of memory, {free:,.1f} GB are available; {advice}")
+
+
 def load_json(path: Path) -> Any:
     try:
-        with open(path, "rb") as file:
-            is_large = os.fstat(file.fileno()).st_size > LARGE_JSON
-            with ended_by_signals() if is_large else nullcontext():
-                return json.load(file)
+        data = path.read_bytes()
+        require_memory_for(path, data)
+        with ended_by_signals() if len(data) > LARGE_JSON_BYTES else nullcontext():
+            return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
 

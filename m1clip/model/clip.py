@@ -35,7 +35,7 @@ from m1clip.model.inputs import ImageInput, encode_batches, image_batches, list_
 from m1clip.model.lora import merged_state_dict
 from m1clip.model.pretrained import HFText, PretrainedTower, TimmVision
 from m1clip.model.rng import dropout_mask
-from m1clip.model.safe_load import foreign, load_checked, on_meta, save_tensors
+from m1clip.model.safe_load import load_checked, on_meta, save_tensors, untrusted_input
 from m1clip.model.tokenizer import HFTokenizer, Tokenizer
 from m1clip.model.towers import BagOfWords, TextTransformer, Tower, VisionTransformer, init_tower
 
@@ -265,7 +265,7 @@ def load(folder: str | os.PathLike[str]) -> CLIP:
     for name in MODEL_FILES:
         if not (path / name).is_file():
             raise FileNotFoundError(f"no {name} in {path}; a model folder has {', '.join(MODEL_FILES)}")
-    with foreign(f"{path} cannot be loaded", path):
+    with untrusted_input(f"{path} cannot be loaded", path):
         return read_folder(path)
 
 

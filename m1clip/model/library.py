@@ -29,7 +29,7 @@ from m1clip.model.pretrained import (
     parse_hf_config,
     require_extra,
 )
-from m1clip.model.safe_load import check_settings, download_from_hub, foreign
+from m1clip.model.safe_load import check_settings, download_from_hub, untrusted_input
 from m1clip.model.tokenizer import (
     TOKENIZER_BYTES,
     VOCABULARY_BYTES,
@@ -208,7 +208,7 @@ def copy_tokenizer_files(folder: Path, target: Path) -> None:
         if name == "config.json":
             check_settings(state)
         if name == "tokenizer.json":
-            with foreign(f"{folder / name} is not a tokenizer"):
+            with untrusted_input(f"{folder / name} is not a tokenizer"):
                 check_tokenizer_state(state)
         elif name not in LARGE_JSON:
             state = {key: value for key, value in state.items() if not key.endswith("_file")}
@@ -227,7 +227,7 @@ def copy_core(theirs: Any) -> tokenizers.Tokenizer:
         from transformers import T5Tokenizer
 
         core = T5Tokenizer.from_pretrained(Path(theirs.vocab_file).parent, extra_ids=0).backend_tokenizer
-    with foreign("the tokenizer cannot be used"):
+    with untrusted_input("the tokenizer cannot be used"):
         return build_core(orjson.loads(core.to_str()))
 
 

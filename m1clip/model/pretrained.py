@@ -28,9 +28,9 @@ from m1clip.model.safe_load import (
     check_settings,
     check_weights,
     download_from_hub,
-    foreign,
     load_folder_tensors,
     load_tensors,
+    untrusted_input,
 )
 from m1clip.model.tokenizer import HFTokenizer
 
@@ -207,7 +207,7 @@ def parse_hf_config(config: Mapping[str, Any]) -> Any:
 
     logging.set_verbosity_error()  # it warns of token ids that only generation would use
     check_settings(config)
-    with foreign(f"transformers cannot read a configuration of type {config['model_type']}"):
+    with untrusted_input(f"transformers cannot read a configuration of type {config['model_type']}"):
         return AutoConfig.for_model(**clean_hf_config(config))
 
 
@@ -273,7 +273,7 @@ def load_hf_text(spec: str) -> tuple[HFText, HFTokenizer]:
     folder = folder if folder.is_dir() else download_from_hub(name, owner_optional=True)
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder} has no tokenizer.json")
-    with foreign(f"{folder} cannot be imported", folder):
+    with untrusted_input(f"{folder} cannot be imported", folder):
         return read_hf_text(folder)
 
 

@@ -41,9 +41,9 @@ from m1clip.model.safe_load import (
     WEIGHT_SUFFIXES,
     WeightMismatch,
     check_module_size,
-    foreign,
     load_folder_tensors,
     on_meta,
+    untrusted_input,
 )
 from m1clip.model.tokenizer import Tokenizer, find_clip_tokenizer
 from m1clip.run import Run
@@ -87,12 +87,12 @@ def import_clip(spec: str, tokenizer: str = "", quick_gelu: bool = False, model_
     """
     path, config = find_checkpoint(spec, model_name)
     if path.is_dir() and config is None:
-        with foreign(f"{path} cannot be imported", path):
+        with untrusted_input(f"{path} cannot be imported", path):
             return (import_transformers(path, tokenizer) if is_transformers(path) else load(path)), ""
     weights, note = read_weights(path), ""
     if config is None:
         config, note = infer_open_clip(spec, path, weights, quick_gelu)
-    with foreign(f"{path} cannot be imported", path):
+    with untrusted_input(f"{path} cannot be imported", path):
         return build_open_clip(path, weights, config, tokenizer), note
 
 

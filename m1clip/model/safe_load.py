@@ -13,7 +13,7 @@ import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,11 +41,11 @@ MAX_TENSORS = 10_000  # weights of a model; a ViT-bigG has 1,300
 MAX_SIZE, MAX_LAYERS = 2**24, 1_024  # of any integer in a configuration, and of those that count layers
 TOO_LONG = f"has more than {PICKLE_BYTES / 1e6:.0f} MB without tensors"
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "state_dict_ema")
-PASSED_ON = (OSError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
+NOT_CONVERTED = (OSError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 @contextmanager
-def foreign(what: str, path: Path | None = None) -> Iterator[None]:
+def untrusted_input(what: str, path: Path | None = None) -> Iterator[None]:
     """While something reads what others wrote: any error becomes a ValueError of one sentence.
 
     A ValueError that names the `path` is one already. Libraries in Rust raise PanicException, which is no Exception.
@@ -54,7 +54,7 @@ def foreign(what: str, path: Path | None = None) -> Iterator[None]:
         yield
     except BaseException as error:
         is_sentence = path is not None and isinstance(error, ValueError) and str(path) in str(error)
-        if is_sentence or isinstance(error, PASSED_ON):
+        if is_sentence or isinstance(error, NOT_CONVERTED):
             raise
         if is_out_of_memory(error):
             raise MemoryError(f"{what}: not enough memory") from None
@@ -98,8 +98,12 @@ def bounded_modules(what: str) -> Iterator[list[int]]:
 
 def check_module_size(what: str, build: Callable[[], Any]) -> None:
     """Require that the weights of what a library would build fit into memory."""
-    with suppress(NotImplementedError), on_meta(), bounded_modules(what) as sizes:  # a few models read their tensors
-        build()
+    with on_meta(), bounded_modules(what) as sizes:
+        try:
+            build()
+        except (NotImplementedError, RuntimeError) as error:  # a few models read their tensors: counted until there
+            if "meta tensor" not in str(error).lower():
+                raise
     require_memory(sum(sizes), what)
 
 
@@ -186,7 +190,7 @@ def load_safetensors(path: Path) -> dict[str, Tensor]:
     length = int.from_bytes(check_file(path), "little")
     if length > HEADER_BYTES:
         raise ValueError(f"{path} is not a model: its header of {length:,} bytes is above {HEADER_BYTES:,}")
-    with foreign(f"{path} is damaged or not a safetensors file"):
+    with untrusted_input(f"{path} is damaged or not a safetensors file"):
         return load_file(path)
 
 
@@ -209,9 +213,10 @@ def check_settings(settings: Any, key: str = "") -> None:
 
 
 def require_memory(size: int, what: str) -> None:
-    needed, free = size / 1e9, sensors.available_gb()
-    if needed > free:
-        raise MemoryError(f"{what} needs {needed:,.1f} GB of memory; {free:,.1f} GB are available")
+    """Of the whole machine: less may be available now, but other programs can be closed or swapped out."""
+    needed, total = size / 1e9, sensors.total_gb()
+    if needed > total:
+        raise MemoryError(f"{what} needs {needed:,.1f} GB of memory; this machine has {total:,.1f} GB")
 
 
 def _load_archive(path: Path) -> dict[str, Tensor]:
@@ -220,7 +225,7 @@ def _load_archive(path: Path) -> dict[str, Tensor]:
         with warnings.catch_warnings(action="ignore"):  # about versions of pickle
             value = _unpickle(path)
     except BaseException as error:  # damage raises errors of a dozen kinds, some of them without Exception
-        if isinstance(error, PASSED_ON):
+        if isinstance(error, NOT_CONVERTED):
             raise
         raise ValueError(f"{path} is refused: {explain_refusal(error)}") from None
     for key in STATE_DICT_KEYS:
@@ -256,7 +261,7 @@ def _unpickle(path: Path) -> Any:
 
 
 def check_pickles(data: bytes, count: int) -> None:
-    """Refuse deep tuples: the hash of one that contains another twice takes exponential time, deaf to Ctrl-C."""
+    """Refuse deep tuples: the hash of one that contains another twice takes exponential time, in C."""
     file, deep = io.BytesIO(data), False
     try:
         while count and not deep and file.tell() < len(data):

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from m1clip.config import TokenizerSettings, require
 from m1clip.files import read_file, read_json
-from m1clip.model.safe_load import foreign
+from m1clip.model.safe_load import untrusted_input
 
 PAD, START, END, UNK = "<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|unknown|>"
 # Padded lengths. Only a few, because MPS compiles a graph for each new shape; beyond is the context length.
@@ -106,14 +106,14 @@ class Tokenizer:
     @classmethod
     def load(cls, path: Path, *options: Any) -> Self:
         state = read_json(path, TOKENIZER_BYTES)
-        with foreign(f"{path} is not a tokenizer"):
+        with untrusted_input(f"{path} is not a tokenizer"):
             return cls(build_core(state), *options)
 
     @classmethod
     def from_clip_json(cls, path: Path) -> "Tokenizer":
         """The tokenizer.json of a CLIP of another library, which adds start and end tokens by itself."""
         state = read_json(path, TOKENIZER_BYTES)
-        with foreign(f"{path} is not the tokenizer of a CLIP"):
+        with untrusted_input(f"{path} is not the tokenizer of a CLIP"):
             vocab, added = state["model"]["vocab"], state.get("added_tokens") or []
             vocab |= {token["content"]: token["id"] for token in added if token["content"] in (START, END)}
             return cls(build_core({**state, "added_tokens": [], "post_processor": None}))
@@ -157,7 +157,7 @@ class Tokenizer:
         return [[self.start_id, *ids, self.end_id] for ids in self.encode_cleaned([clean(text) for text in texts])]
 
     def encode_cleaned(self, texts: list[str]) -> Iterator[list[int]]:
-        with foreign("the tokenizer cannot encode a text"):
+        with untrusted_input("the tokenizer cannot encode a text"):
             encodings = self.core.encode_batch_fast(texts)
         return (encoding.ids for encoding in encodings)
 

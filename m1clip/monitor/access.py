@@ -76,11 +76,11 @@ class Access:
             return PlainTextResponse("not served to pages of other sites", 403)
         host = re.fullmatch(r"\[?(.*?)\]?(?::(\d+))?", request.headers.get("host", ""))
         if self.token is not None:
-            return self._refuse_stranger(request, self.token, f"m1clip-{(host and host[2]) or 80}")
+            return self._refuse_request(request, self.token, f"m1clip-{(host and host[2]) or 80}")
         is_local = host is not None and host[1] in LOOPBACK_HOSTS
         return None if is_local else PlainTextResponse("not served under this host name", 421)
 
-    def _refuse_stranger(self, request: Request, token: str, cookie: str) -> Response | None:
+    def _refuse_request(self, request: Request, token: str, cookie: str) -> Response | None:
         has_session = is_equal(request.cookies.get(cookie, ""), self.session)
         scheme, _, header = request.headers.get("authorization", "").partition(" ")
         query = request.query_params.get("token")

@@ -17,7 +17,7 @@ import orjson
 from numpy.typing import NDArray
 
 from m1clip.config import PRESETS, to_json
-from m1clip.files import open_regular, parse_json, require_shallow
+from m1clip.files import MAX_LINE_BYTES, open_regular, parse_json, require_shallow
 from m1clip.format import printable
 from m1clip.run import Run, is_record
 
@@ -31,7 +31,7 @@ PART_BYTES = 8_000_000  # of a log that the monitors read at a time: a tenth of 
 TAIL_BYTES = 4_000_000  # of a long log that is shown until the rest is read
 # What one file may make us hold: a longer line is skipped, and more columns are ignored. Of more records of a
 # kind, or of more numbers (10 million steps of today's columns), the older half is dropped.
-MAX_LINE, MAX_COLUMNS, MAX_RECORDS, MAX_NUMBERS, MAX_BAD_LINES = 1 << 20, 128, 200_000, 250_000_000, 100
+MAX_COLUMNS, MAX_RECORDS, MAX_NUMBERS, MAX_BAD_LINES = 128, 200_000, 250_000_000, 100
 MAX_VALUE = 1e200  # a larger magnitude counts as missing: sums and squares of it would overflow
 DICT_DEPTHS = {"grad_norms": 1, "weight_norms": 1, "memory_gb": 1, "hard_negatives": 2}
 EVENT_METADATA = ("kind", "step", "time", "event", "line", "rows")
@@ -90,8 +90,8 @@ class Log:
             block = file.read(BLOCK_SIZE)
             is_last = len(block) < BLOCK_SIZE
             if not (is_last or self.is_skipping or b"\n" in block):  # a long line
-                block += file.read(MAX_LINE - BLOCK_SIZE)
-                is_last = len(block) < MAX_LINE
+                block += file.read(MAX_LINE_BYTES - BLOCK_SIZE)
+                is_last = len(block) < MAX_LINE_BYTES
             end = block.rfind(b"\n") + 1
             if not end and is_last:
                 self.size_at_end = self.offset + len(block)

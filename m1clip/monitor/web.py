@@ -334,7 +334,7 @@ class Connection(H11Protocol):
 
 
 def create_server(app: FastAPI) -> uvicorn.Server:
-    """Only errors are logged: a stranger's malformed requests would fill the terminal."""
+    """Only errors are logged: malformed requests of others would fill the terminal."""
     options: dict[str, Any] = {"http": Connection, "ws": "none", "limit_concurrency": MAX_CONNECTIONS}
     return uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=3, **options))
 

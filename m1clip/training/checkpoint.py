@@ -138,7 +138,7 @@ def file_checksum(path: Path) -> int:
 
 def replace_link(link: Path, target: Path) -> None:
     """Create or move a relative symbolic link atomically."""
-    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    temporary = link.with_name(f".{link.name}.{os.getpid()}.new")
     try:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(os.path.relpath(target, link.parent))

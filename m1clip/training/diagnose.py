@@ -10,7 +10,7 @@ Findings = dict[str, str]
 WINDOW = 50
 MAX_STEPS = 40 * WINDOW
 MANY_MASKED = 0.5  # fraction of the negatives: two labels of equal size mask a little less
-SOME_LONELY = 0.01  # fraction of the pairs that have no negative
+MAX_WITHOUT_NEGATIVE = 0.01  # fraction of the pairs that have no negative
 TEMPERATURE_RISE = 1.5  # a slightly higher temperature soon falls again, or label smoothing holds it there
 
 
@@ -55,14 +55,14 @@ def few_negatives(recent: list[Record]) -> Findings:
         return {}
     keys = ("masked_negatives", "without_negative")
     masked, without = (sum(known_numbers(recent, key)) / len(recent) for key in keys)
-    if masked <= MANY_MASKED and without <= SOME_LONELY:
+    if masked <= MANY_MASKED and without <= MAX_WITHOUT_NEGATIVE:
         return {}
     advice = "m1clip data check shows which repeat; give images captions that tell them apart"
     if without == 1:
         values = "no pair has a negative: in each batch all captions or images are equal"
         return {"no negatives": f"{values}. Nothing can be learned, and the loss says nothing; {advice}"}
     values = f"{masked:.0%} of the negatives are left out, because their caption or image equals that of the pair"
-    if without > SOME_LONELY:
+    if without > MAX_WITHOUT_NEGATIVE:
         values += f", and {without:.0%} of the pairs have no negative at all (accuracy leaves them out)"
     return {"few negatives": f"{values}: {advice}"}
 

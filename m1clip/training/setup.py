@@ -246,7 +246,8 @@ def check_recipe(config: TrainConfig, init: InitModel) -> None:
     if config.recipe == "scratch" and init:
         raise ValueError("--recipe scratch starts from random weights; leave out --init, --vision and --text")
     if config.recipe == "scratch" and config.freeze != "auto":
-        raise ValueError(f"--freeze {config.freeze} keeps pretrained weights; from scratch all weights are random")
+        random = "from scratch all weights are random; give --init, or leave out --freeze"
+        raise ValueError(f"--freeze {config.freeze} keeps pretrained weights; {random}")
     if config.recipe != "scratch" and not init:
         examples = "--init CLIP, or --vision timm:NAME and --text hf:NAME"
         raise ValueError(f"--recipe {config.recipe} needs pretrained weights: {examples}")
