@@ -124,7 +124,7 @@ BUDGETS = {
     "bench": 480,
     "monitor": 1_820,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 3_700, 18_500, 100
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 3_700, 18_560, 100
 
 
 def test_every_part_stays_within_its_size():
