@@ -75,5 +75,5 @@ def test_info_lists_the_presets_and_refuses_unknown_ones(capsys, monkeypatch):
     assert [name for name in names if name in PRESETS] == ["nano", "tiny"]
     with pytest.raises(ValueError, match="did you mean nano"):
         call_info("--preset", "nanno")
-    with pytest.raises(ValueError, match="--batch-size must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="--batch-size must be at least 1 and at most 10,000,000, not 0"):
         call_info("--batch-size", "0")
