@@ -78,7 +78,7 @@ def peak_gb() -> float:
     return round(peak * (1 if sys.platform == "darwin" else 1024) / 1e9, 3)
 
 
-def total_gb() -> float:
+def memory_limit_gb() -> float:
     """Memory of the machine, or of the container or ulimit if that is less."""
     total = psutil.virtual_memory().total
     with suppress(OSError, ValueError):

@@ -214,7 +214,7 @@ def check_settings(settings: Any, key: str = "") -> None:
 
 def require_memory(size: int, what: str) -> None:
     """Of the whole machine: less may be available now, but other programs can be closed or swapped out."""
-    needed, total = size / 1e9, sensors.total_gb()
+    needed, total = size / 1e9, sensors.memory_limit_gb()
     if needed > total:
         raise MemoryError(f"{what} needs {needed:,.1f} GB of memory; this machine has {total:,.1f} GB")
 
