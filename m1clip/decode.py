@@ -1,6 +1,7 @@
 """Bytes of an untrusted image file to an RGB image, or one sentence on why not. No torch."""
 
 import io
+import re
 import struct
 import warnings
 import zlib
@@ -17,6 +18,8 @@ from m1clip.images import to_rgb
 MAX_PIXELS = 200_000_000  # above is a decompression bomb; the largest cameras and panoramas stay below
 MAX_BYTES = 256_000_000
 MIN_SIZE = 8
+MAX_SCANS = 50  # of a progressive JPEG, each of which takes as long as a whole image; encoders write about ten
+MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 # No formats that run programs or fetch other files, such as EPS. Many phones write MPO as .jpg.
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "JPEG2000", "ICO", "TGA")
 # What Pillow's decoders raise on malformed bytes.
@@ -76,7 +79,21 @@ def read_header(data: bytes) -> Image.Image:
         raise BadImage("refused", f"{width:,} × {height:,} pixels are refused as a decompression bomb")
     if min(width, height) < MIN_SIZE:
         raise BadImage("tiny", f"{width} × {height} pixels; {MIN_SIZE} × {MIN_SIZE} is the minimum")
+    if image.info.get("progressive") and count_scans(data) > MAX_SCANS:
+        raise BadImage("refused", f"a JPEG of more than {MAX_SCANS} scans would take very long to decode")
     return image
+
+
+def count_scans(data: bytes) -> int:
+    """Scans of a JPEG, at most one more than are accepted."""
+    scans, position = 0, 2
+    while scans <= MAX_SCANS and (marker := MARKER.search(data, position)):
+        kind, position = data[marker.end() - 1], marker.end()
+        if kind == 0xD9:  # the end of the image; videos may follow
+            break
+        scans += kind == 0xDA
+        position += max(2, int.from_bytes(data[position : position + 2])) if kind not in (0x01, 0xD8) else 0
+    return scans
 
 
 def decode(data: bytes, min_size: int = 0) -> Image.Image:

@@ -21,6 +21,7 @@ UMASK = os.umask(0o022)
 os.umask(UMASK)  # it can only be read by setting it
 MAX_JSON_BYTES, MAX_LINE_BYTES = 64 << 20, 1 << 20  # of a JSON file, of a line; ours stay below a tenth of it
 MAX_DEPTH = 32  # of nested lists and objects: deeper ones would exhaust the stack of whoever walks through them
+MAX_LOG_BYTES = 8 << 30
 # A file or folder that is being written, replaced or removed: its name, the process that does it, and which it is.
 PARTIAL = re.compile(r"\.(.+)\.(\d+)\.(new|old|removed)")
 # Bounds of files from outside. A config.json has some kB; one with the names of 21,841 classes has 1.5 MB.
@@ -131,6 +132,8 @@ def read_jsonl(
 ) -> Iterator[dict[str, Any]]:
     """The valid objects of a file with one per line; none without a file. Numbers of other lines go to `skipped`."""
     with suppress(FileNotFoundError, NotADirectoryError), open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > MAX_LOG_BYTES:
+            raise ValueError(f"{path} has {size / 1e9:,.1f} GB, more than any log; move it away")
         for number, line in enumerate(_bounded_lines(file), 1):
             record = None
             with suppress(ValueError):

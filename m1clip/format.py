@@ -1,7 +1,9 @@
 """Numbers, sizes and durations as text, and text that is safe to print. An unknown value is a dash."""
 
 import difflib
+import html
 import math
+import re
 import time
 from collections.abc import Iterable
 
@@ -87,6 +89,12 @@ def file_size(size: float) -> str:
 def printable(text: str) -> str:
     """Text from outside without control characters, which could change the terminal."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+
+
+def unescape_html(text: str) -> str:
+    """Without HTML entities, twice, as CLIP's tokenizer does."""
+    text = re.sub(r"&#(?=\d{4000})", "& #", text)  # a number that Python refuses to convert
+    return html.unescape(html.unescape(text))
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:

@@ -196,6 +196,8 @@ class Run:
         with lock_folder(self.path) as acquired:
             if not acquired:
                 raise RuntimeError(f"{self.path} is being trained by another process")
+            if os.path.lexists(self.checkpoints) and not self.checkpoints.is_dir():
+                raise FileExistsError(f"{self.checkpoints} is not a folder; move it away")
             remove_partial(self.path)
             remove_partial(self.checkpoints)
             try:

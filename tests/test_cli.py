@@ -107,6 +107,8 @@ def call(capsys, *argv: str) -> tuple[int, str, str]:
         ("train --budget 1e300h", "such as 90s, 10m or 2h, not '1e300h'"),
         # Settings that say nothing about this run.
         ("train --freeze vision", "from scratch all weights are random"),
+        ("train --unfreeze 2", "from scratch all layers are trained"),
+        ("data check coco:", "there is no folder ''"),
         ("train --data synthetic:", "must be a whole number of scenes, as in synthetic:12000"),
         ("train --data synthetic:1e4", "'1e4' must be a whole number of scenes"),
         ("data check synthetic:", "must be a whole number of scenes"),

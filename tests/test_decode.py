@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from m1clip.config import Preprocess
-from m1clip.decode import BadImage, decode, read_header, supports_heic
+from m1clip.decode import BadImage, count_scans, decode, read_header, supports_heic
 from m1clip.images import preprocess
 from photos import SCENES, jpeg
 
@@ -200,3 +200,12 @@ def test_decoding_in_threads_leaves_the_warnings_and_limits_of_the_program_alone
         sizes = [image.size for image in pool.map(decode, files)]
     assert sizes == [(48, 48), (96, 64), (96, 64)] * 30
     assert (list(warnings.filters), Image.MAX_IMAGE_PIXELS) == (filters, limit)
+
+
+def test_a_jpeg_of_very_many_scans_is_refused():
+    data = encode(Image.new("RGB", (64, 64), "red"), "JPEG", progressive=True)
+    scan = data[data.rindex(b"\xff\xda") : -2]
+    assert count_scans(data) <= 12
+    decode(data)
+    with pytest.raises(BadImage, match="more than 50 scans"):
+        decode(data[:-2] + 60 * scan + data[-2:])

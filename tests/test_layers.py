@@ -118,13 +118,13 @@ def test_help_monitoring_and_decoding_start_without_torch():
 BUDGETS = {
     "commands": 1_780,
     "model": 3_020,
-    "data": 3_720,
+    "data": 3_740,
     "training": 3_500,
     "evals": 580,
     "bench": 480,
     "monitor": 1_820,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 3_700, 18_560, 100
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 3_730, 18_620, 100
 
 
 def test_every_part_stays_within_its_size():

@@ -229,3 +229,10 @@ def test_a_run_that_fails_before_it_writes_anything_leaves_no_folder(tmp_path):
     with pytest.raises(KeyboardInterrupt), run.locked():
         raise KeyboardInterrupt
     assert not run.path.exists()
+
+
+def test_something_else_in_place_of_the_checkpoints_is_named(tmp_path):
+    run = create_run(tmp_path, "r", "x", False)
+    run.checkpoints.touch()
+    with pytest.raises(FileExistsError, match="checkpoints is not a folder; move it away"), run.locked():
+        pass

@@ -798,3 +798,26 @@ def test_a_json_table_that_would_not_fit_into_memory_is_refused_with_the_number_
     monkeypatch.setattr("m1clip.data.tables.available_gb", lambda: 0.01)
     with pytest.raises(MemoryError, match=r"table\.json needs about 0\.0 GB of memory, 0\.0 GB are available"):
         open_source(tmp_path / "table.json")
+
+
+def test_many_lines_after_an_open_quote_are_read_in_linear_time(tmp_path):
+    names = write_photos(tmp_path, 3)
+    rows = [f"{names[1]},c", f"{names[2]},d", f'{names[0]},"a', *["b"] * 300_000]
+    (tmp_path / "table.csv").write_text("\n".join(["image,caption", *rows]))
+    source = open_source(tmp_path / "table.csv")  # took minutes: a chain of 300,000 chains
+    assert captions_by_image(source) == {"0001.jpg": ["c"], "0002.jpg": ["d"]}
+
+
+def test_an_entity_of_thousands_of_digits_is_text(tmp_path):
+    source = open_source(write_table(tmp_path, "a cat &#" + "9" * 5000 + "; &amp;amp; co"))
+    (caption,) = captions_by_image(source)["0000.jpg"]
+    assert caption.startswith("a cat & #999")
+    assert caption.endswith("; & co")
+
+
+@pytest.mark.parametrize(
+    "spec", ["a{0..999999999999}.tar", "{0..99999}{0..99999}.tar", "{a,b}" * 40, "{0..9" + "9" * 30 + "}"]
+)
+def test_a_path_that_stands_for_too_many_files_is_refused(spec):
+    with pytest.raises(ValueError, match="stands for more than 1,000,000 files"):
+        open_source(spec)

@@ -1,11 +1,12 @@
 """Text that becomes captions: the encoding of a file, HTML, words of folder and file names. No torch."""
 
 import codecs
-import html
 import re
 import unicodedata
 from typing import BinaryIO
 from urllib.parse import unquote
+
+from m1clip.format import unescape_html
 
 # Tags with attributes only if these have a value: `a <b and c> d` is no HTML.
 _ATTRIBUTES = r"""(?:\s+[\w:-]+\s*=\s*(?:"[^"]*"|'[^']*'|[^\s"'<>]+))*\s*/?>"""
@@ -79,7 +80,7 @@ def remove_html(text: str) -> str:
     """The text without HTML tags and entities; `a < b`, `<3` and `<|endoftext|>` stay."""
     if "<" not in text and not ENTITY.search(text):
         return text
-    plain = html.unescape(html.unescape(text)) if ENTITY.search(text) else text  # twice, as CLIP's tokenizer does
+    plain = unescape_html(text) if ENTITY.search(text) else text
     plain = INLINE_TAG.sub("", BLOCK_TAG.sub(" ", NO_TEXT.sub(" ", plain)))
     return text if plain == text else " ".join(plain.split())
 

@@ -4,7 +4,6 @@ A reader is a generator of rows, and the index is memory-mapped: a million rows 
 Rows that name the same image become one entry with several captions.
 """
 
-import html
 import json
 import operator
 import os
@@ -32,7 +31,7 @@ from m1clip.config import DataConfig
 from m1clip.data.caption_text import remove_html
 from m1clip.decode import MAX_BYTES, BadImage, decode
 from m1clip.files import PARTIAL, atomic_write, cache_folder, remove_partial
-from m1clip.format import percent
+from m1clip.format import percent, unescape_html
 
 RowIndices = NDArray[np.int64]
 ARROW_BATCH = 8192
@@ -121,7 +120,7 @@ class Row(NamedTuple):
         if re.search("[\ud800-\udfff]", "".join((self.image, *self.captions))):  # made by surrogateescape
             return BadRow("not UTF-8", self.location(root), "the text is not UTF-8; save the file as UTF-8")
         texts = (caption.strip() for caption in self.captions)
-        captions = [text for text in texts if text and ("&" not in text or html.unescape(text).strip())]
+        captions = [text for text in texts if text and ("&" not in text or unescape_html(text).strip())]
         if not captions:
             return BadRow("no caption", self.location(root), "the caption is empty")
         if "://" in self.image and not self.image.startswith(("http://", "https://")):

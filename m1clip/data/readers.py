@@ -25,6 +25,7 @@ from m1clip.format import did_you_mean
 
 # Text files about a folder, not about one of its images.
 NOT_CAPTIONS = re.compile(r"(readme|licen[cs]e|notes?|credits|captions?|classes|labels|attribution)\.\w+", re.I)
+MAX_FILES = 1_000_000  # that a path with braces may stand for
 # Folder names that say nothing about the images.
 NO_LABEL = re.compile(r"images?|imgs?|pictures?|photos?|jpe?gs?|data|(train|val|test)\d+|flickr.*", re.I)
 # IMG_1.jpg.json and IMG_1.jpg.supplemental-metadata.json of a Google Takeout.
@@ -43,7 +44,7 @@ def list_rows(spec: str, config: DataConfig) -> Listing:
         refuse_flags(spec, "a table", config, ["caption_from"])
         return containers.list_dataset(path, config)
     folder = Path(path).expanduser()
-    if not folder.is_dir():
+    if not path or not folder.is_dir():
         raise FileNotFoundError(f"{spec} needs the folder of {scheme}; there is no folder {path!r}")
     refuse_flags(spec, "a dataset of known layout", config, (*COLUMNS, "caption_from"))
     return tables.list_caption_dataset(folder, scheme, config)
@@ -86,9 +87,28 @@ def _list_path(path: Path, config: DataConfig) -> Listing:
     return listing or tables.list_table(path, config)
 
 
+def count_braces(spec: str) -> int:
+    """At most so many names does a path with braces stand for."""
+    count = 1
+    for group in re.findall(r"\{([^{}]*)\}", spec):
+        numbers = re.fullmatch(r"(-?\d{1,12})\.\.(-?\d{1,12})(\.\..*)?", group)
+        is_too_long = ".." in group and re.search(r"\d{13}", group)
+        count *= (
+            MAX_FILES + 1
+            if is_too_long
+            else abs(int(numbers[2]) - int(numbers[1])) + 1
+            if numbers
+            else 1 + group.count(",")
+        )
+        count = min(count, MAX_FILES + 1)
+    return count
+
+
 def expand_paths(spec: str) -> list[Path]:
     """The files of a path that may contain {000..099} or *."""
     spec = os.path.expanduser(spec)
+    if not os.path.exists(spec) and count_braces(spec) > MAX_FILES:
+        raise ValueError(f"{spec[:100]!r} stands for more than {MAX_FILES:,} files")
     names = [spec] if os.path.exists(spec) else list(braceexpand(spec))
     names = [path for name in names for path in (sorted(glob(name)) if "*" in name else [name])]
     if not any(map(os.path.exists, names)):

@@ -189,7 +189,7 @@ def read_csv(path: Path) -> Iterator[Record]:
                 yield number, dict(zip(names, map(str.strip, fields), strict=True))
             elif fields != []:  # if it has several lines, a quote is missing in the first
                 yield number, ValueError(f"expected {len(names)} fields ({', '.join(names)})")
-                lines = chain(extra, lines)
+                lines = chain(extra, lines) if extra else lines  # a chain of chains would take quadratic time
             number, text = next(lines, (0, ""))
 
 

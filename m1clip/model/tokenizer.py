@@ -3,7 +3,6 @@
 All three are a `tokenizer.json` of the tokenizers library; the start and end tokens are added here.
 """
 
-import html
 import json
 import re
 import zlib
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from m1clip.config import TokenizerSettings, require
 from m1clip.files import read_file, read_json
+from m1clip.format import unescape_html
 from m1clip.model.safe_load import untrusted_input
 
 PAD, START, END, UNK = "<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|unknown|>"
@@ -253,7 +253,7 @@ def clean_white_space(text: str) -> str:
     if not (text.isascii() and text.isprintable() and "&" not in text):
         import ftfy  # slow to import, and most captions do not need it
 
-        text = html.unescape(html.unescape(ftfy.fix_text(text)))
+        text = unescape_html(ftfy.fix_text(text))
     return " ".join(text.split())
 
 

@@ -245,6 +245,8 @@ def check_recipe(config: TrainConfig, init: InitModel) -> None:
         raise ValueError("--wise-ft averages a CLIP given by --init with its fine-tuned weights; there is no --init")
     if config.recipe == "scratch" and init:
         raise ValueError("--recipe scratch starts from random weights; leave out --init, --vision and --text")
+    if config.recipe == "scratch" and config.unfreeze:
+        raise ValueError("--unfreeze is about pretrained weights; from scratch all layers are trained")
     if config.recipe == "scratch" and config.freeze != "auto":
         random = "from scratch all weights are random; give --init, or leave out --freeze"
         raise ValueError(f"--freeze {config.freeze} keeps pretrained weights; {random}")
