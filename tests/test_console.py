@@ -41,7 +41,7 @@ def test_a_file_gets_lines_while_nothing_advances(monkeypatch):
     monkeypatch.setattr(module, "LINE_S", 0.001)
     stream, written = io.StringIO(), threading.Event()
     console = Console(stream)
-    monkeypatch.setattr(stream, "flush", lambda: stream.getvalue().count("of 40") > 1 and written.set())
+    monkeypatch.setattr(stream, "flush", lambda: stream.getvalue().count("30 of 40") > 1 and written.set())
     with console.progress("encoding images", 40) as advance:
         advance(30)
         assert written.wait(120)

@@ -218,3 +218,28 @@ def test_a_pickle_of_weights_is_still_read(legacy, tmp_path):
     torch.save({"state_dict": weights}, tmp_path / "w.pth", _use_new_zipfile_serialization=not legacy)
     for name, tensor in load_tensors(tmp_path / "w.pth").items():
         torch.testing.assert_close(tensor, weights[name])
+
+
+class Reduced:
+    """Pickled as the call of a function."""
+
+    def __init__(self, function, *arguments):
+        self.call = (function, arguments)
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize("value", [Reduced(bytearray, 10**13), torch.zeros(1).as_strided((10**13,), (0,))])
+def test_a_few_bytes_of_pickle_do_not_become_terabytes(tmp_path, value, is_zip):
+    torch.save({"a": value, "b": torch.zeros(1)}, tmp_path / "m.pt", _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(ValueError, match=r"m\.pt is refused"):
+        load_tensors(tmp_path / "m.pt")
+
+
+def test_dropout_of_a_tokenizer_is_off(tmp_path):
+    state = json.loads(Tokenizer.train_bpe(["a photo of a cat"] * 9, 300).core.to_str())
+    state["model"]["dropout"] = 0.9
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    assert Tokenizer.load(tmp_path / "tokenizer.json").core.model.dropout is None

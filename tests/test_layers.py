@@ -117,14 +117,14 @@ def test_help_monitoring_and_decoding_start_without_torch():
 # Lines of Python by part. Growth is a decision: raise a budget in the commit that needs it.
 BUDGETS = {
     "commands": 1_780,
-    "model": 3_020,
+    "model": 3_050,
     "data": 3_740,
     "training": 3_500,
     "evals": 580,
     "bench": 480,
     "monitor": 1_820,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 3_730, 18_620, 100
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 3_730, 18_640, 100
 
 
 def test_every_part_stays_within_its_size():

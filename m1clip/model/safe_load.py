@@ -147,6 +147,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     tensors = load_safetensors(path) if path.suffix == ".safetensors" else _load_archive(path)
+    require_memory(sum(4 * tensor.numel() for tensor in tensors.values()), f"{path} in float32")
     for prefix in ("module.", "_orig_mod."):  # DistributedDataParallel, torch.compile
         if all(name.startswith(prefix) for name in tensors):
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -235,6 +236,9 @@ def _load_archive(path: Path) -> dict[str, Tensor]:
     tensors = {name: tensor for name, tensor in entries if isinstance(name, str) and isinstance(tensor, Tensor)}
     if not tensors:
         raise ValueError(f"{path} contains no named weights")
+    for name, tensor in tensors.items():  # strides of 0 would turn a few bytes into gigabytes
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise ValueError(f"{path} is refused: its tensor {name[:100]} is larger than its data")
     return tensors
 
 
@@ -275,6 +279,8 @@ def tuple_depths(file: io.BytesIO) -> Iterator[int]:
     """How deep each tuple of a pickle is, and the number of marks, found without building anything."""
     mark, stack, memo = -1, list[int](), dict[Any, int]()
     for code, argument, _ in pickletools.genops(file):
+        if code.name == "GLOBAL" and str(argument).endswith(" bytearray"):  # of any size, and torch allows it
+            raise ValueError("bytearray")
         taken: list[int] = []
         if pickletools.markobject in code.stack_before:
             while (value := stack.pop()) != mark:

@@ -196,6 +196,8 @@ def build_core(state: dict[str, Any]) -> tokenizers.Tokenizer:
     from m1clip.model.tokenizer_check import check_tokenizer_state  # training from scratch needs none of it
 
     check_tokenizer_state(state)
+    if "dropout" in state["model"]:  # the same text would get other tokens each time
+        state = {**state, "model": {**state["model"], "dropout": None}}
     # From what was checked, not from the file: two parsers may read the same file differently.
     core = tokenizers.Tokenizer.from_buffer(orjson.dumps({**state, "padding": None, "truncation": None}))
     length = len(core.encode(PROBE).ids)

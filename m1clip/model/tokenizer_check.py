@@ -141,7 +141,7 @@ def check_regex(pattern: str) -> int:
     part = parser.alternatives()
     require(parser.position == len(pattern), f"the regular expression {shown} is not supported")
     max_choices = MAX_CHOICES if part.degree == 0 else MAX_CHOICES // 2  # GPT-4o's has 40
-    slow = part.choices > max_choices or part.degree > MAX_DEGREE or part.repeats > MAX_REPEATS
+    slow = part.choices > max_choices or part.degree > MAX_DEGREE or part.repeats * part.choices > MAX_REPEATS
     require(not slow, f"the regular expression {shown} could take very long")
     return part.width
 
