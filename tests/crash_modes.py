@@ -173,7 +173,7 @@ def log_values(run: Run, kind: str) -> Iterator[list[Any]]:
 
 
 def differing_bits(one: dict[str, bytes], other: dict[str, bytes]) -> dict[str, int]:
-    """By name, where there are any; what only one side has differs in all its bits."""
+    """By name, where there are any; what only one of them has differs in all its bits."""
     counts = {}
     for name in one.keys() | other.keys():
         a, b = one.get(name, b""), other.get(name, b"")

@@ -57,7 +57,7 @@ def few_negatives(recent: list[Record]) -> Findings:
     masked, without = (sum(known_numbers(recent, key)) / len(recent) for key in keys)
     if masked <= MANY_MASKED and without <= MAX_WITHOUT_NEGATIVE:
         return {}
-    advice = "m1clip data check shows which repeat; give images captions that tell them apart"
+    advice = "m1clip data check shows which repeat; give images captions that distinguish them"
     if without == 1:
         values = "no pair has a negative: in each batch all captions or images are equal"
         return {"no negatives": f"{values}. Nothing can be learned, and the loss says nothing; {advice}"}
