@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from m1clip.api import evaluate, load, train
+    from m1clip.api import load, train
+    from m1clip.evaluation import evaluate
     from m1clip.model.clip import CLIP
 
 __version__ = "0.1.0"
@@ -18,6 +19,10 @@ def __getattr__(name: str) -> Any:
     """Import the public names on first use: torch takes seconds to load."""
     if name not in __all__:
         raise AttributeError(f"m1clip has no {name}; it has {', '.join(__all__)}")
+    if name == "evaluate":
+        from m1clip.evaluation import evaluate
+
+        return evaluate
     from m1clip import api
 
     return getattr(api, name)

@@ -1,11 +1,11 @@
-"""The Python API: m1clip.train, m1clip.evaluate and m1clip.load. The commands of the same names are thin callers."""
+"""The Python API: m1clip.train and m1clip.load; m1clip.evaluate is in evaluation.py. Commands are thin callers."""
 
 import time
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -14,15 +14,12 @@ from m1clip import devices
 from m1clip.config import RECIPES, TrainConfig, check_exclusive, requested_config, select_settings
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
-from m1clip.data.index import BadRows, PairDataset
-from m1clip.data.splits import Source, Split, TrainCaptions, open_eval_split, open_sources, validation_subset
 from m1clip.devices import Plan
-from m1clip.evals.evaluate import EditScore, edit_scores, evaluate_model
-from m1clip.evals.retrieval import Retrieval
 from m1clip.model.clip import CLIP
 from m1clip.model.clip import load as load_folder
 from m1clip.run import Run, create_run, find_model, is_run, list_checkpoints, new_run_path, open_run
-from m1clip.settings import DataSettings, TrainSettings
+from m1clip.settings import TrainSettings
+from m1clip.training import memory
 from m1clip.training.device_plan import PlanChoice, check_parity
 from m1clip.training.loop import TrainResult, fit
 from m1clip.training.setup import prepare
@@ -99,82 +96,6 @@ def train_unfrozen(config: TrainConfig, run: Run, resume: bool, elapsed_s: float
     return train(config=second, name=name, runs=runs, overwrite=exists, console=console)
 
 
-@dataclass(frozen=True)
-class EvalResult:
-    model: Path
-    scores: Retrieval
-    edits: list[EditScore]  # accuracy against one-word edits, for the synthetic data
-
-
-def evaluate(
-    model: str | Path | None = None,
-    *,
-    split: Literal["val", "test", "all"] = "val",
-    device: str = "auto",
-    runs: str | Path = "runs",
-    console: Console | None = None,
-    **settings: Unpack[DataSettings],
-) -> EvalResult:
-    """Validation retrieval of a model, on the data of its run or on other `data`.
-
-    Args:
-        model: as in m1clip.load; by default the newest run.
-        split: validation or test split, or every pair.
-        device: auto, cpu, cuda or mps.
-        runs: the folder of runs.
-        console: where progress is printed; by default stderr.
-        settings: fields of DataConfig; by default those of the model's run.
-
-    Returns:
-        R@1/5/10 and median ranks in both directions with chance; on synthetic data also accuracy by changed word.
-
-    Raises:
-        ValueError: a setting is unknown or out of range, or the data has no such split.
-        FileNotFoundError: the model or the data is missing.
-
-    Example:
-        print(m1clip.evaluate("nano-1", data="photos.csv", split="all").scores.mean_r1)
-    """
-    console = console or Console()
-    folder = find_model(Path(runs), None if model is None else str(model))
-    config = trained_config(folder, "data" in settings, console)
-    if "data" in settings:  # column names and split need not be the run's
-        config = replace(config, image_column="auto", caption_column="auto", val_size="auto", group_by="none")
-        config = replace(config, caption_from="auto", template=TrainConfig().template)
-    requested = requested_config(settings, config)
-    chosen, reason = devices.default_device(device)
-    clip = load_found(folder) if folder else load(model, runs=runs)
-    sources = open_sources(requested, console.progress)
-    if "data" not in settings and "val_size" in settings:
-        sources = keep_trained_split(sources, open_sources(config, console.progress))
-    config = requested
-    datasets = [select_split(source, split, config) for source in sources]
-    bad_rows = sum((source.bad_rows for source in sources), BadRows())
-    pairs = open_eval_split(datasets, clip.config.vision.preprocess, config, bad_rows, console.progress)
-    bad_rows.require_at_most(config.max_bad_rows)
-    choice = check_parity(PlanChoice(Plan(str(chosen)), reason), clip, first_pairs(clip, pairs), console)
-    known = None
-    if "data" not in settings and split != "all":  # otherwise the training captions are unknown, or all of them
-        train = (source.train.captions(row) for source in sources for row in range(len(source.train)))
-        known = TrainCaptions.compare(train, list(pairs.all_captions()))
-    evaluation = evaluate_model(clip.to_devices(*choice.plan.devices), pairs, train_captions=known)
-    scenes, edits = datasets[0], list[EditScore]()
-    if len(datasets) == 1 and hasattr(scenes, "edits"):  # only synthetic scenes can change a word of a caption
-        changed = [(row, kind, text) for row in range(len(scenes)) for kind, text in scenes.edits(row)]
-        edits = edit_scores(clip, changed, evaluation.image_NE, evaluation.first_text_NE)
-    return EvalResult(folder or Path(str(model)), evaluation.scores, edits)
-
-
-def keep_trained_split(requested: list[Source], trained: list[Source]) -> list[Source]:
-    """The sources as the run was trained on them: a larger validation split would contain training images."""
-    for new, old in zip(requested, trained, strict=True):
-        if not new.has_own_splits and len(new.val) > len(old.val):
-            raise ValueError(
-                f"the run has {len(old.val)} validation images; --val-size {len(new.val)} adds training images"
-            )
-    return [new if new.has_own_splits else old for new, old in zip(requested, trained, strict=True)]
-
-
 def load(model: str | Path | None = None, *, runs: str | Path = "runs") -> CLIP:
     """Load a CLIP for inference, on the CPU.
 
@@ -209,6 +130,21 @@ def load(model: str | Path | None = None, *, runs: str | Path = "runs") -> CLIP:
     return imported
 
 
+def use_device(clip: CLIP, device: str, console: Console, batch: Batch | None = None) -> CLIP:
+    """Move a model to a device if its results agree with the CPU's, on the batch or on noise."""
+    chosen, reason = devices.default_device(device)
+    choice = check_parity(PlanChoice(Plan(str(chosen)), reason), clip, batch or noise_batch(clip), console)
+    memory.retain_freed_memory()
+    return clip.to_devices(*choice.plan.devices)
+
+
+def noise_batch(clip: CLIP) -> Batch:
+    rng, size, rows = torch.Generator().manual_seed(0), clip.config.vision.image_size, np.arange(8)
+    images_BHWC = torch.randint(0, 256, (8, size, size, 3), generator=rng, dtype=torch.uint8)
+    tokens_BL = clip.tokenize([f"a photo of {number}" for number in range(8)])
+    return Batch(Images(images_BHWC), Tokens(tokens_BL[:, None]), torch.from_numpy(rows), None, rows)
+
+
 def load_found(folder: Path) -> CLIP:
     """Load a model folder; if it is damaged, the error names the newest checkpoint of the run it belongs to."""
     try:
@@ -218,38 +154,3 @@ def load_found(folder: Path) -> CLIP:
         others = [path for path in checkpoints if path != folder.resolve()]
         hint = f"; {others[-1]} is a checkpoint of the same run, which can be used instead" if others else ""
         raise type(error)(f"{error}{hint}") from None
-
-
-def trained_config(folder: Path | None, has_data: bool, console: Console) -> TrainConfig:
-    """The config of the run that a model or checkpoint folder belongs to.
-
-    The defaults if it belongs to none, or if the config is lost and not needed, as other data is given.
-    """
-    parents = folder.resolve().parents[:2] if folder else ()
-    run = next((Run(parent) for parent in parents if is_run(parent)), None)
-    if run is None:
-        return TrainConfig()
-    try:
-        config, note = run.read_config()
-    except ValueError as error:
-        if not has_data:
-            raise ValueError(f"{error}; --data names the data to evaluate on") from None
-        config, note = TrainConfig(), f"{error}; not needed with --data"
-    if note:
-        console.warn(note)
-    return config
-
-
-def select_split(source: Source, split: str, config: TrainConfig) -> PairDataset:
-    if split != "test":
-        return source.all if split == "all" else validation_subset(source.val, config)
-    if source.test is None:
-        raise ValueError(f"{source.spec} has no test split; --split all uses every pair")
-    return source.test
-
-
-def first_pairs(model: CLIP, pairs: Split) -> Batch:
-    """A few pairs, to compare a device with the CPU."""
-    rows, pixels = pairs.take(np.arange(min(8, len(pairs))))
-    tokens_BL = model.tokenize([pairs.captions(int(row))[0] for row in rows])
-    return Batch(Images(torch.from_numpy(pixels)), Tokens(tokens_BL[:, None]), torch.from_numpy(rows), None, rows)

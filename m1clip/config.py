@@ -21,7 +21,9 @@ T = TypeVar("T")
 ResizeMode = Literal["shortest", "longest", "squash"]
 CropOffset = Literal["round", "floor"]
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
-BestMetric = Literal["mean_r1", "i2t_r1", "t2i_r1", "i2t_r5", "t2i_r5", "i2t_r10", "t2i_r10", "label_accuracy"]
+BestMetric = Literal[
+    "mean_r1", "i2t_r1", "t2i_r1", "i2t_r5", "t2i_r5", "i2t_r10", "t2i_r10", "label_accuracy", "zeroshot_accuracy"
+]
 Recipe = Literal["auto", "scratch", "frozen", "lora", "full"]
 Positive = Annotated[int, Ge(1), Le(10**9)]
 NonNegative = Annotated[int, Ge(0), Le(10**9)]
@@ -246,12 +248,17 @@ class DataConfig:
     hf:NAME or synthetic:N; a@2+b mixes sources, each pair of a twice per epoch."""
     val_size: Positive | Literal["auto"] = "auto"
     """Validation images; auto uses the dataset's own split, or holds out 5 %."""
-    group_by: Literal["none", "caption", "folder"] = "none"
-    """Keep images with an equal caption, or of one folder, in the same split; not where the data has its own splits."""
+    group_by: str = "none"
+    """Keep images with the same caption, label, folder or value of a table column, or near duplicates (duplicates),
+    in one split; not where the data has its own splits."""
     image_column: str = "auto"
     """Table column with the image path or bytes; auto guesses from names and values."""
     caption_column: str = "auto"
     """Table column with the caption or a list of captions."""
+    label_column: str = "auto"
+    """Table column with the class of the image, for zero-shot accuracy; auto uses label, class, category …"""
+    labels: Suppress[str] = ""
+    """Class names of data with class numbers: cat,dog,… or a text file with one per line."""
     caption_from: Literal["auto", "text", "folder", "filename"] = "auto"
     """Captions of a folder: text (.txt beside each image), folder (labels) or filename; auto asks if unclear."""
     template: str = "a photo of a {}"
@@ -345,10 +352,13 @@ class TrainConfig(DataConfig):
     """Steps between log writes; diagnostics (norms, memory, sensors) are logged every 5th time."""
     eval_every: Positive = 1
     """Epochs between evaluations; there is always one at the end."""
+    zeroshot: str = ""
+    """Labelled images (a spec as in --data) whose zero-shot accuracy is measured at each evaluation."""
     save_every: str = "5m"
     """Time (5m) or steps (500) between checkpoints; also saved at each new best score, at the end, on Ctrl-C."""
     best_metric: BestMetric = "mean_r1"
-    """Validation metric that selects the best checkpoint; label_accuracy replaces mean_r1 where captions are labels."""
+    """Metric that selects the best checkpoint; label_accuracy replaces mean_r1 where captions are labels,
+    zeroshot_accuracy is that of --zeroshot."""
     patience: NonNegative = 0
     """Stop after this many evaluations without improvement and keep the best model; 0 is off."""
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
@@ -399,6 +409,8 @@ def check_config(config: T) -> T:
     check_model(config.model)
     bag = isinstance(config.model.text, TextConfig) and config.model.text.encoder == "bag_of_words"
     require(bag or not config.word_dropout, "word_dropout needs --model.text.encoder bag_of_words")
+    needs_zeroshot = config.best_metric == "zeroshot_accuracy" and not config.zeroshot
+    require(not needs_zeroshot, "best_metric zeroshot_accuracy needs labelled images: --zeroshot SPEC")
     both = config.init and (config.vision or config.text)
     require(not both, "--init provides both towers; --vision and --text cannot be combined with it")
     require(
@@ -505,6 +517,7 @@ def with_defaults(config: TrainConfig, defaults: Mapping[str, Any], given: Mappi
 
 FIXED_ON_RESUME = (
     *("model", "data", "val_size", "group_by", "image_column", "caption_column", "caption_from", "template", "allow"),
+    *("label_column", "labels"),
     *("seed", "batch_size", "captions_per_image", "crop_scale", "hflip", "color_jitter", "tokenizer", "optimizer"),
     *("ema", "best_metric", "recipe", "init", "model_name", "vision", "text", "freeze", "lora_rank"),
 )

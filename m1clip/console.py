@@ -20,8 +20,8 @@ from rich.table import Table
 
 from m1clip.format import UNKNOWN, duration, percent, printable, wilson_interval
 
-EPOCH_COLUMNS = {"epoch": 8, "loss": 8, "accuracy": 10, "labels": 10, "image→text": 12}  # names and widths
-EPOCH_COLUMNS |= {"text→image": 12, "temp.": 9, "pairs/s": 9, "seconds": 9}
+EPOCH_COLUMNS = {"epoch": 8, "loss": 8, "accuracy": 10, "labels": 10, "zero-shot": 11}  # names and widths
+EPOCH_COLUMNS |= {"image→text": 12, "text→image": 12, "temp.": 9, "pairs/s": 9, "seconds": 9}
 LINE_S, TRAINING_LINE_S = 10.0, 30.0  # between lines of progress where the output is not a terminal
 NOTABLE_LEAK = 0.05  # fraction of validation captions that also occur in training
 NUMERIC = re.compile(rf"[-+≈~<>]?[\d.,]+.*|{UNKNOWN}|")
@@ -95,7 +95,7 @@ class Console:
             self.console = RichConsole(file=stream, highlight=False, force_jupyter=False, force_terminal=False)
         self.training_bar: Progress | None = None
         self.clock, self.line_at = clock, clock()  # when the last line of training progress was printed
-        self.has_labels = False  # label accuracy has a column in the epoch table
+        self.shown = {"labels": False, "zero-shot": False}  # columns of the epoch table that not every run has
 
     def print(self, text: str = "") -> None:
         self.console.print(text, soft_wrap=True)
@@ -135,10 +135,11 @@ class Console:
         """What is about to be trained, and the head of the epoch table with chance as its first row."""
         for name, fact in facts.items():
             self.print_fact(name, fact)
-        self.has_labels = "chance_label" in chance
-        scores = [percent(known_score(chance, f"chance_{key}")) for key in ("accuracy", "label", "i2t_r1", "t2i_r1")]
+        self.shown = {"labels": "chance_label" in chance, "zero-shot": "chance_zeroshot" in chance}
+        keys = ("accuracy", "label", "zeroshot", "i2t_r1", "t2i_r1")
+        scores = [percent(known_score(chance, f"chance_{key}")) for key in keys]
         self.print(f"\n[bold]{self._epoch_row(*EPOCH_COLUMNS)}[/]")
-        self.print(f"[dim]{self._epoch_row('', '', 'in batch', 'accuracy', 'R@1', 'R@1')}[/]")
+        self.print(f"[dim]{self._epoch_row('', '', 'in batch', 'accuracy', 'accuracy', 'R@1', 'R@1')}[/]")
         loss = f"{chance['chance_loss']:.3f}"
         self.print(f"[dim]{self._epoch_row('chance', loss, *scores)}[/]")
 
@@ -168,8 +169,8 @@ class Console:
         return not self.console.is_terminal and self.clock() - self.line_at >= TRAINING_LINE_S
 
     def print_epoch(self, epoch: int, epochs: int | None, means: dict[str, Any], scores: dict[str, Any] | None) -> None:
-        keys = ("label_accuracy", "i2t_r1", "t2i_r1")
-        recalls = [percent(known_score(scores, key)) for key in keys] if scores else ["", "", ""]
+        keys = ("label_accuracy", "zeroshot_accuracy", "i2t_r1", "t2i_r1")
+        recalls = [percent(known_score(scores, key)) for key in keys] if scores else [""] * len(keys)
         loss = UNKNOWN if means["loss"] is None else f"{means['loss']:.3f}"
         speed = (f"{means['temperature']:.4f}", f"{means['pairs_per_s']:.0f}", f"{means['seconds']:.1f}")
         name = f"{epoch}/{epochs}" if epochs else f"{epoch}"
@@ -177,9 +178,9 @@ class Console:
         self.print(self._epoch_row(name, loss, percent(means["accuracy"]), *recalls, *speed))
 
     def _epoch_row(self, *cells: str) -> str:
-        """One cell per column; label accuracy is left out where captions are no labels."""
+        """One cell per column, without those that the run does not have."""
         columns = zip(cells, EPOCH_COLUMNS.items(), strict=False)
-        return "".join(f"{cell:>{width}}" for cell, (name, width) in columns if name != "labels" or self.has_labels)
+        return "".join(f"{cell:>{width}}" for cell, (name, width) in columns if self.shown.get(name, True))
 
     def _bar(self, description: str, total: int | None, completed: int = 0) -> Progress:
         bar = BarColumn(max(4, min(40, self.console.width - 80)))
@@ -229,7 +230,9 @@ def show_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]])
     console.print(table)
 
 
-def show_retrieval(scores: Mapping[str, Any], near_duplicates: int | None = None) -> None:
+def show_retrieval(
+    scores: Mapping[str, Any], near_duplicates: int | None = None, what: str = "validation retrieval"
+) -> None:
     """The record of a Retrieval, with chance; `near_duplicates`: validation images that look like a training image."""
     if "label_accuracy" in scores:
         low, high = wilson_interval(scores["label_accuracy"], scores["images"])
@@ -248,7 +251,7 @@ def show_retrieval(scores: Mapping[str, Any], near_duplicates: int | None = None
     distinct = (
         "" if scores["distinct_captions"] == scores["captions"] else f", {scores['distinct_captions']:,} distinct"
     )
-    title = f"validation retrieval: {scores['images']:,} images, {scores['captions']:,} captions{distinct}"
+    title = f"{what}: {scores['images']:,} images, {scores['captions']:,} captions{distinct}"
     show_rows(title, ("", "R@1", "R@5", "R@10", "median rank"), rows)
     if scores["distinct_captions"] == 1:
         print("\nall captions are equal, so every answer is correct: these recalls say nothing")

@@ -11,9 +11,11 @@ class DataSettings(TypedDict, total=False):
 
     data: str | Path
     val_size: int | Literal["auto"]
-    group_by: Literal["none", "caption", "folder"]
+    group_by: str
     image_column: str
     caption_column: str
+    label_column: str
+    labels: str
     caption_from: Literal["auto", "text", "folder", "filename"]
     template: str
     allow: tuple[Literal["urls", "links"], ...]
@@ -64,6 +66,7 @@ class TrainSettings(DataSettings, total=False):
     threads: int
     log_every: int
     eval_every: int
+    zeroshot: str
     save_every: str
     best_metric: BestMetric
     patience: int

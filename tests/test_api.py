@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import m1clip
 from helpers import QuietConsole
-from m1clip import api
+from m1clip import api, evaluation
 from m1clip.config import DataConfig, TrainConfig, from_json, get_preset, override, requested_config, to_json
 from m1clip.data.splits import open_sources
 from m1clip.model.interop import export_clip
@@ -46,7 +46,7 @@ def config_of(result: api.TrainResult) -> TrainConfig:
 
 def test_public_names_are_those_of_the_api():
     assert m1clip.train is api.train
-    assert m1clip.evaluate is api.evaluate
+    assert m1clip.evaluate is evaluation.evaluate
     assert dir(m1clip) == ["CLIP", "evaluate", "load", "train"]
     with pytest.raises(AttributeError, match="m1clip has no trian; it has CLIP, evaluate, load, train"):
         m1clip.trian  # noqa: B018

@@ -96,7 +96,7 @@ def call(capsys, *argv: str) -> tuple[int, str, str]:
         ("train --recipe locked", "--recipe must be auto, scratch, frozen, lora or full, not 'locked'"),
         ("train --epochs " + "9" * 5000, "--epochs must be a whole number, not '999"),
         ("train nano", "unexpected argument 'nano'"),
-        ("eval --split trian", "--split must be val, test or all, not 'trian'"),
+        ("eval --split trian", "--split must be auto, val, test or all, not 'trian'"),
         ("data convert photos", "m1clip data convert needs OUT"),
         ("bench --batch-sizes 8 x", "--batch-sizes must be a whole number, one or several"),
         # Numbers that no run could use.
@@ -202,7 +202,7 @@ def completion_scripts(tmp_path_factory):
         (["tr"], {"train"}),
         (["train", "--batch"], {"--batch-size"}),
         (["train", "--optimizer", ""], {"adamw", "muon"}),
-        (["eval", "--split", ""], {"val", "test", "all"}),
+        (["eval", "--split", ""], {"auto", "val", "test", "all"}),
         (["data", ""], {"-h", "--help", "check", "convert", "preview", "template"}),
         (["train", "--da"], {"--data"}),  # whose help has two lines
         (["bench", "sc"], {"scaling"}),

@@ -50,7 +50,7 @@ class Classifier:
     def embed_images(self, images_BHWC):
         return F.one_hot(images_BHWC[:, 0, 0, 0].long(), 3).float()
 
-    def encode_text(self, texts):
+    def encode_text(self, texts, batch_size=256):
         return F.one_hot(torch.tensor([LABELS.index(text.split()[-1].lower()) for text in texts]), 3).float()
 
 
@@ -130,8 +130,11 @@ def test_label_accuracy_is_shown_first_and_in_the_log_and_json(labeled_run, caps
     assert logged["most_frequent_label"] == pytest.approx(6 / 15)
     assert cli.run_command(["eval", str(labeled_run.run.path), "--device", "cpu"]) == 0
     first = capsys.readouterr().out.split("\n\n")[1]
-    assert first.startswith(f"accuracy over 3 labels {100 * logged['label_accuracy']:.1f} %")
-    assert "(chance 33.3 %, most frequent label 40.0 %;" in first
+    rows = {line.split("  ")[0]: line for line in first.splitlines()}
+    assert first.startswith("zero-shot: 15 images, 3 labels")
+    assert f" {100 * logged['label_accuracy']:.1f} % (" in rows["top-1"]  # the same prompts as in training
+    assert rows["chance"].split()[1:] == ["33.3", "%"]
+    assert rows["most frequent label"].split()[3:] == ["40.0", "%"]
     assert labeled_run.result.record()["label_accuracy"] == logged["label_accuracy"]
 
 

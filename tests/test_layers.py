@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent / "m1clip"
 FILES = sorted(ROOT.rglob("*.py"))
 
 BOTTOM = {"config", "run", "files", "format", "console", "devices", "sensors", "losses", "images", "decode", "parity"}
-BOTTOM |= {"hub", "signals", "status"}
+BOTTOM |= {"hub", "signals", "status", "prompts"}
 # What a sub-package or file may import of ours, beside itself. "" is the package: version and lazy names.
 MAY_IMPORT = {
     **{name: {"files", "format", "config"} - {name} for name in BOTTOM},
@@ -28,15 +28,17 @@ MAY_IMPORT = {
     "document": {"format", "files"},
     "data": BOTTOM,
     "model": BOTTOM,
-    "evals": BOTTOM | {"model", "data"},
+    "evals": BOTTOM | {"model", "data", "document"},
     "training": BOTTOM | {"evals", "model", "data", ""},
-    "api": BOTTOM | {"settings", "training", "evals", "model", "data"},
+    "api": BOTTOM | {"settings", "training", "model", "data"},
+    "evaluation": BOTTOM | {"api", "settings", "evals", "model", "data"},
     "bench": BOTTOM | {"training", "evals", "model", "data", "document", ""},
     "monitor": {"config", "run", "files", "format", "document"},  # never torch
-    "commands": BOTTOM | {"api", "monitor", "bench", "training", "evals", "model", "data", "document", ""},
+    "commands": BOTTOM
+    | {"api", "evaluation", "monitor", "bench", "training", "evals", "model", "data", "document", ""},
     "cli": {"format", "signals", "commands", ""},
     "__main__": {"cli"},
-    "": {"api", "model"},
+    "": {"api", "evaluation", "model"},
 }
 
 
@@ -116,15 +118,15 @@ def test_help_monitoring_and_decoding_start_without_torch():
 
 # Lines of Python by part. Growth is a decision: raise a budget in the commit that needs it.
 BUDGETS = {
-    "commands": 1_780,
-    "model": 3_050,
-    "data": 3_740,
+    "commands": 2_060,
+    "model": 3_210,
+    "data": 4_170,
     "training": 3_500,
-    "evals": 580,
+    "evals": 1_760,
     "bench": 480,
-    "monitor": 1_820,
+    "monitor": 1_860,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 3_730, 18_640, 100
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 4_090, 21_100, 113
 
 
 def test_every_part_stays_within_its_size():
@@ -160,13 +162,13 @@ def test_functions_fit_a_screen():
 
 
 def test_the_number_of_settings_and_flags_is_bounded():
-    assert len(fields(TrainConfig)) <= 54  # 53 and `model`, which has fields of its own
+    assert len(fields(TrainConfig)) <= 57  # 56 and `model`, which has fields of its own
     done = subprocess.run(
         [sys.executable, "-m", "m1clip", "train", "--help"], capture_output=True, text=True, check=True
     )
     flags = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("│ --")}
     assert {"--lr", "--batch-size", "--model.vision.width"} <= flags
-    assert len(flags) <= 73
+    assert len(flags) <= 75
 
 
 TRACE = """
@@ -197,7 +199,7 @@ def test_few_files_lead_from_the_command_to_the_first_gradient(tmp_path):
     executed, loaded = ast.literal_eval(done.stderr.splitlines()[-1])
     assert f"{ROOT}/training/loop.py" in executed
     assert len(executed) <= 37, executed
-    assert len(loaded) <= 45, loaded
+    assert len(loaded) <= 46, loaded
 
 
 def test_the_training_loop_fits_a_screen():

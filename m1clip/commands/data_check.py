@@ -172,7 +172,8 @@ def image_lines(report: Report) -> Iterator[Line]:
     yield "unusual", ", ".join(f"{count:,} {name}" for name, count in report["unusual"].items()) or "none"
     exact, near, leaks = (report[key] for key in ("exact_duplicates", "near_duplicates", "leaks"))
     yield "duplicates", f"{len(exact):,} pairs of equal files, {len(near):,} pairs that look the same"
-    found = f"{len(leaks):,} of these pairs are in different splits"
+    advice = "" if report["own_splits"] else "; --group-by duplicates keeps them in one split"
+    found = f"{len(leaks):,} of these pairs are in different splits{advice}"
     yield ("leaks", found, "bold red") if leaks else ("leaks", "none: no duplicate image is in two splits", "green")
     yield from (("", f"{a}  and  {b}") for a, b in leaks[:5])
 
@@ -193,7 +194,9 @@ def caption_lines(report: Report, args: Args) -> Iterator[Line]:
     yield from negative_lines(report)
     seen, captions = report["seen_captions"], report["val_captions"]
     if report["labels"]:
-        yield "labels", f"{report['labels']:,} captions have many images each: training reports the accuracy over them"
+        text = f"{report['labels']:,} captions have many images each: training reports the accuracy over them"
+        advice = "" if report["own_splits"] else "; --group-by label holds whole labels out, to score new ones"
+        yield "labels", text + advice
     elif seen:
         advice = "" if report["own_splits"] else "; --group-by caption keeps equal captions in one split"
         style = "bold red" if seen >= NOTABLE_LEAK * captions else ""

@@ -87,25 +87,26 @@ def remove_html(text: str) -> str:
 
 def is_label(name: str) -> bool:
     """Whether a folder name is made of words and is no usual name of an album."""
-    words = _label_words(name)
+    words = label_words(name)
     is_camera_name = CAMERA_NAME.fullmatch(name) or CAMERA_NAME.fullmatch(words)
     return bool(re.search(r"[^\W\d_]{2}", words)) and not ALBUM.fullmatch(words) and not is_camera_name
 
 
 def is_vague(name: str) -> bool:
     """Whether a folder name is a label only among other labels, such as `other`."""
-    return bool(VAGUE.fullmatch(_label_words(name)))
+    return bool(VAGUE.fullmatch(label_words(name)))
 
 
 def label_caption(label: str, template: str) -> str:
-    """n02099601-golden_retriever or 042.golden_retriever → a photo of a golden retriever."""
-    name = _label_words(label) or label
+    """golden_retriever → a photo of a golden retriever."""
+    name = label_words(label) or label
     if name.lower().startswith(tuple("aeiou")):
         template = re.sub(r"\b(a|A) \{\}", r"\1n {}", template)
     return template.replace("{}", name)
 
 
-def _label_words(label: str) -> str:
+def label_words(label: str) -> str:
+    """n02099601-golden_retriever or 042.golden_retriever → golden retriever."""
     return re.sub(r"^(n\d{8}[-_ ]|\d{3}\.)", "", label).replace("_", " ").strip()
 
 

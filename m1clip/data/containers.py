@@ -24,9 +24,11 @@ import pyarrow.parquet as pq
 from m1clip import hub
 from m1clip.config import DataConfig
 from m1clip.data.caption_text import label_caption
-from m1clip.data.index import MAX_CAPTION_FILE_BYTES, BadRow, Listing, Row
-from m1clip.data.tables import IMAGE_SUFFIX, Values, caption_texts, holds_images, parse_records
+from m1clip.data.columns import IMAGE_SUFFIX, LABEL_COLUMNS, caption_texts, class_name, parse_records
+from m1clip.data.index import MAX_CAPTION_FILE_BYTES, BadRow, Listed, Listing, Row
+from m1clip.data.tables import holds_images
 from m1clip.files import cache_folder, replace_files
+from m1clip.prompts import MAX_LABEL_LENGTH, parse_labels
 
 Dataset = Any  # of the `datasets` library, which is imported when it is needed
 PICKLES = re.compile(r"\.(pyd|pkl|pickle|pt|pth|joblib|npy|npz)$", re.I)  # what WebDataset readers unpickle
@@ -37,14 +39,23 @@ SAVED = ("dataset_info.json", "dataset_dict.json")  # in folders of save_to_disk
 
 
 # WebDataset shards: tar files in which the members of a pair share a name.
-def list_shards(paths: list[Path]) -> Listing:
+def list_shards(paths: list[Path], config: DataConfig) -> Listing:
     if missing := [str(path) for path in paths if not path.is_file()]:
         raise FileNotFoundError(f"{len(missing)} of {len(paths)} shards are missing, such as {missing[0]}")
     root = os.path.dirname(os.path.commonpath(paths)) or "."
-    return Listing(root, (row for path in paths for row in _shard_rows(path)))
+    class_names = _class_names(paths[0].parent, config)
+    return Listing(root, (row for path in paths for row in _shard_rows(path, config, class_names)))
 
 
-def _shard_rows(path: Path) -> Iterator[Row | BadRow]:
+def _class_names(folder: Path, config: DataConfig) -> list[str]:
+    """Names of the numbers in .cls members: --labels, or classnames.txt beside the shards or one folder above."""
+    if config.labels:
+        return parse_labels(config.labels)
+    files = (folder / "classnames.txt" for folder in (folder, folder.absolute().parent))
+    return next((parse_labels(str(file)) for file in files if file.is_file()), [])
+
+
+def _shard_rows(path: Path, config: DataConfig, class_names: list[str]) -> Iterator[Row | BadRow]:
     """The pairs of one tar; a truncated one gives its complete pairs."""
     try:
         with tarfile.open(path, "r:") as tar:  # uncompressed: images are read by their offset
@@ -61,11 +72,11 @@ def _shard_rows(path: Path) -> Iterator[Row | BadRow]:
                 stem, _, suffix = name.partition(".")
                 if folder + slash + stem != key or suffix.lower() in members:
                     if members:
-                        yield _pair(path, tar, key, members)
+                        yield _pair(path, tar, key, members, config, class_names)
                     key, members = folder + slash + stem, {}
                 members[suffix.lower()] = member
             if members:
-                yield _pair(path, tar, key, members)
+                yield _pair(path, tar, key, members, config, class_names)
             with open(path, "rb") as file:
                 file.seek(tar.offset)
                 if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
@@ -90,7 +101,9 @@ def _refuse_unsafe(path: Path, member: tarfile.TarInfo) -> None:
             raise ValueError(f"{path} is refused: its member {member.name!r} {problem}")
 
 
-def _pair(path: Path, tar: tarfile.TarFile, key: str, members: Members) -> Row | BadRow:
+def _pair(
+    path: Path, tar: tarfile.TarFile, key: str, members: Members, config: DataConfig, class_names: list[str]
+) -> Row | BadRow:
     location, values = f"{path}: {key}", None
     image = next((member for suffix, member in members.items() if IMAGE_SUFFIX.search(f".{suffix}")), None)
     if image is None:
@@ -106,8 +119,34 @@ def _pair(path: Path, tar: tarfile.TarFile, key: str, members: Members) -> Row |
             return BadRow("broken line", f"{location}.json", f"not JSON ({error})")
     values = values if isinstance(values, dict) else {}
     caption = caption_texts(values.get("caption") or values.get("text"))
-    captions = caption_texts(values.get("captions")) or lines or caption or [""]
-    return Row(image.name, captions, 0, "", split_from_name(path.name), str(path), image.offset_data, image.size)
+    captions = caption_texts(values.get("captions")) or lines or caption
+    label = _shard_label(tar, members, values, config, class_names)
+    if label and not captions:
+        if label.isdecimal() and not class_names:
+            return BadRow("no caption", location, f"class {label} has no name: --labels, or classnames.txt beside it")
+        captions = [label_caption(label, config.template)]
+    group = str(values.get(config.group_by) or "")[:MAX_LABEL_LENGTH]
+    split = split_from_name(path.name) or _split_from_folder(path)
+    place = (split, str(path), image.offset_data, image.size)
+    return Row(image.name, captions or [""], 0, "", *place, label, group)
+
+
+def _shard_label(
+    tar: tarfile.TarFile, members: Members, values: Mapping[str, Any], config: DataConfig, class_names: list[str]
+) -> str:
+    """The class of a .cls member, or of a key of the .json member."""
+    if config.label_column == "auto" and "cls" in members:
+        return class_name(_read(tar, members["cls"]).decode("utf-8", "replace"), class_names)
+    keys = LABEL_COLUMNS if config.label_column == "auto" else (config.label_column,)
+    found = next((values[key] for key in keys if values.get(key) is not None), "")
+    is_name = isinstance(found, str) or class_names or config.label_column != "auto"
+    return class_name(found, class_names) if is_name else ""
+
+
+def _split_from_folder(path: Path) -> str:
+    """CLIP_benchmark has the shards of a split in a folder of that name, beside classnames.txt."""
+    name = path.absolute().parent.name.lower()
+    return name if name in ("train", "val", "valid", "validation", "test") else ""
 
 
 def split_from_name(name: str) -> str:
@@ -215,7 +254,7 @@ def _parquet_locations(files: list[str]) -> Iterator[tuple[str, int]]:
 
 def _rows(
     data: Dataset, name: str, split: str, locations: Iterator[tuple[str, int]], config: DataConfig
-) -> Iterator[Row]:
+) -> Iterator[Listed]:
     import datasets
 
     data, features = _materialize(data), dict(data.features)
@@ -227,18 +266,14 @@ def _rows(
         raise ValueError(f"{name} has no column of images (--image-column {requested}); it has {', '.join(features)}")
     labels = {c: feature.names for c, feature in features.items() if isinstance(feature, datasets.ClassLabel)}
     others = data.data.table.select([column for column in data.column_names if column not in images])
-
-    def add_labels(record: Values) -> Values:
-        for column, names in labels.items():  # class numbers become captions
-            if isinstance(record[column], int) and 0 <= record[column] < len(names):
-                record[column] = label_caption(names[record[column]], config.template)
-        return {image: "", **record}
-
-    records = (add_labels(record) for batch in others.to_batches(1000) for record in batch.to_pylist())
-    config = replace(config, image_column=image)
-    rows = parse_records(name, enumerate(records, 1), config)
-    for row, (file, offset, length, path) in zip(rows, _byte_ranges(data, image), strict=True):
-        assert isinstance(row, Row)
+    records = ({image: "", **record} for batch in others.to_batches(1000) for record in batch.to_pylist())
+    parsed = parse_records(name, enumerate(records, 1), replace(config, image_column=image), labels)
+    ranges = _byte_ranges(data, image)
+    for row in parsed:
+        if not isinstance(row, Row):
+            yield row
+            continue
+        file, offset, length, path = next(ranges)
         row = row._replace(image=path or (f"row {row.line}" if length else ""), split=split or row.split)
         table, line = next(locations)
         row = row._replace(table=table, line=line)

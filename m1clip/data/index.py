@@ -38,7 +38,8 @@ ARROW_BATCH = 8192
 SPLIT_CODES = {"": 0, "train": 1, "val": 2, "test": 3, "unlisted": 4, "unknown": 5}
 NUMBERS = {"offset": pa.int64(), "length": pa.int64(), "line": pa.int32()}
 CODES = {"container": pa.int32(), "table": pa.int32(), "split": pa.int8()}
-SCHEMA = pa.schema({"image": pa.string(), **NUMBERS, **CODES, "captions": pa.list_(pa.string())})
+TEXTS = {"image": pa.string(), "label": pa.string(), "group": pa.string()}
+SCHEMA = pa.schema({**TEXTS, **NUMBERS, **CODES, "captions": pa.list_(pa.string())})
 TIMEOUT_S, ATTEMPTS = 20, 2  # of downloads
 MAX_CAPTION_BYTES = 10_000  # the rest of a longer caption is not read
 MAX_CAPTION_FILE_BYTES = 1_000_000  # likewise, of a text file with the captions of one image
@@ -71,6 +72,7 @@ class PairDataset(Protocol):
     def __len__(self) -> int: ...
     def image(self, index: int, min_size: int = 0) -> Image.Image: ...
     def captions(self, index: int) -> Sequence[str]: ...
+    def label(self, index: int) -> str: ...  # empty for an image without one
     def location(self, index: int) -> str: ...
 
 
@@ -103,6 +105,8 @@ class Row(NamedTuple):
     container: str = ""  # file that contains the image, as `length` bytes at `offset`: a tar shard or an Arrow file
     offset: int = 0
     length: int = 0
+    label: str = ""  # class of the image, if it has one
+    group: str = ""  # value of the column that --group-by names
 
     def location(self, root: str) -> str:
         if self.line:
@@ -117,7 +121,9 @@ class Row(NamedTuple):
         if len(self.image) > MAX_NAME:
             reason = f"{self.image[:80]}… is no path: it has {len(self.image):,} characters"
             return BadRow("broken line", self.location(root), reason)
-        if re.search("[\ud800-\udfff]", "".join((self.image, *self.captions))):  # made by surrogateescape
+        if re.search(
+            "[\ud800-\udfff]", "".join((self.image, self.label, self.group, *self.captions))
+        ):  # made by surrogateescape
             return BadRow("not UTF-8", self.location(root), "the text is not UTF-8; save the file as UTF-8")
         texts = (caption.strip() for caption in self.captions)
         captions = [text for text in texts if text and ("&" not in text or unescape_html(text).strip())]
@@ -229,9 +235,11 @@ class IndexWriter:
         self.leaves_root = lru_cache(None)(self._leaves_root)  # realpath is slow
 
     def write(self, folder: Path, progress: Advance) -> None:
-        keys = self._write_rows(folder / "rows.arrow", progress)
+        keys, labels = self._write_rows(folder / "rows.arrow", progress)
         _, first, group = np.unique(keys, return_index=True, return_inverse=True)
         first_row = first[group]
+        if several := len(set(group[labels != labels[first_row]].tolist())):
+            self.bad_rows.notes["images with several labels, of which the first is used"] += several
         order = np.argsort(first_row, kind="stable")  # rows grouped by image, in the order of each image's first row
         starts = np.append(np.flatnonzero(np.diff(first_row[order], prepend=-1)), len(order))  # of each group
         sizes, first_rows = np.diff(starts), order[starts[:-1]]  # of each image, in ascending order
@@ -243,24 +251,25 @@ class IndexWriter:
         names = {"root": self.root, "containers": list(self.containers), "tables": list(self.tables)}
         (folder / "facts.json").write_text(json.dumps({**names, "fingerprint": fingerprint, "identity": identity}))
 
-    def _write_rows(self, path: Path, progress: Advance) -> RowIndices:
-        """Write the rows in their order; return a key for each that is equal for rows of one image."""
-        keys, rows = array("q"), self._usable_rows()
+    def _write_rows(self, path: Path, progress: Advance) -> tuple[RowIndices, RowIndices]:
+        """Write the rows in their order; return keys that are equal for rows of one image, and of one label."""
+        keys, labels, rows = array("q"), array("q"), self._usable_rows()
         with pa.ipc.new_file(str(path), SCHEMA) as writer:
             while batch := list(islice(rows, ARROW_BATCH)):
                 keys.extend(hash((row.container, row.offset, row.image)) for row in batch)
-                columns = {name: [getattr(row, name) for row in batch] for name in ("image", *NUMBERS, "captions")}
+                labels.extend(hash(row.label) for row in batch)
+                columns = {name: [getattr(row, name) for row in batch] for name in (*TEXTS, *NUMBERS, "captions")}
                 for name, numbers in (("container", self.containers), ("table", self.tables)):
                     columns[name] = [numbers.setdefault(getattr(row, name), len(numbers)) for row in batch]
                 columns["split"] = [SPLIT_CODES[normalize_split(row.split[:100]) if row.split else ""] for row in batch]
                 writer.write_batch(pa.record_batch([columns[name] for name in SCHEMA.names], SCHEMA))
                 progress(len(batch))
-        return np.array(keys, np.int64)
+        return np.array(keys, np.int64), np.array(labels, np.int64)
 
     def _usable_rows(self) -> Iterator[Row]:
         """Valid rows; consecutive rows of one image are merged here already."""
         rows = filter(None, map(self._validate, self.listing.rows))
-        for _, group in groupby(rows, operator.attrgetter("container", "offset", "image")):
+        for _, group in groupby(rows, operator.attrgetter("container", "offset", "image", "label")):
             first, *others = group
             self.bad_rows.rows += len(others)
             yield first._replace(captions=[caption for row in (first, *others) for caption in row.captions])
@@ -381,6 +390,14 @@ class IndexedPairs:
     def captions(self, index: int) -> list[str]:
         start, end = self.starts[self.rows[index] : self.rows[index] + 2]
         return [caption for row in self.order[start:end].tolist() for caption in self.table["captions"][row].as_py()]
+
+    def label(self, index: int) -> str:
+        return str(self.value("label", index))
+
+    def texts(self, name: str) -> list[str]:
+        """A column of text, one value per image."""
+        values: list[str] = self.table[name].take(self.order[self.starts[self.rows]]).to_pylist()
+        return values
 
     def location(self, index: int) -> str:
         image, line, table, container = (self.value(name, index) for name in ("image", "line", "table", "container"))

@@ -1,6 +1,8 @@
 """What a training and a validation split share: images that look the same, and groups kept in one split. No torch."""
 
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -8,8 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from m1clip.data.pixel_cache import row_chunks
+from m1clip.data.index import IndexedPairs, PairDataset, ProgressFactory, array_file
+from m1clip.data.pixel_cache import map_chunks, row_chunks
 from m1clip.data.splits import OnTheFlyImages, Split
+from m1clip.decode import BadImage
+from m1clip.files import atomic_write, cache_folder, open_regular
 
 MAX_BITS, MAX_COLOR = 3, 8  # differences of near duplicates: bits of each 64-bit dHash, mean color of 255
 MAX_NEAR_DUPLICATES = 100_000
@@ -28,6 +33,41 @@ def looks(image: Image.Image) -> tuple[tuple[int, ...], tuple[int, ...]]:
     left, upper = gray[1:, 1:] > gray[1:, :-1], gray[1:, 1:] > gray[:-1, 1:]
     color = np.asarray(image.resize((1, 1), Image.Resampling.BOX))[0, 0]
     return tuple(int.from_bytes(np.packbits(bits).tobytes()) for bits in (left, upper)), tuple(color)
+
+
+def image_looks(pairs: IndexedPairs, workers: int, progress: ProgressFactory) -> Looks:
+    """The looks of every image; cached, so that they are decoded once. An unreadable image looks flat."""
+    path = cache_folder() / f"looks-{blake2b(pairs.fingerprint.encode(), digest_size=8).hexdigest()}.npy"
+    with suppress(OSError, ValueError, EOFError), open_regular(path) as file:
+        cached: Looks = np.load(file)
+        if cached.shape == (len(pairs),) and cached.dtype == LOOKS:
+            return cached
+    chunks = []
+    with progress("comparing images", len(pairs)) as advance:
+        for chunk in map_chunks(partial(looks_of_rows, pairs), row_chunks(len(pairs), 64), workers):
+            chunks.append(chunk)
+            advance(len(chunk))
+    found = np.concatenate(chunks)
+    with suppress(OSError):  # a full disk: they are decoded again next time
+        atomic_write(path, bytes(array_file(found)))
+    return found
+
+
+def looks_of_rows(pairs: PairDataset, rows: Sequence[int]) -> Looks:
+    found = np.zeros(len(rows), LOOKS)
+    for i, row in enumerate(rows):
+        with suppress(BadImage):  # reported when it is decoded for training
+            found[i] = looks(pairs.image(row, 256))
+    return found
+
+
+def duplicate_keys(pairs: IndexedPairs, workers: int, progress: ProgressFactory) -> list[list[str]]:
+    """For each image a key of every pair of near duplicates that it is in; of an image without any, its own."""
+    keys: list[list[str]] = [[] for _ in range(len(pairs))]
+    for a, b in near_duplicates(image_looks(pairs, workers, progress)):
+        for row in (a, b):
+            keys[row].append(pairs.location(a))
+    return [of_row or [pairs.location(row)] for row, of_row in enumerate(keys)]
 
 
 def near_duplicates(images: Looks) -> list[Pair]:

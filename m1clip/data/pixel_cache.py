@@ -34,7 +34,14 @@ from m1clip.images import Pixels, preprocess
 
 CHUNK_ROWS = 256
 TASKS_PER_WORKER = 4  # queued, running or done but not yet consumed: bounds the memory
-PREFIXES = ("pixels-", "index-", "content-", "features-")  # cache entries that can be built again
+PREFIXES = (
+    "pixels-",
+    "index-",
+    "content-",
+    "looks-",
+    "features-",
+    "embeddings-",
+)  # cache entries that can be built again
 RESERVED_BYTES = 1e9  # never used of a disk, or a twentieth of a small one
 RETRIED = ("HEIC", "missing file", "cannot be read")  # kinds whose cause may be gone by the next run
 UNUSED = fcntl.LOCK_EX | fcntl.LOCK_NB  # the lock that only an entry without users gives
@@ -270,12 +277,15 @@ class RowStore:
         return np.memmap(self.data, dtype, "r", shape=(self.rows, *shape))
 
 
+def decoder_code() -> str:
+    """Part of the keys of what is made from images: other code makes other pixels."""
+    return "".join(Path(str(module.__file__)).read_text() for module in (images, decode))
+
+
 class PixelCache(RowStore):
     def __init__(self, pairs: PairDataset, settings: Preprocess):
         self.image_size = settings.size
-        # The key includes the decoding code: other code makes other pixels.
-        code = "".join(Path(str(module.__file__)).read_text() for module in (images, decode))
-        key = sha256(f"{pairs.fingerprint}/{len(pairs)}/{settings}/{code}".encode()).hexdigest()[:16]
+        key = sha256(f"{pairs.fingerprint}/{len(pairs)}/{settings}/{decoder_code()}".encode()).hexdigest()[:16]
         super().__init__(cache_folder() / f"pixels-{key}", len(pairs), settings.size**2 * 3)
 
     def is_note(self, note: Any) -> bool:

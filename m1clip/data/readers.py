@@ -19,6 +19,7 @@ from braceexpand import braceexpand
 
 from m1clip.config import DataConfig
 from m1clip.data import caption_text, containers, tables
+from m1clip.data.columns import IMAGE_SUFFIX
 from m1clip.data.index import MAX_CAPTION_FILE_BYTES, SPLIT_WORDS, BadRow, Listed, Listing, Note, Row
 from m1clip.data.splits import COLUMNS, SCHEMES, refuse_flags
 from m1clip.format import did_you_mean
@@ -29,7 +30,7 @@ MAX_FILES = 1_000_000  # that a path with braces may stand for
 # Folder names that say nothing about the images.
 NO_LABEL = re.compile(r"images?|imgs?|pictures?|photos?|jpe?gs?|data|(train|val|test)\d+|flickr.*", re.I)
 # IMG_1.jpg.json and IMG_1.jpg.supplemental-metadata.json of a Google Takeout.
-TAKEOUT = re.compile(rf"(.*{tables.IMAGE_SUFFIX.pattern[:-1]})(\.supp[\w.-]*)?\.json", re.I)
+TAKEOUT = re.compile(rf"(.*{IMAGE_SUFFIX.pattern[:-1]})(\.supp[\w.-]*)?\.json", re.I)
 
 
 class UnclearCaptions(ValueError):  # noqa: N818 - the data is wrong, not the program
@@ -55,7 +56,7 @@ def _list_paths(paths: list[Path], config: DataConfig) -> Listing:
     suffixes = {path.suffix.lower() for path in paths if path.is_file()}
     if suffixes == {".tar"} and not any(path.is_dir() for path in paths):
         refuse_flags(str(paths[0]), "a WebDataset shard", config, (*COLUMNS, "caption_from"))
-        return containers.list_shards(paths)
+        return containers.list_shards(paths, config)
     if suffixes == {".parquet"} and tables.contains_images(paths[0]):
         return containers.list_parquet(paths, config)
     if len(paths) == 1:
@@ -70,7 +71,7 @@ def _list_paths(paths: list[Path], config: DataConfig) -> Listing:
 def _list_path(path: Path, config: DataConfig) -> Listing:
     suffix = path.suffix.lower()
     if path.is_dir():
-        for pattern in ("*.tar", "*.parquet", "data/*.parquet"):
+        for pattern in ("*.tar", "*.parquet", "data/*.parquet", "*/*.tar"):
             if files := sorted(path.glob(pattern)):
                 return _list_paths(files, config)
         is_saved = any((path / name).is_file() for name in containers.SAVED)
@@ -166,7 +167,7 @@ def _walk(path: Path, config: DataConfig) -> Iterator[tuple[str, dict[str, str],
         refused = [BadRow("refused", link, "a symlink to a folder; --allow links follows it") for link in links]
         names = sorted(name for name in files if not name.startswith("."))
         texts = {Path(name).stem: name for name in names if name.lower().endswith((".txt", ".caption"))}
-        stems = {name: Path(name).stem for name in names if tables.IMAGE_SUFFIX.search(name)}
+        stems = {name: Path(name).stem for name in names if IMAGE_SUFFIX.search(name)}
         others = sorted(texts[stem] for stem in texts.keys() - stems.keys() - set(stems.values()))
         takeout = {match[1]: match[0] for match in map(TAKEOUT.fullmatch, names) if match}
         images = {name: texts.get(stem) or texts.get(name) or takeout.get(name, "") for name, stem in stems.items()}
@@ -253,20 +254,26 @@ def _examples(images: FolderImages, config: DataConfig, caption_from: str) -> st
 def _name_caption(image: str, config: DataConfig, caption_from: str) -> str:
     folder, name = os.path.split(image)
     if caption_from == "filename":
-        return caption_text.filename_caption(tables.IMAGE_SUFFIX.sub("", name))
+        return caption_text.filename_caption(IMAGE_SUFFIX.sub("", name))
     label = _folder_label(folder) or os.path.basename(folder)
     return caption_text.label_caption(label, config.template) if label else ""
 
 
 def _name_rows(path: Path, config: DataConfig) -> Iterator[Listed]:
     caption_from = "filename" if config.caption_from == "filename" else "folder"
+    empty = dict.fromkeys(("",), True)
     for folder, images, _, refused in _walk(path, config):
         yield from refused
+        empty[folder] = not images
+        empty |= dict.fromkeys(map(str, Path(folder).parents), False)
+        label = caption_text.label_words(_folder_label(folder)) if caption_from == "folder" else ""
         for image in (os.path.join(folder, name) for name in images):
             if caption := _name_caption(image, config, caption_from):
-                yield Row(image, [caption], split=split_from_path(Path(image)))
+                yield Row(image, [caption], split=split_from_path(Path(image)), label=label)
             else:
                 yield BadRow("no caption", str(path / image), f"its {caption_from} gives no words")
+    if names := [folder for folder, is_empty in empty.items() if is_empty and folder]:
+        yield Note(f"folders without images, such as {names[0]}", len(names))
 
 
 def _caption_file_rows(path: Path, config: DataConfig) -> Iterator[Listed]:

@@ -37,6 +37,7 @@ SYNTHETIC_VAL = 240
 MIN_VAL = 50  # validation images that are kept where a budget allows only some
 OWN_SPLIT = "the dataset's own"
 IMAGES_PER_LABEL = 5  # captions with at least so many images each are labels
+GROUP_KINDS = ("none", "caption", "label", "folder", "duplicates")  # --group-by without a column of a table
 SHUFFLE_WINDOW = 10_000  # rows; on the fly, shards are read nearly in sequence
 
 
@@ -170,26 +171,44 @@ def split_rows(
             raise ValueError("there is only one distinct image; at least two are needed, one for validation")
         raise ValueError(f"--val-size {count} of {len(distinct)} distinct images leaves none for training")
     if config.group_by != "none":
-        is_val = _split_groups(pairs.take(rows), hashes, config.group_by, count)
-        return rows[~is_val], rows[is_val], None, f"images with the same {config.group_by} stay in one split"
+        is_val = _split_groups(pairs.take(rows), hashes, config, count, progress)
+        kind = "near duplicates" if config.group_by == "duplicates" else f"images with the same {config.group_by}"
+        return rows[~is_val], rows[is_val], None, f"{kind} stay in one split"
     is_val = hashes <= distinct[count - 1]
     return rows[~is_val], rows[is_val], None, "by a hash of each image's bytes"
 
 
-def _split_groups(pairs: IndexedPairs, hashes: NDArray[np.uint64], group_by: str, count: int) -> NDArray[np.bool_]:
-    """Which images are for validation, if copies and images with a common caption or folder stay together."""
+def _split_groups(
+    pairs: IndexedPairs, hashes: NDArray[np.uint64], config: DataConfig, count: int, progress: ProgressFactory
+) -> NDArray[np.bool_]:
+    """Which images are for validation, if copies and images of one group stay together."""
     from m1clip.data.leakage import choose_groups, connected_rows
 
-    if group_by == "folder":
-        keys = [[os.path.dirname(pairs.value("image", row))] for row in range(len(pairs))]
-    else:
-        keys = [[caption_key(text) for text in pairs.captions(row)] for row in range(len(pairs))]
-        if TrainCaptions.compare(None, keys).labels:
-            raise ValueError("--group-by caption would put all images of a label into one split; leave the flag out")
+    keys, group_by = _group_keys(pairs, config, progress), config.group_by
+    if not any(keys):
+        raise ValueError(f"--group-by {group_by}: no image has one; choose from {', '.join(GROUP_KINDS)}, or a column")
     groups = connected_rows([*texts, content] for texts, content in zip(keys, hashes.tolist(), strict=True))
     if len(set(groups)) < 2:
         raise ValueError(f"--group-by {group_by} leaves no validation split: all images are in one group")
-    return choose_groups(groups, [min(texts) for texts in keys], count)
+    names = [min(texts, default=str(content)) for texts, content in zip(keys, hashes.tolist(), strict=True)]
+    return choose_groups(groups, names, count)
+
+
+def _group_keys(pairs: IndexedPairs, config: DataConfig, progress: ProgressFactory) -> list[list[str]]:
+    """Texts that images of one group share; none for an image in no group."""
+    if config.group_by == "duplicates":
+        from m1clip.data.leakage import duplicate_keys
+
+        return duplicate_keys(pairs, config.workers, progress)
+    if config.group_by == "folder":
+        return [[os.path.dirname(image)] for image in pairs.texts("image")]
+    if config.group_by != "caption":
+        values = pairs.texts("label" if config.group_by == "label" and not any(pairs.texts("group")) else "group")
+        return [[value] if value else [] for value in values]
+    keys = [[caption_key(text) for text in pairs.captions(row)] for row in range(len(pairs))]
+    if TrainCaptions.compare(None, keys).labels:
+        raise ValueError("--group-by caption: these captions are labels; --group-by label holds out whole labels")
+    return keys
 
 
 def validation_subset(pairs: PairDataset, config: DataConfig) -> PairDataset:
@@ -382,6 +401,10 @@ class Split:
     def location(self, row: int) -> str:
         pairs, index = self._find(row)
         return pairs.location(index)
+
+    def labels(self) -> list[str]:
+        """The class of each image; empty for those without one."""
+        return [pairs.label(index) for pairs, index in map(self._find, range(len(self)))]
 
     def take(self, rows: RowIndices) -> tuple[RowIndices, Pixels]:
         """Images (B, H, W, 3) and their rows: a row that cannot be decoded is replaced by another one."""

@@ -315,6 +315,10 @@ class SyntheticScenes:
         scene, templates = self.scene(index), range(len(TEMPLATES))
         return [describe(scene, k) for k in templates if self.split == "train" or k == index % len(TEMPLATES)]
 
+    def label(self, index: int) -> str:
+        """What the scene shows, in the singular."""
+        return self.scene(index).subject
+
     def edits(self, index: int) -> Iterator[tuple[str, str]]:
         """Hard negatives: the field that was changed, and the scene's caption with exactly one wrong word."""
         scene, rng = self.scene(index), Random(f"edit/{self._key}/{index}")

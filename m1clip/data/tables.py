@@ -3,7 +3,6 @@
 A broken line affects no other line.
 """
 
-import ast
 import csv
 import json
 import os
@@ -20,62 +19,28 @@ import pyarrow.parquet as pq
 
 from m1clip.config import DataConfig
 from m1clip.data.caption_text import detect_encoding
+from m1clip.data.columns import (
+    CAPTION_COLUMNS,
+    IMAGE_SUFFIX,
+    MAX_LINE,
+    SAMPLED_ROWS,
+    Record,
+    caption_texts,
+    is_image,
+    parse_records,
+)
 from m1clip.data.index import BadRow, Listed, Listing, Note, Row, table_location
 from m1clip.sensors import available_gb
 from m1clip.signals import ended_by_signals
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
-IMAGE_SUFFIX = re.compile(r"\.(jpe?g|jpe|jfif|png|webp|gif|bmp|tiff?|avif|heic|heif|jp2|ppm|pgm)$", re.I)
-# Usual column names, the likeliest first.
-IMAGE_COLUMNS = (
-    *("image", "filepath", "file_path", "image_path", "img_path", "filename", "file_name", "image_name"),
-    *("image_file", "img", "path", "file", "images", "picture", "photo", "jpg", "png", "url", "image_url"),
-)
-CAPTION_COLUMNS = (
-    *("caption", "captions", "text", "texts", "title", "description", "sentence", "sentences", "comment"),
-    *("raw", "txt", "alt_text", "alt", "prompt", "conversations", "label"),
-)
-SPLIT_COLUMNS = ("split", "set", "partition", "subset")
-ID_COLUMN = re.compile(r"(^|_)(id|ids|key|index|idx|hash|sha256|md5)$")
 MAX_QUOTED_LINES = 50  # a longer quoted field counts as a missing quotation mark
-MAX_LINE = 1_000_000  # characters; the rest of a longer line is not read
-MAX_NESTING = 8  # of lists of captions
 LARGE_JSON_BYTES = 20_000_000  # that take about as long to parse as Ctrl-C may
 BYTES_PER_ITEM = 100  # of a JSON text, once it is parsed
-SAMPLED_ROWS = 200  # columns are guessed from these
-
-Values = dict[str, Any]
-Record = tuple[int, Any]  # line number, from 1, and values: a dict by column, the ValueError of a broken line, a Note
 
 
 def list_table(path: Path, config: DataConfig) -> Listing:
     return find_images(path.parent, parse_records(str(path), READERS[path.suffix.lower()](path), config))
-
-
-def parse_records(table: str, records: Iterator[Record], config: DataConfig) -> Iterator[Listed]:
-    """One row for each record; which column is which is guessed from the first ones."""
-    head = list(islice(records, SAMPLED_ROWS))
-    good: list[Values] = [values for _, values in head if isinstance(values, dict)]
-    if not good:
-        first = next((f" that can be read; line {line}: {error!s:.200}" for line, error in head if line), "")
-        raise ValueError(f"{table} has no rows{first}")
-    names = list(dict.fromkeys(chain.from_iterable(good)))
-    image_column = _guess_column(table, good, names, "image", config.image_column)
-    others = [{name: value for name, value in values.items() if name != image_column} for values in good]
-    caption_columns = _guess_caption_columns(table, others, config.caption_column)
-    lower = {name.strip().lower(): name for name in reversed(names)}
-    split_column = next((lower[name] for name in SPLIT_COLUMNS if name in lower), "")
-    for line, values in chain(head, records):
-        if isinstance(values, dict):
-            image = str(values.get(image_column) or "").strip()
-            image = image if "/" in image else image.replace("\\", "/")
-            captions = caption_texts([values.get(column) for column in caption_columns])
-            yield Row(image, captions, line, table, str(values.get(split_column) or ""))
-        elif isinstance(values, Note):
-            yield values
-        else:
-            reason = str(values) if isinstance(values, ValueError) else "expected an object in {}"
-            yield BadRow("broken line", table_location(table, line), reason)
 
 
 def find_images(folder: Path, rows: Iterator[Listed]) -> Listing:
@@ -89,63 +54,6 @@ def find_images(folder: Path, rows: Iterator[Listed]) -> Listing:
     found = [sum(os.path.isfile(os.path.join(root, image)) for image in images) for root in folders]
     best = next((k for k, count in enumerate(found) if 2 * count > len(images)), found.index(max(found)))
     return Listing(folders[best], chain(head, rows))
-
-
-def caption_texts(value: Any, depth: int = 0) -> list[str]:
-    """One or several captions, from a string, a list, a list written as a string, or objects."""
-    if isinstance(value, dict):
-        # In a conversation, the answer is the caption.
-        answer = value.get("value") if value.get("from") in ("gpt", "assistant") else None
-        value = answer or value.get("raw") or value.get("caption") or value.get("text")
-    if isinstance(value, list | tuple) and depth < MAX_NESTING:
-        return [text for item in value for text in caption_texts(item, depth + 1)]
-    if not isinstance(value, str):
-        return []
-    if value.startswith("[") and value.endswith("]") and len(value) <= MAX_LINE:
-        for parse in (json.loads, ast.literal_eval):
-            try:
-                items = parse(value)
-            except (ValueError, SyntaxError, MemoryError, RecursionError):
-                continue
-            if isinstance(items, list) and items and all(isinstance(item, str) for item in items):
-                return items
-    return [value]
-
-
-# Which column is which: as the flags say, else by usual names, else by contents.
-def _guess_caption_columns(table: str, records: Sequence[Values], requested: str) -> tuple[str, ...]:
-    names = list(dict.fromkeys(chain.from_iterable(records)))
-    numbered = [name for name in names if re.fullmatch(r"(caption|text|sentence)s?[_ ]?\d+", name.lower())]
-    if requested == "auto" and numbered and not any(name.lower() in CAPTION_COLUMNS for name in names):
-        return tuple(numbered)
-
-    def word_count(name: str) -> int:
-        return sum(len(text.split()) for values in records for text in caption_texts(values.get(name)))
-
-    names.sort(key=word_count, reverse=True)  # if no name is known, the column with the most words
-    return (_guess_column(table, records, names, "caption", requested),)
-
-
-def _guess_column(table: str, records: Sequence[Values], names: Sequence[str], role: str, requested: str) -> str:
-    if requested != "auto":
-        if requested not in names:
-            raise ValueError(f"{table} has no column {requested!r}; it has {', '.join(map(repr, names))}")
-        return requested
-    usual, fits = (IMAGE_COLUMNS, _is_image) if role == "image" else (CAPTION_COLUMNS, caption_texts)
-    lower = {name.strip().lower(): name for name in reversed(names)}
-    by_name = [lower[name] for name in usual if name in lower]
-    fitting = [name for name in names if 2 * sum(bool(fits(values.get(name))) for values in records) > len(records)]
-    both = [name for name in by_name if name in fitting]
-    by_contents = [name for name in fitting if not ID_COLUMN.search(name.lower())]
-    if candidates := [*both, *by_contents, *by_name]:
-        return candidates[0]
-    columns = ", ".join(repr(name[:40]) for name in names)
-    raise ValueError(f"{table}: which column is the {role}? Set --{role}-column to one of {columns}")
-
-
-def _is_image(value: Any) -> bool:
-    text = value.strip() if isinstance(value, str) else ""
-    return bool(IMAGE_SUFFIX.search(text) or re.match(r"https?://", text))
 
 
 # Readers, one per format.
@@ -246,7 +154,7 @@ def read_json_table(path: Path) -> Iterator[Record]:
     values = load_json(path)
     if isinstance(values, dict):
         lists = [v for v in values.values() if isinstance(v, list) and v and isinstance(v[0], dict)]
-        if 2 * sum(map(_is_image, values)) > len(values):  # {"a.jpg": "a caption" or several}
+        if 2 * sum(map(is_image, values)) > len(values):  # {"a.jpg": "a caption" or several}
             values = [{"image": image, "caption": captions} for image, captions in values.items()]
         elif len(lists) == 1:  # {"data": [{…}, {…}]}
             values = lists[0]
@@ -293,7 +201,7 @@ def names_images(path: Path) -> bool:
         head = [values for _, values in islice(READERS[path.suffix.lower()](path), SAMPLED_ROWS)]
     except ValueError:  # COCO's and Karpathy's JSON are no tables
         return path.suffix.lower() == ".json" and list_captions(path) is not None
-    return any(_is_image(value) for values in head if isinstance(values, dict) for value in values.values())
+    return any(is_image(value) for values in head if isinstance(values, dict) for value in values.values())
 
 
 def contains_images(path: Path) -> bool:

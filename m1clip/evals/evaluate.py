@@ -1,53 +1,25 @@
-"""The evaluator: retrieval, embedding statistics, one-word edits. Training and `m1clip eval` use it.
+"""The evaluator of retrieval and embedding statistics. Training and `m1clip eval` use it.
 
 Shapes: N images, M captions, B of a chunk, D features, E embedding.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from m1clip import devices
 from m1clip.data.batches import FeatureTables
 from m1clip.data.splits import Split, TrainCaptions, caption_key
+from m1clip.evals.embed import CHUNK, embed_captions, embed_feature_rows, embed_split_images
 from m1clip.evals.embeddings import accuracy_by_difficulty, embedding_statistics
 from m1clip.evals.examples import example_queries
 from m1clip.evals.retrieval import LabelAccuracy, Relevance, Retrieval, label_accuracy, retrieval
 from m1clip.model.clip import CLIP
 
-CHUNK, FEATURE_CHUNK = 256, 4096
-Edit = tuple[int, str, str]  # row, kind of the changed word, changed caption
-
-
-@torch.inference_mode()
-def embed_split_images(model: CLIP, pairs: Split, chunk: int = CHUNK) -> Tensor:
-    """(N, E)"""
-    outputs = []
-    for rows_B in torch.split(torch.arange(len(pairs)), chunk):
-        images_BHWC = torch.from_numpy(pairs.take(rows_B.numpy())[1])
-        outputs.append(model.embed_images(model.normalize(devices.copy_to(images_BHWC, model.devices[0]))).cpu())
-    return torch.cat(outputs)
-
-
-def embed_captions(model: CLIP, captions: Sequence[str], chunk: int = CHUNK) -> Tensor:
-    """(M, E)"""
-    starts = range(0, len(captions), chunk)
-    return torch.cat([model.encode_text(captions[start : start + chunk]).cpu() for start in starts])
-
-
-@torch.inference_mode()
-def embed_feature_rows(model: CLIP, tower: str, features_ND: NDArray[Any]) -> Tensor:
-    """(N, E) of stored features of a frozen tower."""
-    device, outputs = model.devices[0 if tower == "vision" else 1], []
-    for start in range(0, len(features_ND), FEATURE_CHUNK):
-        features_BD = torch.from_numpy(np.array(features_ND[start : start + FEATURE_CHUNK])).float()
-        outputs.append(model.embed_features(tower, devices.copy_to(features_BD, device)).cpu())
-    return torch.cat(outputs)
+if TYPE_CHECKING:  # loaded only with --zeroshot
+    from m1clip.evals.zeroshot import ZeroShot
 
 
 @dataclass(frozen=True)
@@ -59,16 +31,21 @@ class Evaluation:
     text_ME: Tensor
     relevance: Relevance
     pairs: Split
+    zeroshot: "ZeroShot | None" = None  # on other images, with --zeroshot
 
     @property
     def first_text_NE(self) -> Tensor:
         """The first caption of each image."""
         return self.text_ME[torch.searchsorted(self.relevance.owner_M, torch.arange(len(self.image_NE)))]
 
+    def metrics(self) -> dict[str, Any]:
+        """The scores by which a best checkpoint can be selected."""
+        return {**self.scores.record(), **(self.zeroshot.record() if self.zeroshot else {})}
+
     def record(self) -> dict[str, Any]:
         first_captions = [self.pairs.captions(row)[0] for row in range(len(self.pairs))]
         return {
-            **self.scores.record(),
+            **self.metrics(),
             **embedding_statistics(self.image_NE, self.first_text_NE),
             "hard_negatives": accuracy_by_difficulty(self.image_NE, self.first_text_NE, first_captions),
         }
@@ -98,6 +75,15 @@ def evaluate_model(
         text_ME = embed_feature_rows(model, "text", features_MD)
     else:
         text_ME = embed_captions(model, texts, chunk)
+    return score_embeddings(model, pairs, image_NE, text_ME, train_captions)
+
+
+def score_embeddings(
+    model: CLIP, pairs: Split, image_NE: Tensor, text_ME: Tensor, train_captions: TrainCaptions | None = None
+) -> Evaluation:
+    """Evaluate retrieval of a split from its embeddings, captions in the order of their images."""
+    captions = list(pairs.all_captions())
+    texts = [text for of_image in captions for text in of_image]
     relevance, known = Relevance.from_captions(captions), train_captions or TrainCaptions.compare(None, captions)
     seen_M = None if known.seen is None else torch.tensor([caption_key(text) in known.seen for text in texts])
     scores = retrieval(image_NE, text_ME, relevance, seen_M)
@@ -110,24 +96,3 @@ def classify(model: CLIP, image_NE: Tensor, labels: Sequence[str], captions: Seq
     number = {caption_key(label): k for k, label in enumerate(labels)}
     truth_N = torch.tensor([number[caption_key(of_image[0])] for of_image in captions])
     return label_accuracy(image_NE, embed_captions(model, labels), truth_N)
-
-
-@dataclass(frozen=True)
-class EditScore:
-    changed: str
-    accuracy: float
-    edits: int
-    chance: float = 0.5
-
-
-def edit_scores(model: CLIP, edits: Sequence[Edit], image_NE: Tensor, text_NE: Tensor) -> list[EditScore]:
-    """How often an image prefers its caption to the same caption with one word changed, by the kind of word."""
-    rows, kinds, texts = zip(*edits, strict=True)
-    rows_M = torch.tensor(rows)
-    margin_M = (image_NE[rows_M] * (text_NE[rows_M] - embed_captions(model, texts))).sum(1)
-    won_M = (margin_M.sign() + 1) / 2  # a tie counts half, as a guess would
-    scores = []
-    for changed in dict.fromkeys(kinds):
-        won = won_M[[kind == changed for kind in kinds]]
-        scores.append(EditScore(changed, won.mean().item(), len(won)))
-    return scores

@@ -95,6 +95,8 @@ def query_record(m: int, results: TopResults, relevance: Relevance, pairs: Split
 
 def image_records(rows: list[int], pairs: Split) -> dict[str, dict[str, str]]:
     """First caption, location and JPEG (as the model sees it) of each row."""
+    if not rows:
+        return {}
     decoded_rows, pixels = pairs.take(np.array(rows))
     records = {}
     for row, decoded, image in zip(rows, decoded_rows, pixels, strict=True):

@@ -5,10 +5,11 @@ Shapes: B items, L tokens, D features, E embedding, C colors, H height, W width,
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +32,16 @@ from m1clip.config import (
 from m1clip.files import atomic_folder
 from m1clip.images import Pixels
 from m1clip.model.fast import make_fast
-from m1clip.model.inputs import ImageInput, encode_batches, image_batches, list_images, text_batches
+from m1clip.model.inputs import ImageInput, encode_batches, fold_texts, image_batches, list_images, text_batches
 from m1clip.model.lora import merged_state_dict
 from m1clip.model.pretrained import HFText, PretrainedTower, TimmVision
 from m1clip.model.rng import dropout_mask
 from m1clip.model.safe_load import load_checked, on_meta, save_tensors, untrusted_input
 from m1clip.model.tokenizer import HFTokenizer, Tokenizer
 from m1clip.model.towers import BagOfWords, TextTransformer, Tower, VisionTransformer, init_tower
+
+if TYPE_CHECKING:
+    from m1clip.model.classify import Classification
 
 # logit_scale and logit_bias as CLIP and SigLIP start them
 INITIAL_LOGITS = {"softmax": (math.log(1 / 0.07), None), "sigmoid": (math.log(10), -10.0)}
@@ -181,7 +185,8 @@ class CLIP(nn.Module):
         require(batch_size >= 1, f"batch_size must be at least 1, not {batch_size}")
         items, device = list_images(images), self.devices[0]
 
-        def encode(images_BHWC: Pixels) -> Tensor:
+        def encode(batch: tuple[list[int], Pixels]) -> Tensor:
+            _, images_BHWC = batch
             return self.embed_images(self.normalize(torch.from_numpy(images_BHWC).to(device)))
 
         batches = image_batches(items, self.config.vision.preprocess, batch_size)
@@ -190,16 +195,49 @@ class CLIP(nn.Module):
 
     @torch.no_grad()
     def encode_text(self, texts: str | Iterable[str], batch_size: int = 256, progress: bool = False) -> Tensor:
-        """Unit vectors (B, E) of a string or of any iterable of strings, read lazily; one string gives one row."""
+        """Unit vectors (B, E) of a string or of any iterable of strings; one string gives one row.
+
+        Of a list, equal texts are encoded once and texts of similar length together; an iterator is read lazily.
+        """
         require(batch_size >= 1, f"batch_size must be at least 1, not {batch_size}")
-        items, device = [texts] if isinstance(texts, str) else texts, self.devices[1]
+        items, position, device = [texts] if isinstance(texts, str) else texts, None, self.devices[1]
+        if isinstance(items, Sequence):
+            items, position = fold_texts(items)
 
         def encode(batch: list[str]) -> Tensor:
             return self.embed_tokens(self.tokenize(batch).to(device))
 
         empty_0E = next(self.text_projection.parameters()).new_empty(0, self.config.embed_dim)
         batches = text_batches(items, batch_size)
-        return encode_batches(batches, encode, empty_0E, items, "encoding texts" if progress else None)
+        text_BE = encode_batches(batches, encode, empty_0E, items, "encoding texts" if progress else None)
+        return text_BE if position is None else text_BE[position]
+
+    def similarity(self, images: ImageInput | Iterable[ImageInput], texts: str | Iterable[str]) -> Tensor:
+        """Cosine similarities (B, T) of images, in rows, and texts."""
+        return self.encode_image(images).cpu() @ self.encode_text(texts).cpu().T
+
+    def classify(
+        self,
+        images: ImageInput | Iterable[ImageInput],
+        labels: Sequence[str] | Mapping[str, Sequence[str]],
+        templates: Sequence[str] = (),
+        top_k: int = 5,
+        batch_size: int = 32,
+    ) -> "list[Classification]":
+        """Zero-shot classification of images (as in encode_image): the best labels with their probabilities.
+
+        `labels` are names, or a dict with descriptions of each. `templates` are as in `m1clip classify --template`:
+        texts with {} for the label, files, or "openai"; by default a small set.
+        """
+        from m1clip.model.classify import classify_images, make_classifier
+        from m1clip.prompts import parse_prompts
+
+        prompts = parse_prompts([templates] if isinstance(templates, str) else templates)
+        if isinstance(labels, Mapping):
+            prompts = replace(prompts, descriptions=labels, templates=prompts.templates if templates else ())
+        classifier = make_classifier(self, labels, prompts)
+        found = classify_images(self, list_images(images), classifier, top_k, batch_size)
+        return [result for _, result in found]
 
     def tokenize(self, texts: str | Iterable[str]) -> Tensor:
         """Token ids (B, L)."""

@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from itertools import islice
@@ -24,6 +24,8 @@ ImageInput = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO 
 ENCODED = (str, os.PathLike, bytes, bytearray, memoryview)  # files, still to be decoded
 THREADS = min(4, os.cpu_count() or 1)
 T = TypeVar("T")
+Reading = tuple[int, Pixels | Future[Pixels]]  # position of an image, and its pixels or their decoding
+OnError = Callable[[int, Exception], None]  # position of an image that cannot be read, and the reason
 
 
 def list_images(images: Any) -> Iterable[ImageInput]:
@@ -34,27 +36,46 @@ def list_images(images: Any) -> Iterable[ImageInput]:
     return images if is_batch and not is_one else [images]
 
 
-def image_batches(images: Iterable[ImageInput], settings: Preprocess, batch_size: int) -> Generator[Pixels]:
-    """(B, size, size, 3) as in training. While one batch is encoded, threads decode the files of the next."""
-    pending = deque[Pixels | Future[Pixels]]()
+def image_batches(
+    images: Iterable[ImageInput], settings: Preprocess, batch_size: int, on_error: OnError | None = None
+) -> Generator[tuple[list[int], Pixels]]:
+    """Positions and pixels (B, size, size, 3) as in training.
+
+    While one batch is encoded, threads decode the files of the next. An image that cannot be read is an error, or
+    is left out if `on_error` takes it.
+    """
+    pending = deque[Reading]()
     with ThreadPoolExecutor(THREADS) as pool:
         try:
             for index, image in enumerate(images):
                 # Pixels are copied at once: a generator may reuse its buffer or close its image.
                 is_file = isinstance(image, ENCODED)
                 arguments = (index, image, settings)
-                pending.append(pool.submit(read_image, *arguments) if is_file else read_image(*arguments))
+                reading = pool.submit(read_image, *arguments) if is_file else read_image(*arguments)
+                pending.append((index, reading))
                 if len(pending) == 2 * batch_size:
-                    yield take_batch(pending, batch_size)
+                    yield from take_batch(pending, batch_size, on_error)
             while pending:
-                yield take_batch(pending, batch_size)
+                yield from take_batch(pending, batch_size, on_error)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def take_batch(pending: deque[Pixels | Future[Pixels]], batch_size: int) -> Pixels:
-    first = [pending.popleft() for _ in range(min(batch_size, len(pending)))]
-    return np.stack([image.result() if isinstance(image, Future) else image for image in first])
+def take_batch(
+    pending: deque[Reading], batch_size: int, on_error: OnError | None
+) -> Generator[tuple[list[int], Pixels]]:
+    """The next batch; none if all its images were left out."""
+    positions, images = list[int](), list[Pixels]()
+    for index, image in (pending.popleft() for _ in range(min(batch_size, len(pending)))):
+        try:
+            images.append(image.result() if isinstance(image, Future) else image)
+            positions.append(index)
+        except (OSError, ValueError) as error:
+            if on_error is None:
+                raise
+            on_error(index, error)
+    if images:
+        yield positions, np.stack(images)
 
 
 def read_image(index: int, image: ImageInput, settings: Preprocess) -> Pixels:
@@ -107,12 +128,24 @@ def pixels_to_image(pixels: NDArray[Any], expected: str, shape: tuple[int, ...])
 def text_batches(texts: Iterable[str], batch_size: int) -> Generator[list[str]]:
     texts, start = iter(texts), 0
     while batch := list(islice(texts, batch_size)):
-        for index, text in enumerate(batch, start):
-            if not isinstance(text, str):
-                raise TypeError(f"text {index}: expected a string, not {type(text).__name__}")
-            require(bool(text.strip()), f"text {index} is empty: {text!r}")
+        check_texts(batch, start)
         start += len(batch)
         yield batch
+
+
+def check_texts(texts: Sequence[str], start: int = 0) -> None:
+    for index, text in enumerate(texts, start):
+        if not isinstance(text, str):
+            raise TypeError(f"text {index}: expected a string, not {type(text).__name__}")
+        require(bool(text.strip()), f"text {index} is empty: {text!r}")
+
+
+def fold_texts(texts: Sequence[str]) -> tuple[list[str], list[int]]:
+    """The distinct texts, the shortest first, and where each text is among them: batches need little padding."""
+    check_texts(texts)
+    distinct = sorted(set(texts), key=lambda text: (len(text), text))
+    position = {text: index for index, text in enumerate(distinct)}
+    return distinct, [position[text] for text in texts]
 
 
 def encode_batches(

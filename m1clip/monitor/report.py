@@ -12,19 +12,21 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 from PIL import Image
 
-from m1clip.document import COLORS, axes, legend, log_axis, save_figure, write_document
-from m1clip.files import replace_files
+from m1clip.document import COLORS, Markdown, axes, legend, log_axis, render_template, save_figure, write_document
+from m1clip.files import read_file, read_json, replace_files
 from m1clip.format import UNKNOWN, Z, duration, number, percent, wilson_interval, with_interval
 from m1clip.monitor.curves import CURVES, downsample, gradient_norms, minutes_at
 from m1clip.monitor.log import STEP_PHASES, Array, Record, RunView, event_text, flatten, number_or_none, subsample
 from m1clip.monitor.terminal_views import gigabytes, local_time, watt_hours
 
 MAX_POINTS = 1500
+MAX_EVALUATIONS, MAX_EVAL_BYTES, MAX_FIGURE_BYTES = 20, 64_000_000, 16_000_000
 PHASE_COLORS = [COLORS[index] for index in (3, 6, 5, 0, 4)]
 TRAINING_CURVES = [(key, "step") for key in ("loss", "accuracy", "mean_r1", "lr", "grad_norm", "pairs_per_s")]
 COMPARISON_CURVES = [("loss", "step"), ("loss", "minutes"), ("mean_r1", "minutes"), ("temperature", "step")]
@@ -36,7 +38,8 @@ def write_report(run: RunView, out: Path) -> Path:
     values = {"run": run, "log": run.log, "phases": phases, "temperatures": temperatures, "gradients": gradients}
     with replace_files(out) as folder:
         if len(run.log) > 1:
-            draw_curves([run], TRAINING_CURVES, folder / "training.png", 4.2, 2.7)
+            zeroshot = [("zeroshot_accuracy", "step")] if run.log.known_records("eval", "zeroshot_accuracy") else []
+            draw_curves([run], TRAINING_CURVES + zeroshot, folder / "training.png", 4.2, 2.7)
         if phases:
             draw_step_time(run, phases["rows"], folder / "step_time.png")
         if temperatures:
@@ -44,6 +47,7 @@ def write_report(run: RunView, out: Path) -> Path:
         if gradients:
             draw_gradient_flow(run, folder / "gradients.png")
         values |= {"examples": write_examples(run, folder / "examples"), **TEMPLATE_VALUES}
+        values["evaluations"] = [render_evaluation(path, folder) for path in list_evaluations(run)]
         template = "monitor/templates/report.md.j2"
         page = write_document(folder, "report", f"{run.name}: training report", template, **values)
     return out / page.name
@@ -171,7 +175,7 @@ def thousands(value: Any) -> Any:
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(number, percent, duration, gigabytes, watt_hours, local_time, thousands, event_text, with_interval),
     *(wilson_interval, median_range, subsample, flatten, step_gaps),
-    *(step_seconds, elapsed_seconds, seconds_to_score, shlex.quote),
+    *(step_seconds, elapsed_seconds, seconds_to_score, shlex.quote, zip),
 )
 TEMPLATE_VALUES = {function.__name__: function for function in FUNCTIONS} | {"curves": CURVES}
 
@@ -259,6 +263,27 @@ def write_examples(run: RunView, folder: Path) -> Record:
                 hit |= {"caption": image.get("caption"), "file": write_image(image.get("jpeg"), path)}
         groups |= {group: queries} if queries else {}
     return {"groups": groups, "step": retrievals.get("step")}
+
+
+def list_evaluations(run: RunView) -> list[Path]:
+    """The folders that `m1clip eval` wrote into the run's, by name."""
+    return sorted(file.parent for file in run.path.glob("evals/*/eval.json"))[:MAX_EVALUATIONS]
+
+
+def render_evaluation(path: Path, folder: Path) -> Record:
+    """Name and Markdown of an evaluation; its figures are copied into the folder."""
+    figures, prefix = list[str](), f"eval-{path.name}-"
+    for file in sorted(file for file in path.iterdir() if file.suffix in (".png", ".jpg") and file.is_file()):
+        jpeg = base64.b64encode(read_file(file, MAX_FIGURE_BYTES)).decode()
+        if write_image(jpeg, folder / f"{prefix}{file.name}"):
+            figures.append(file.name)
+    values = {"heading": Markdown("###"), "prefix": prefix, "figures": figures, **TEMPLATE_VALUES}
+    try:
+        details = read_json(path / "eval.json", MAX_EVAL_BYTES)
+        text = render_template("evals/templates/evaluation.md.j2", eval=details, **values)
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, jinja2.TemplateError):
+        text = f"`{path / 'eval.json'}` cannot be read."  # it may have been edited, or be of another version
+    return {"name": path.name, "text": Markdown(text)}
 
 
 def write_image(jpeg: str | None, path: Path) -> str | None:

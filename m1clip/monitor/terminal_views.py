@@ -74,7 +74,7 @@ def score_line(run: RunView) -> Text:
     reading = [f"newest steps; reading the history: {percent(run.fraction_read)}"] if log.start else []
     scores = [
         f"{curve.title} {curve.text(value)} (chance {curve.text(curve.chance_level(log))})"
-        for curve in (CURVES["loss"], CURVES["mean_r1"])
+        for curve in (CURVES["loss"], CURVES["mean_r1"], CURVES["zeroshot_accuracy"])
         if (value := curve.current(log)) is not None
     ]
     if run.summary.get("state") != "running":

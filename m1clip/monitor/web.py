@@ -39,6 +39,7 @@ IDLE_S = 10.0  # then a connection without a complete request is closed
 MAX_WAITING, MAX_WAIT_S = 8, 10.0  # requests for a run that is being read
 FORGET_S = 600.0  # then a run that nobody asks for is dropped from memory
 CSV_ROWS = 10_000  # at a time
+HEADLINE = ("loss", "accuracy", "mean_r1", "zeroshot_accuracy")  # curves whose current values are shown first
 Names = Annotated[list[str], Query(min_length=1, max_length=100)]
 JSON_ERROR: dict[str, Any] = {"content": {"application/json": {"schema": {"type": "object"}}}}
 Answers = dict[int | str, dict[str, Any]]
@@ -268,8 +269,8 @@ def describe_run(run: RunView) -> RunDescription:
         data={key: value for key, value in run.data.items() if not isinstance(value, list)},
         phases_ms={phase: log.recent_mean(f"{phase}_ms", RECENT_STEPS) for phase in STEP_PHASES},
         recent_steps=min(RECENT_STEPS, len(log)),
-        current={key: CURVES[key].current(log) for key in ("loss", "accuracy", "mean_r1", "temperature")},
-        chance={key: CURVES[key].chance_level(log) for key in ("loss", "accuracy", "mean_r1")},
+        current={key: CURVES[key].current(log) for key in (*HEADLINE, "temperature")},
+        chance={key: CURVES[key].chance_level(log) for key in HEADLINE},
         pairs_per_s=log.recent_rate(RECENT_STEPS),
         diagnostics=log.last("diagnostics"),
         epoch=log.last("epoch"),

@@ -12,14 +12,14 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from m1clip.config import from_dict
-from m1clip.evals.retrieval import Retrieval
 from m1clip.files import atomic_folder, remove_folder
 from m1clip.model.clip import CLIP, load
 from m1clip.model.lora import merged_state_dict, save_adapter
@@ -186,9 +186,9 @@ class CheckpointManager:
         seconds, steps = self.config.save_interval
         return self.progress.step % steps == 0 if steps else time.monotonic() - self.saved_at >= seconds
 
-    def update_best(self, scores: Retrieval) -> None:
+    def update_best(self, metrics: Mapping[str, Any]) -> None:
         """Compare with the best score; of equals the later is the best, though it is no progress."""
-        score, now = float(scores.record()[self.config.best_metric]), self.progress
+        score, now = float(metrics[self.config.best_metric]), self.progress
         improved = now.best_score is None or score > now.best_score
         now.evals_since_best = 0 if improved else now.evals_since_best + 1
         self.new_best = (score, now.step) if improved or score == now.best_score else None

@@ -11,11 +11,10 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from m1clip import devices
 from m1clip.config import TrainConfig
@@ -25,16 +24,14 @@ from m1clip.data.batches import Augmentation, BatchStream, CaptionFeatureTable, 
 from m1clip.data.index import ProgressFactory, RowIndices
 from m1clip.data.pixel_cache import Notes, RowStore
 from m1clip.data.splits import Split
+from m1clip.evals.embed import CPU_CHUNK, GPU_CHUNK, digest, inference_tower, split_digest, tower_digest
 from m1clip.files import cache_folder
 from m1clip.format import duration, file_size
 from m1clip.model.clip import CLIP
-from m1clip.model.pretrained import fold_batch_norm
 from m1clip.training.device_plan import check_parity, default_plan
 from m1clip.training.memory import retain_freed_memory
 from m1clip.training.setup import FEATURE_VIEWS, Setup, sample_captions
 
-VERSION = 3  # raise it when the same tower gives other features
-CPU_CHUNK, GPU_CHUNK = 16, 64
 TRIALS, MAX_TRIAL_S = 3, 3.0  # timed encodings of a chunk
 FP16_MAX = 65504.0
 MIN_IMAGES = 200  # encoded however short a budget is: fewer teach nothing
@@ -94,8 +91,8 @@ def time_per_item(encode: Callable[[Tensor], Tensor], inputs: Tensor, device: to
 
 def encode_frozen(
     setup: Setup, model: CLIP, stream: BatchStream, console: Console
-) -> tuple[BatchStream, FeatureTables]:
-    """Features of both splits from the frozen towers: batches of training features, validation features."""
+) -> tuple[BatchStream, FeatureTables, Setup]:
+    """Features of the frozen towers: batches of training features, validation features, those of --zeroshot."""
     config, splits, deadline = setup.config, setup.splits, None
     retain_freed_memory()
     choice = check_parity(default_plan(config), model, stream.batch(0).split(CPU_CHUNK)[0], console, config)
@@ -108,7 +105,10 @@ def encode_frozen(
     views = len(features.images.views) if features.images else 0
     if deadline is not None and 0 < views < FEATURE_VIEWS:
         console.print(f"{views} of {FEATURE_VIEWS} views per image: the budget allows no more")
-    return replace(stream, features=features), val_features
+    if setup.zeroshot and "vision" in setup.frozen:
+        images = encoder.encode(setup.zeroshot.pairs, ["vision"], views=1).images
+        setup = replace(setup, zeroshot=replace(setup.zeroshot, features=images.views[0] if images else None))
+    return replace(stream, features=features), val_features, setup
 
 
 @dataclass(frozen=True)
@@ -221,40 +221,3 @@ def encode_chunks(tower: Callable[[Tensor], Tensor], inputs: Tensor, device: tor
     """Encode in chunks of a fixed size: rounding depends on it, so it must not depend on a timing."""
     size = GPU_CHUNK if devices.is_async(device) else CPU_CHUNK
     return torch.cat([tower(devices.copy_to(chunk, device)) for chunk in torch.split(inputs, size)])
-
-
-def inference_tower(tower: Any) -> Any:
-    """The tower, or a copy with folded batch norms if it is verified to give the same features."""
-    if not any(isinstance(module, nn.BatchNorm2d) for module in tower.modules()):
-        return tower
-    device, size = next(tower.parameters()).device, tower.config.image_size
-    try:
-        folded = fold_batch_norm(tower)
-        pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0)).to(device)
-        with torch.inference_mode():
-            expected, features = tower(pixels), folded(pixels)
-        return folded if (expected - features).norm() <= 1e-4 * expected.norm() else tower
-    except (RuntimeError, TypeError, AttributeError):  # a network of unexpected structure
-        return tower
-
-
-def tower_digest(model: CLIP, name: str) -> str:
-    """What a tower computes: its config and its weights."""
-    hash_ = blake2b(f"{VERSION}/{getattr(model.config, name)}/{model.config.activation}".encode(), digest_size=16)
-    for key, tensor in sorted(model.get_submodule(name).state_dict().items()):
-        hash_.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        hash_.update(tensor.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes())
-    return hash_.hexdigest()
-
-
-def split_digest(pairs: Split) -> str:
-    """Which images a split has, in which order."""
-    hash_ = blake2b(digest_size=16)
-    for part in pairs.parts:
-        hash_.update(f"{part.pairs.fingerprint}/{len(part.pairs)}".encode())
-        hash_.update(np.ascontiguousarray(part.rows).tobytes())
-    return hash_.hexdigest()
-
-
-def digest(*parts: object) -> str:
-    return blake2b("\0".join(map(str, parts)).encode(), digest_size=8).hexdigest()

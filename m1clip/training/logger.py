@@ -22,7 +22,6 @@ from m1clip.data.batches import Batch, BatchStream, Images
 from m1clip.data.index import BadRows
 from m1clip.evals.embeddings import embedding_statistics
 from m1clip.evals.evaluate import Evaluation
-from m1clip.evals.retrieval import Retrieval
 from m1clip.run import Run
 from m1clip.training.checkpoint import Progress, last_checkpoint
 from m1clip.training.diagnose import WINDOW, Findings, History, Record, diagnose, few_negatives, known_numbers
@@ -256,9 +255,10 @@ class Logger:
         with suppress(OSError):  # on a full disk the previous examples stay
             self.run.write("retrievals.json", examples, durable=False)
 
-    def log_epoch(self, epoch: int, means: Record, scores: Retrieval | None) -> None:
+    def log_epoch(self, epoch: int, means: Record, evaluation: Evaluation | None) -> None:
         joules, start = self.energy.joules(), self.epoch_start_joules
         self.epoch_start_joules = joules
+        scores = evaluation.scores if evaluation else None
         watt_hours = None if self.progress.joules is None else self.progress.joules / 3600
         energy = {
             "joules": None if start is None else add_known(joules, -start),
@@ -268,7 +268,7 @@ class Logger:
         self.run.log("epoch", self.progress.step, epoch=epoch, **means, **energy)
         self.history.epochs.append(means)
         epochs = None if self.schedule.deadline or self.config.steps else self.config.epochs
-        self.console.print_epoch(epoch, epochs, means, scores.record() if scores else None)
+        self.console.print_epoch(epoch, epochs, means, evaluation.metrics() if evaluation else None)
         self._report(diagnose(self.history))
 
     def log_bad_rows(self, bad_rows: BadRows) -> None:

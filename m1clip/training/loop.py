@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,9 @@ from m1clip.training.optim import MIN_STEPS, Schedule, learning_rate
 from m1clip.training.setup import Setup, build_model, calibrate_heads, sample_captions, set_trainable
 from m1clip.training.step import TrainState
 
+if TYPE_CHECKING:  # loaded only with --zeroshot
+    from m1clip.evals.zeroshot import ZeroShot
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -41,6 +44,7 @@ class TrainResult:
     scores: Retrieval | None
     best_step: int | None
     restored: bool = False  # the model is that of best_step, not of the last step (--patience)
+    zeroshot: "ZeroShot | None" = None  # with --zeroshot
 
     @property
     def model(self) -> Path:
@@ -50,7 +54,8 @@ class TrainResult:
     def record(self) -> dict[str, Any]:
         """Flat, for a line of JSON."""
         end = {"run": str(self.run), "finished": self.finished, "step": self.step, "seconds": round(self.seconds, 2)}
-        return {**end, "best_step": self.best_step, **(self.scores.record() if self.scores else {})}
+        parts = [part.record() for part in (self.scores, self.zeroshot) if part]
+        return {**end, "best_step": self.best_step, **{key: value for part in parts for key, value in part.items()}}
 
 
 @dataclass
@@ -85,7 +90,7 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
         s.logger.log_early_stop()
     if completed and config.wise_ft < 1:
         evaluation = evaluate_on_val(s, load(run.model).to_devices(*s.state.model.devices))
-        run.log("event", progress.step, event="wise-ft", weight=config.wise_ft, **evaluation.scores.record())
+        run.log("event", progress.step, event="wise-ft", weight=config.wise_ft, **evaluation.metrics())
     elif completed and (evaluation is None or checkpoints.restored):
         with s.state.averaged_model() as model:
             evaluation = evaluate_on_val(s, model)
@@ -94,9 +99,10 @@ def fit(setup: Setup, run: Run, console: Console) -> TrainResult:
         near_duplicates = {"val_near_duplicates": s.setup.splits.near_duplicates()}
         with suppress(OSError):  # a full disk: the run is complete without them
             run.write("data.json", {**run.copies["data.json"], **near_duplicates})
-    final = evaluation.scores if completed and evaluation else None
+    final = evaluation if completed else None
+    scores, zeroshot = (final.scores, final.zeroshot) if final else (None, None)
     best = (progress.best_step, checkpoints.restored)
-    return TrainResult(run.path, completed, progress.step, progress.seconds, final, *best)
+    return TrainResult(run.path, completed, progress.step, progress.seconds, scores, *best, zeroshot)
 
 
 def training_loop(s: Session, stop: StopSignal) -> tuple[bool, Evaluation | None]:
@@ -129,9 +135,9 @@ def training_loop(s: Session, stop: StopSignal) -> tuple[bool, Evaluation | None
             with s.metrics.paused(), s.schedule.timed_pause("eval"), state.averaged_model() as model:
                 evaluation = evaluate_on_val(s, model)
                 s.logger.log_eval(evaluation)
-            s.checkpoints.update_best(evaluation.scores)
+            s.checkpoints.update_best(evaluation.metrics())
         if epoch:
-            s.logger.log_epoch(epoch, s.metrics.epoch_means(), evaluation.scores if evaluation else None)
+            s.logger.log_epoch(epoch, s.metrics.epoch_means(), evaluation)
             s.logger.log_bad_rows(s.batches.pairs.bad_rows())
         if saving or s.checkpoints.has_new_best:
             with s.metrics.paused(), s.schedule.timed_pause("save"):
@@ -154,7 +160,9 @@ def has_ended(s: Session) -> bool:
 def evaluate_on_val(s: Session, model: CLIP) -> Evaluation:
     chunk = 4 * s.state.chunk  # no graph is kept
     with s.run.in_phase("evaluating"):
-        return evaluate_model(model, s.setup.splits.val, s.val_features, chunk, s.train_captions)
+        evaluation = evaluate_model(model, s.setup.splits.val, s.val_features, chunk, s.train_captions)
+        zeroshot = s.setup.zeroshot.evaluate(model, chunk) if s.setup.zeroshot else None
+        return replace(evaluation, zeroshot=zeroshot)
 
 
 def start_session(setup: Setup, run: Run, console: Console) -> Session:
@@ -169,7 +177,7 @@ def start_session(setup: Setup, run: Run, console: Console) -> Session:
         console.print_fact("recipe", recipe_fact(setup))
         setup = plan_encoding(setup, model, console)
         started = time.monotonic()
-        batches, val_features = encode_frozen(setup, model, make_batches(setup), console)
+        batches, val_features, setup = encode_frozen(setup, model, make_batches(setup), console)
         console.print_fact("features", f"encoded, or read from the cache, in {duration(time.monotonic() - started)}")
     else:
         batches, val_features = make_batches(setup), FeatureTables()
@@ -296,6 +304,7 @@ def print_header(s: Session, choice: PlanChoice, chunk_reason: str) -> None:
         "model": f"{parameters:.2f} M parameters{trained_part}; {config.model.vision.image_size} px images",
         "data": f"{config.data}: {len(train):,} training images, {len(val):,} validation images",
         **setup.splits.facts,
+        "zero-shot": zeroshot_fact(setup),
         "tokenizer": token_facts(setup.tokenizer, train, config),
         "batch": f"{config.batch_size:,} pairs{chunks} ({chunk_reason})",
     }
@@ -303,7 +312,16 @@ def print_header(s: Session, choice: PlanChoice, chunk_reason: str) -> None:
     chance = {**s.metrics.chance, "chance_i2t_r1": i2t.r1, "chance_t2i_r1": t2i.r1}
     if labels := s.train_captions.labels:
         chance["chance_label"] = 1 / len(labels)
+    if zeroshot := setup.zeroshot:
+        chance["chance_zeroshot"] = 1 / len(zeroshot.labels.names)
     s.console.print_header({name: fact for name, fact in facts.items() if fact}, chance)
+
+
+def zeroshot_fact(setup: Setup) -> str:
+    if (data := setup.zeroshot) is None:
+        return ""
+    counts = f"{len(data.labels.rows):,} images, {len(data.labels.names):,} labels"
+    return "; ".join([f"{setup.config.zeroshot}: {counts}", *data.labels.notes])
 
 
 def recipe_fact(setup: Setup) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from m1clip import sensors
 from m1clip.config import RECIPES, Recipe, TrainConfig, check_config, from_dict, recipe_defaults, with_defaults
 from m1clip.console import Console
 from m1clip.data.batches import BatchStream, stored_size
-from m1clip.data.splits import Source, Split, Splits, open_sources, open_splits
+from m1clip.data.index import BadRows
+from m1clip.data.splits import Source, Split, Splits, open_eval_split, open_sources, open_splits, validation_subset
 from m1clip.devices import Plan
 from m1clip.format import duration, file_size
 from m1clip.model.clip import CLIP, load, load_tokenizer
@@ -29,6 +30,9 @@ from m1clip.training import checkpoint
 from m1clip.training.device_plan import default_plan, requested_plan
 from m1clip.training.logger import check_tracker
 from m1clip.training.optim import layers_from_top
+
+if TYPE_CHECKING:  # loaded only with --zeroshot
+    from m1clip.evals.zeroshot import ZeroShotData
 
 OVERFIT_BELOW, FULL_FROM = 10_000, 200_000  # images: whole towers overfit fewer; training all weights pays from here
 STEP_COST = 3.0  # of a training step relative to a forward pass
@@ -68,6 +72,7 @@ class Setup:
     damaged: dict[Path, str]  # newer checkpoints that cannot be used, and why
     resumed_plan: Plan | None
     views: int  # encoded views per image so far; 0 for a new run
+    zeroshot: "ZeroShotData | None" = None
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -136,7 +141,28 @@ def prepare(
         deadline = started + max(0.0, config.budget_s - elapsed_s)
     plan = read_resumed_plan(resumed, config) if resumed and start else None
     views = before.get("views", 0) if start else 0
-    return Setup(config, reason, init, splits, tokenizer, total, imported, deadline, start, damaged, plan, views)
+    parts = (imported, deadline, start, damaged, plan, views, open_zeroshot(config, console))
+    return Setup(config, reason, init, splits, tokenizer, total, *parts)
+
+
+def open_zeroshot(config: TrainConfig, console: Console) -> "ZeroShotData | None":
+    """The images of --zeroshot: their own validation or test split, or all."""
+    if not config.zeroshot:
+        return None
+    from m1clip.evals.zeroshot import ZeroShotData, find_labels
+
+    options: dict[str, Any] = dict.fromkeys(("image_column", "caption_column", "label_column", "caption_from"), "auto")
+    data = replace(config, data=config.zeroshot, val_size="auto", group_by="none", labels="", **options)
+    try:
+        sources = open_sources(data, console.progress)
+        has_splits = any(source.has_own_splits for source in sources)
+        chosen = [validation_subset(source.val if has_splits else source.all, data) for source in sources]
+        bad_rows = sum((source.bad_rows for source in sources), BadRows())
+        pairs = open_eval_split(chosen, config.model.vision.preprocess, data, bad_rows, console.progress)
+        bad_rows.require_at_most(config.max_bad_rows)
+        return ZeroShotData(pairs, find_labels(pairs))
+    except (ValueError, FileNotFoundError) as error:
+        raise type(error)(f"--zeroshot {config.zeroshot}: {error}") from None
 
 
 def read_resumed_data(run: Run, sources: int, warn: Callable[[str], None]) -> dict[str, Any]:

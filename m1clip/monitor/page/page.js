@@ -5,7 +5,7 @@ import {bars, chartElement, drawChart, drawHeatmap, duration, el, gigabytes, int
 
 const TABS = ["curves", "speed", "gradients", "retrievals", "events", "settings"];
 const CHARTS = {
-  curves: ["loss", "accuracy", "mean_r1", "temperature", "lr", "grad_norm", "t2i_r10", "i2t_r10"],
+  curves: ["loss", "accuracy", "mean_r1", "temperature", "lr", "grad_norm", "t2i_r10", "i2t_r10", "zeroshot_accuracy"],
   speed: ["step_ms", "pairs_per_s", "rss_gb", "available_gb", "device_gb", "temperature_c", "power_w", "wh_so_far", "mean_r1_per_wh"],
   gradients: ["alignment", "modality_gap", "effective_rank_image", "effective_rank_text"],
 };
@@ -126,6 +126,7 @@ function drawHeader(run) {
     "validation R@1": [percent(current.mean_r1), percent(chance.mean_r1)], temperature: [number(current.temperature)],
     "pairs per second": [number(run.pairs_per_s)],
   };
+  if (current.zeroshot_accuracy != null) facts["zero-shot"] = [percent(current.zeroshot_accuracy), percent(chance.zeroshot_accuracy)];
   if (epoch.wh_so_far != null) facts.energy = [number(epoch.wh_so_far, "Wh")];
   if (epoch.mean_r1_per_wh != null) facts["R@1 per Wh"] = [number(epoch.mean_r1_per_wh)];
   $("facts").replaceChildren(...Object.entries(facts).map(([name, [value, guess]]) => el("div", {}, el("dt", {}, name),
