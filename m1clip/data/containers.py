@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from m1clip import hub
 from m1clip.config import DataConfig
-from m1clip.data.caption_text import label_caption
+from m1clip.data.caption_text import label_caption, label_words
 from m1clip.data.columns import IMAGE_SUFFIX, LABEL_COLUMNS, caption_texts, class_name, parse_records
 from m1clip.data.index import MAX_CAPTION_FILE_BYTES, BadRow, Listed, Listing, Row
 from m1clip.data.tables import holds_images
@@ -264,7 +264,8 @@ def _rows(
     image = next((column for column in images if requested in ("auto", column)), None)
     if image is None:
         raise ValueError(f"{name} has no column of images (--image-column {requested}); it has {', '.join(features)}")
-    labels = {c: feature.names for c, feature in features.items() if isinstance(feature, datasets.ClassLabel)}
+    kinds = {c: feature for c, feature in features.items() if isinstance(feature, datasets.ClassLabel)}
+    labels = {column: [label_words(name) or name for name in kind.names] for column, kind in kinds.items()}
     others = data.data.table.select([column for column in data.column_names if column not in images])
     records = ({image: "", **record} for batch in others.to_batches(1000) for record in batch.to_pylist())
     parsed = parse_records(name, enumerate(records, 1), replace(config, image_column=image), labels)
