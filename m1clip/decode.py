@@ -101,7 +101,9 @@ def decode(data: bytes, min_size: int = 0) -> Image.Image:
     header = read_header(data)
     is_plain_jpeg = header.format in ("JPEG", "MPO") and header.mode in ("RGB", "L")
     try:
-        image = _decode_jpeg(data, min_size) if is_plain_jpeg else None
+        # At 7/8 of its size a JPEG is not decoded faster, and its pixels would differ from those of other libraries.
+        scaled_size = min_size if min(header.size) >= 2 * min_size else 0
+        image = _decode_jpeg(data, scaled_size) if is_plain_jpeg else None
         with quiet_pillow():
             if image is None:
                 header.load()

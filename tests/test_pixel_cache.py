@@ -67,7 +67,9 @@ def test_a_damaged_byte_is_detected_and_only_its_chunk_decoded_again(monkeypatch
         file.seek(9 * 16 * 16 * 3 + 5)  # in the second chunk
         file.write(b"\xff")
     decoded = []
-    monkeypatch.setattr(pixel_cache, "decode_rows", lambda *args: decoded.append(args[2]) or decode_rows(*args))
+    monkeypatch.setattr(
+        pixel_cache, "decode_rows", lambda *args, **options: decoded.append(args[2]) or decode_rows(*args)
+    )
     del cache
     assert np.array_equal(build_pixel_cache(SyntheticScenes(20), SIZE, 1, 1).pixels(), expected)
     assert decoded == [range(8, 16)]

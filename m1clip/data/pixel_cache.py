@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 import zlib
@@ -56,11 +57,13 @@ class Decoded(NamedTuple):
     bad: BadImages
 
 
-def decode_rows(pairs: PairDataset, settings: Preprocess, rows: Rows) -> Decoded:
+def decode_rows(pairs: PairDataset, settings: Preprocess, rows: Rows, exact: bool = False) -> Decoded:
+    """`exact` decodes large images at their full size, so that the pixels are those of other libraries."""
+    min_size = 0 if exact else 2 * settings.size
     pixels, bad = np.zeros((len(rows), settings.size, settings.size, 3), np.uint8), BadImages()
     for i, row in enumerate(rows):
         try:
-            pixels[i] = preprocess(pairs.image(row, 2 * settings.size), settings)
+            pixels[i] = preprocess(pairs.image(row, min_size), settings)
         except decode.BadImage as error:
             bad[row] = (error.kind, str(error))
     return Decoded(pixels, bad)
@@ -132,11 +135,15 @@ _environment = threading.Lock()
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Python processes started in the block do not import modules from the current folder.
+    """Python processes started in the block do not import modules from the current folder, nor the user's script.
 
+    A script that calls m1clip outside of `if __name__ == "__main__"` would call it again in each worker.
     Nor does multiprocessing's resource tracker warn of semaphores after Ctrl-C.
     """
     with _environment:
+        script = vars(sys.modules["__main__"])
+        hidden = {name: script.get(name) for name in ("__file__", "__spec__")}
+        script |= dict.fromkeys(hidden)
         previous = {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONWARNINGS")}
         quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
         warnings = ",".join(filter(None, (previous["PYTHONWARNINGS"], quiet)))
@@ -144,6 +151,7 @@ def safe_path() -> Iterator[None]:
         try:
             yield
         finally:
+            script |= hidden
             for name, value in previous.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
 
@@ -283,9 +291,10 @@ def decoder_code() -> str:
 
 
 class PixelCache(RowStore):
-    def __init__(self, pairs: PairDataset, settings: Preprocess):
+    def __init__(self, pairs: PairDataset, settings: Preprocess, exact: bool = False):
         self.image_size = settings.size
-        key = sha256(f"{pairs.fingerprint}/{len(pairs)}/{settings}/{decoder_code()}".encode()).hexdigest()[:16]
+        contents = f"{pairs.fingerprint}/{len(pairs)}/{settings}/{exact}/{decoder_code()}"
+        key = sha256(contents.encode()).hexdigest()[:16]
         super().__init__(cache_folder() / f"pixels-{key}", len(pairs), settings.size**2 * 3)
 
     def is_note(self, note: Any) -> bool:
@@ -304,23 +313,30 @@ class PixelCache(RowStore):
 
 
 def build_pixel_cache(
-    pairs: PairDataset, settings: Preprocess, max_gb: float, workers: int, progress: Advance = lambda done: None
+    pairs: PairDataset,
+    settings: Preprocess,
+    max_gb: float,
+    workers: int,
+    progress: Advance = lambda done: None,
+    exact: bool = False,
 ) -> PixelCache | None:
     """The complete cache, or None if it would exceed the size limit."""
     if len(pairs) * settings.size**2 * 3 > max_gb * 1e9:
         return None
-    cache = PixelCache(pairs, settings)
+    cache = PixelCache(pairs, settings, exact)
 
     def produce(chunks: list[range]) -> Iterator[tuple[bytes, Notes]]:
-        for decoded in map_chunks(partial(decode_rows, pairs, settings), chunks, workers):
+        for decoded in map_chunks(partial(decode_rows, pairs, settings, exact=exact), chunks, workers):
             yield decoded.pixels.tobytes(), decoded.bad
 
     return cache if cache.build(produce, max_gb * 1e9, progress) else None
 
 
-def decode_to_memory(pairs: PairDataset, settings: Preprocess, workers: int, progress: Advance) -> Decoded:
+def decode_to_memory(
+    pairs: PairDataset, settings: Preprocess, workers: int, progress: Advance, exact: bool = False
+) -> Decoded:
     pixels, bad, rows = list[Pixels](), BadImages(), row_chunks(len(pairs), CHUNK_ROWS)
-    for chunk in map_chunks(partial(decode_rows, pairs, settings), rows, workers):
+    for chunk in map_chunks(partial(decode_rows, pairs, settings, exact=exact), rows, workers):
         pixels.append(chunk.pixels)
         bad |= chunk.bad
         progress(len(chunk.pixels))

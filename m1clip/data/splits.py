@@ -531,10 +531,10 @@ def _open_part(
     is_eval: bool,
 ) -> SplitPart:
     with progress("decoding images", len(pairs)) as advance:
-        if cache := pixel_cache.build_pixel_cache(pairs, settings, config.cache_gb, config.workers, advance):
+        if cache := pixel_cache.build_pixel_cache(pairs, settings, config.cache_gb, config.workers, advance, is_eval):
             pixels, bad = cache.pixels(), cache.bad_images()
         elif is_eval:
-            pixels, bad = pixel_cache.decode_to_memory(pairs, settings, config.workers, advance)
+            pixels, bad = pixel_cache.decode_to_memory(pairs, settings, config.workers, advance, exact=True)
         else:
             images = OnTheFlyImages(pairs, settings, config.workers, config.max_bad_rows)
             return SplitPart(pairs, np.arange(len(pairs)), images)

@@ -28,7 +28,7 @@ from m1clip.prompts import Prompts
 
 Task = Literal["retrieval", "zeroshot", "probe", "edits", "robustness"]
 TASKS: tuple[Task, ...] = get_args(Task)
-MAX_ERRORS = 10
+MAX_ERRORS = 8
 TEST_PART = 0.3  # of the images, where a probe has no training split
 
 
