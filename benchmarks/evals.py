@@ -34,15 +34,17 @@ RECALLS = (1, 5, 10)
 @dataclass(frozen=True)
 class Args:
     labelled: Annotated[str, tyro.conf.Positional]
-    """Folder of labelled folders."""
+    """Folder of labelled folders, or synthetic:N."""
     captioned: Annotated[str, tyro.conf.Positional]
     """Spec of a dataset with captions; its validation split is used."""
     model: str | None = None
     """Run or model folder that open_clip can load; default: a ViT-B/32 with random weights."""
     rounds: int = 3
+    images: int = 1000
+    """Images with captions that are used at most."""
     out: Path = Path("bench/evals")
-    probe: bool = True
-    """Also compare the linear probe."""
+    tasks: tuple[str, ...] = ("zeroshot_classification", "zeroshot_retrieval", "linear_probe")
+    """Only linear_probe takes models that open_clip cannot load: both libraries get our embeddings."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def main(args: Args) -> None:
     (captioned,) = open_sources(DataConfig(data=args.captioned))
     if not (args.out / "labelled" / "test").exists():
         write_labelled(labelled.all, args.out / "labelled")
-        write_captioned(captioned.val, args.out / "captioned")
+        write_captioned(captioned.val, args.out / "captioned", args.images)
     if args.model:
         import m1clip
 
@@ -79,13 +81,16 @@ def main(args: Args) -> None:
     for name in ("model", "open_clip"):
         shutil.rmtree(args.out / name, ignore_errors=True)
     model.save(args.out / "model")
-    export_clip(model, "open_clip", args.out / "open_clip")
-    for task in ("zeroshot_classification", "zeroshot_retrieval"):
-        compare(args, task)
-    print(json.dumps({"open_clip, zero-shot": run("open_clip", "zeroshot_classification", args.out)["metrics"]}))
-    if args.probe:
-        for name in ("clip_benchmark_probe", "m1clip"):
-            print(json.dumps({f"{name}, linear probe": run(name, "linear_probe", args.out)}))
+    if args.tasks != ("linear_probe",):
+        export_clip(model, "open_clip", args.out / "open_clip")
+    for task in args.tasks:
+        if task == "linear_probe":
+            for name in ("clip_benchmark_probe", "m1clip"):
+                print(json.dumps({f"{name}, linear probe": run(name, "linear_probe", args.out)}), flush=True)
+        else:
+            compare(args, task)
+        if task == "zeroshot_classification":
+            print(json.dumps({"open_clip, zero-shot": run("open_clip", task, args.out)["metrics"]}), flush=True)
 
 
 def compare(args: Args, task: str) -> None:
@@ -116,7 +121,7 @@ def write_labelled(pairs: Any, folder: Path) -> None:
     names = sorted({pairs.label(row) for row in range(len(pairs))})
     by_split: dict[str, list[dict[str, bytes]]] = {"train": [], "test": []}
     for row in range(len(pairs)):
-        members = {"jpg": pairs.read(row), "cls": str(names.index(pairs.label(row))).encode()}
+        members = {"jpg": read_jpeg(pairs, row), "cls": str(names.index(pairs.label(row))).encode()}
         by_split["test" if row % TEST_EVERY == 0 else "train"].append(members)
     for split, samples in by_split.items():
         write_shards(folder / split, samples)
@@ -124,8 +129,15 @@ def write_labelled(pairs: Any, folder: Path) -> None:
     (folder / "zeroshot_classification_templates.txt").write_text("\n".join(TEMPLATES))
 
 
-def write_captioned(pairs: Any, folder: Path) -> None:
-    rows = range(len(pairs))
+def read_jpeg(pairs: Any, row: int) -> bytes:
+    if hasattr(pairs, "read"):
+        return pairs.read(row)
+    pairs.image(row).save(file := BytesIO(), "JPEG", quality=95)
+    return file.getvalue()
+
+
+def write_captioned(pairs: Any, folder: Path, images: int) -> None:
+    rows = range(min(images, len(pairs)))
     write_shards(folder / "test", [{"jpg": pairs.read(r), "txt": "\n".join(pairs.captions(r)).encode()} for r in rows])
     (folder / "dataset_type.txt").write_text("retrieval")
 
@@ -227,10 +239,12 @@ def run_clip_benchmark_probe(out: Path) -> dict[str, Any]:
     repair_accuracy()
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign,assignment]
     torch.cuda.device_count = lambda: 0
-    model, tensors = load_open_clip(out), {}
+    import m1clip
+
+    model, tensors = m1clip.load(out / "model"), {}
     for split in ("train", "test"):
-        images, truth = encode_shards(model, out / "labelled" / split)
-        tensors[split] = (images, truth)
+        images, truth = zip(*read_shards(out / "labelled" / split), strict=True)
+        tensors[split] = (model.encode_image(images), torch.tensor(truth))
     features = out / "features" / "m"
     shutil.rmtree(features.parent, ignore_errors=True)
     features.mkdir(parents=True)
@@ -249,7 +263,7 @@ def run_clip_benchmark_probe(out: Path) -> dict[str, Any]:
         "device": AcceptedCpu("cpu"),
         "amp": False,
     }
-    metrics = linear_probe.evaluate(model[0], None, None, **options, val_dataloader=[])
+    metrics = linear_probe.evaluate(torch.nn.Identity(), None, None, **options, val_dataloader=[])
     return {"metrics": metrics, "images": len(tensors["test"][1])}
 
 

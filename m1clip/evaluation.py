@@ -240,8 +240,10 @@ def trained_config(folder: Path | None, has_data: bool, console: Console) -> Tra
 
 
 def select_split(source: Source, split: str, config: TrainConfig) -> PairDataset:
-    if split != "test":
-        return source.all if split == "all" else validation_subset(source.val, config)
+    if split == "all":
+        return source.all if config.val_size == "auto" else validation_subset(source.all, config)
+    if split == "val":
+        return validation_subset(source.val, config)
     if source.test is None:
         raise ValueError(f"{source.spec} has no test split; --split all uses every pair")
     return source.test

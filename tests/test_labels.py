@@ -1,12 +1,14 @@
 """Classes of images from every kind of source, and splits that keep groups of images together."""
 
 import json
+from collections import Counter
 
 import datasets
 import pytest
 from PIL import Image
 
-from m1clip.data.index import IndexedPairs
+from m1clip.data.convert import convert_dataset
+from m1clip.data.index import IndexedPairs, no_progress
 from m1clip.data.splits import Source
 from m1clip.prompts import parse_labels
 from photos import SCENES, captions_by_image, jpeg, open_source, write_photos, write_tar
@@ -183,3 +185,15 @@ def test_labels_come_from_a_list_a_text_file_or_json(tmp_path):
 def test_wrong_labels_are_one_sentence(text, expected):
     with pytest.raises((ValueError, FileNotFoundError), match=expected):
         parse_labels(text)
+
+
+@pytest.mark.parametrize("to", ["shards", "parquet"])
+def test_converted_data_keeps_its_labels(tmp_path, to):
+    for number, label in enumerate(("cat", "old dog")):
+        write_photos(tmp_path / "pets" / label, 4, start=4 * number)
+    source = open_source(tmp_path / "pets", val_size=2)
+    convert_dataset([source], tmp_path / "out", to, 3, 0.0, no_progress)
+    converted = open_source(tmp_path / "out")
+    counts = Counter(labels_of(converted).values())
+    assert counts == Counter(labels_of(source).values()) == {"cat": 4, "old dog": 4}
+    assert len(converted.val) == 2

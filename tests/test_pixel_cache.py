@@ -158,7 +158,7 @@ def test_a_bad_row_whose_cause_may_be_gone_is_tried_again(monkeypatch):
 
 
 def test_a_failed_build_releases_its_lock(monkeypatch):
-    def fail(*_):
+    def fail(*_, **options):
         raise OSError("no")
 
     monkeypatch.setattr(pixel_cache, "decode_rows", fail)

@@ -102,7 +102,7 @@ def test_what_is_left_out_or_merged_is_counted():
         "1 images have no label and are left out",
         "2 images have 1 other labels (owl) and are left out",
         "1 labels have no images (fish)",
-        "1 labels differ from others only in case, and are the same",
+        "1 labels differ from others only in case or spaces, and are the same",
     )
     with pytest.raises(ValueError, match=r"no image has one of the labels a, b …; the data has 'cat'"):
         find_labels(split_of(["cat", "dog"]), ["a", "b"])

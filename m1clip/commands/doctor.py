@@ -36,7 +36,7 @@ KNOWN_BUGS = {  # of PyTorch on macOS
 }
 EXTRAS = {  # of pyproject.toml, and a module of each
     **{"timm": "timm", "hf": "transformers", "openclip": "open_clip", "lora": "peft", "heic": "pillow_heif"},
-    **{"energy": "zeus"},
+    **{"eval": "sklearn", "energy": "zeus"},
     **{"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"},
 }
 STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}

@@ -118,7 +118,7 @@ def print_result(args: Args, result: "TrainResult") -> None:
         print(f"\ntrained in {duration(result.seconds)}; the model is {result.model}")
         if result.best_step not in (None, result.step) and not result.restored:
             print(f"step {result.best_step} scored higher; it is {result.run / 'best'}")
-        print(f"next:  {console.command('eval', result.run)}    the same scores, and accuracy by word")
+        print(f"next:  {console.command('eval', result.run)}    zero-shot accuracy, probes, accuracy by word")
         print(f"       {console.command('report', result.run)}  a report with curves and examples")
     else:
         resume = console.command("train", "--resume", "--name", result.run)

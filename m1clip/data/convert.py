@@ -23,7 +23,7 @@ from m1clip.decode import BadImage, decode, read_header
 from m1clip.files import PARTIAL, append_lines, atomic_write, fsync, lock_folder, naming, read_jsonl, remove_partial
 
 Format = Literal["shards", "parquet"]
-Sample = tuple[str, bytes, str, list[str], str]  # key, image file, its suffix, captions, location
+Sample = tuple[str, bytes, str, list[str], str, str]  # key, image file, its suffix, captions, label, location
 SUFFIXES = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "HEIF": "heic", "JPEG2000": "jp2"}
 
 
@@ -63,7 +63,7 @@ def _samples(pairs: PairDataset, rows: range, name: str, bad_rows: BadRows) -> I
     def sample(row: int) -> Sample | BadRow:
         key, location = f"{name}-{row - rows.start:06d}", pairs.location(row)
         try:
-            return key, *_image_file(pairs, row), list(pairs.captions(row)), location
+            return key, *_image_file(pairs, row), list(pairs.captions(row)), pairs.label(row), location
         except BadImage as error:
             return BadRow(error.kind, location, str(error))
 
@@ -90,8 +90,9 @@ def write_shard(samples: list[Sample], path: Path) -> None:
     import webdataset
 
     with open(path, "wb") as file, webdataset.TarWriter(file, encoder=False, mtime=0) as tar:
-        for key, data, suffix, captions, location in samples:
+        for key, data, suffix, captions, label, location in samples:
             values = {"caption": captions[0], "captions": captions, "source": location}
+            values |= {"label": label} if label else {}
             text = {"txt": captions[0].encode(), "json": json.dumps(values, ensure_ascii=False).encode()}
             tar.write({"__key__": key, suffix: data, **text})
 
@@ -100,11 +101,11 @@ def write_parquet(samples: list[Sample], path: Path) -> None:
     import datasets
 
     text = datasets.Value("string")
-    features = datasets.Features({"image": datasets.Image(), "captions": datasets.List(text), "source": text})
-    rows = [
-        {"image": {"bytes": data, "path": f"{key}.{suffix}"}, "captions": captions, "source": location}
-        for key, data, suffix, captions, location in samples
-    ]
+    columns = {"image": datasets.Image(), "captions": datasets.List(text), "label": text, "source": text}
+    features, rows = datasets.Features(columns), list[dict[str, Any]]()
+    for key, data, suffix, captions, label, location in samples:
+        image = {"bytes": data, "path": f"{key}.{suffix}"}
+        rows.append({"image": image, "captions": captions, "label": label or None, "source": location})
     compression = {"captions.list.element": "zstd"}  # images are compressed already
     pq.write_table(pa.Table.from_pylist(rows, features.arrow_schema), path, compression=compression)
 

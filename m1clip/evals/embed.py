@@ -4,6 +4,7 @@ Shapes: N images, M texts, B of a chunk, D features, E embedding.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -103,7 +104,7 @@ class Embedder:
         return self._rows(key, len(distinct), encode, "encoding texts")[position]
 
     def _rows(self, key: str, rows: int, encode: Callable[[RowIndices], Tensor], label: str) -> Tensor:
-        width, store = self.model.config.embed_dim, None
+        width = self.model.config.embed_dim
 
         def produce(chunks: list[range]) -> Iterable[tuple[bytes, Notes]]:
             for chunk in chunks:
@@ -112,12 +113,11 @@ class Embedder:
 
         with self.progress(label, rows) as advance:
             store = RowStore(cache_folder() / f"embeddings-{key}", rows, 4 * width)
-            if 4 * width * rows <= self.cache_gb * 1e9 and store.build(
-                produce, self.cache_gb * 1e9, advance, "embeddings"
-            ):
-                found = torch.from_numpy(np.array(store.memmap(np.float32, width)))
-                store.close()
-                return found
+            with suppress(OSError):  # a full disk: nothing is cached
+                if self.cache_gb and store.build(produce, self.cache_gb * 1e9, advance, "embeddings"):
+                    found = torch.from_numpy(np.array(store.memmap(np.float32, width)))
+                    store.close()
+                    return found
             parts = []
             for chunk, (data, _) in zip(store.chunks, produce(store.chunks), strict=True):
                 parts.append(np.frombuffer(data, np.float32).reshape(len(chunk), width))

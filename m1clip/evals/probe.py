@@ -18,7 +18,7 @@ from m1clip.evals.zeroshot import NotApplicable
 from m1clip.format import wilson_interval
 
 # Inverse regularization strengths; embeddings are unit vectors. The larger, the slower a fit.
-C_VALUES = tuple(10.0**power for power in range(-1, 6))
+C_VALUES = tuple(10 ** (power / 2) for power in range(-2, 9))
 DEFAULT_C = 10.0  # where there are too few images to choose
 NEIGHBORS, NEIGHBOR_TEMPERATURE = (1, 5, 10, 20), 0.07  # neighbors vote by exp(similarity / temperature)
 VALIDATION_PART = 0.2  # of the training images, for the choice of C and of the number of neighbors
@@ -98,7 +98,7 @@ def linear_probe(
     fit, val = (part.numpy() for part in split_by_label(torch.from_numpy(y), range(len(y)), VALIDATION_PART))
     c, k = DEFAULT_C, 1
     if len(val) and len(np.unique(y[fit])) > 1:  # otherwise labels have one image each, and nothing can be chosen
-        c = choose(C_VALUES, lambda c: accuracy(fit_logistic(x[fit], y[fit], c), x[val], y[val]), advance)
+        c = choose(C_VALUES, lambda c: log_likelihood(fit_logistic(x[fit], y[fit], c), x[val], y[val]), advance)
         k = choose(NEIGHBORS, lambda k: float((vote(x[fit], y[fit], x[val], k) == y[val]).mean()), advance)
     model = fit_logistic(x, y, c)
     predicted = model.predict(x_test)
@@ -150,6 +150,13 @@ def fit_logistic(x: Embeddings, y: Labels, c: float) -> Any:
 
 def accuracy(model: Any, x: Embeddings, y: Labels) -> float:
     return float((model.predict(x) == y).mean())
+
+
+def log_likelihood(model: Any, x: Embeddings, y: Labels) -> float:
+    """Mean of the images whose label the model knows; with few images smoother than their accuracy."""
+    known = np.isin(y, model.classes_)
+    column = np.searchsorted(model.classes_, y[known])
+    return float(np.log(model.predict_proba(x[known])[np.arange(len(column)), column] + 1e-12).mean())
 
 
 def vote(x_NE: Embeddings, y_N: Labels, queries_TE: Embeddings, k: int) -> Labels:

@@ -20,7 +20,8 @@ from m1clip.evals.embed import Embedder
 from m1clip.evals.evaluate import Evaluation, score_embeddings
 from m1clip.evals.examples import image_records
 from m1clip.evals.probe import C_VALUES, DRAWS, NEIGHBORS, SHOTS, Probe, linear_probe, require_sklearn, split_by_label
-from m1clip.evals.retrieval import Relevance, Retrieval, retrieval
+from m1clip.evals.retrieval import Relevance, Retrieval
+from m1clip.evals.retrieval import retrieval as retrieval_scores
 from m1clip.evals.robustness import MAX_IMAGES, Robustness, robustness
 from m1clip.evals.zeroshot import LabelSet, NotApplicable, ZeroShot, evaluate_zero_shot, find_labels
 from m1clip.model.classify import Classifier, make_classifier
@@ -87,13 +88,12 @@ class TaskResults:
         if probe := self.probe:
             scores = {"acc1": probe.accuracy, "acc5": probe.top5, "mean_per_class_recall": probe.mean_per_class}
             found["linear_probe"] = {f"lp_{key}": value for key, value in scores.items()} | {"C": probe.c}
-        named = {edit.changed.removeprefix("all").strip(): edit.accuracy for edit in self.edits}
-        if {"text", "image", "group"} <= named.keys():  # as Winoground; in a list of kinds, those of all
-            scores = {"text_acc": named["text"], "image_acc": named["image"], "acc": named["group"]}
-            found["image_caption_selection"] = scores
+        if self.edits and self.edits[-1].changed.endswith(" group"):  # Winoground; the last three are of all kinds
+            text, image, group = (edit.accuracy for edit in self.edits[-3:])
+            found["image_caption_selection"] = {"text_acc": text, "image_acc": image, "acc": group}
         elif self.edits:
-            total = sum(edit.edits for edit in self.edits if edit.changed != "all")
-            mean = sum(edit.accuracy * edit.edits for edit in self.edits if edit.changed != "all") / total
+            kinds = [edit for edit in self.edits if edit.changed != "all"]
+            mean = sum(edit.accuracy * edit.edits for edit in kinds) / sum(edit.edits for edit in kinds)
             found["image_caption_selection"] = {"text_acc": mean}
         return found
 
@@ -155,7 +155,7 @@ class TaskRunner:
         owner_M = evaluation.relevance.owner_M
         own = Relevance(owner_M, torch.arange(len(owner_M)), len(self.pairs))
         self.results.retrieval = evaluation.scores
-        self.results.strict = retrieval(evaluation.image_NE, evaluation.text_ME, own)
+        self.results.strict = retrieval_scores(evaluation.image_NE, evaluation.text_ME, own)
 
     def zeroshot(self) -> None:
         labels, results = self.labels, self.results
@@ -233,5 +233,5 @@ class TaskRunner:
         relevance = Relevance.from_captions([self.captions[row] for row in rows])
         of_rows = torch.isin(evaluation.relevance.owner_M, torch.from_numpy(rows))
         text_ME = evaluation.text_ME[of_rows]
-        clean = retrieval(evaluation.image_NE[rows], text_ME, relevance)
-        return lambda image_NE: retrieval(image_NE, text_ME, relevance).mean_r1, "mean R@1", clean.chance_r1
+        clean = retrieval_scores(evaluation.image_NE[rows], text_ME, relevance)
+        return lambda image_NE: retrieval_scores(image_NE, text_ME, relevance).mean_r1, "mean R@1", clean.chance_r1

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from m1clip.data.caption_text import label_words
 from m1clip.data.splits import Split, TrainCaptions, caption_key
 from m1clip.evals.embed import embed_feature_rows, embed_split_images
 from m1clip.format import wilson_interval
@@ -55,16 +56,21 @@ def find_labels(pairs: Split, requested: Sequence[str] = ()) -> LabelSet:
         labels, are_captions = [of_image[0] for of_image in captions], True
     spellings: dict[str, str] = {}
     for label in filter(None, labels):
-        spellings.setdefault(caption_key(label), label)
+        spellings.setdefault(label_key(label), label)
     names = list(requested) or sorted(spellings.values())
     if len(names) < 2 and not requested:
         raise NotApplicable(f"all images have the same label, {names[0]!r}")
-    number = {caption_key(name): index for index, name in enumerate(check_labels(names))}
-    truth_N = torch.tensor([number.get(caption_key(label), -1) for label in labels])
+    number = {label_key(name): index for index, name in enumerate(check_labels(names))}
+    truth_N = torch.tensor([number.get(label_key(label), -1) for label in labels])
     notes = list(label_notes(labels, truth_N, names, len(spellings)))
     if not (truth_N >= 0).any():
         raise ValueError(f"no image has one of the labels {', '.join(names[:5])} …; the data has {labels[0]!r} …")
     return LabelSet(tuple(names), truth_N, tuple(notes), are_captions)
+
+
+def label_key(label: str) -> str:
+    """Equal for equal labels: golden_retriever is Golden retriever."""
+    return caption_key(label_words(label) or label)
 
 
 def label_notes(labels: Sequence[str], truth_N: Tensor, names: Sequence[str], distinct: int) -> list[str]:
@@ -77,7 +83,7 @@ def label_notes(labels: Sequence[str], truth_N: Tensor, names: Sequence[str], di
         f"{unlabelled:,} images have no label and are left out": unlabelled,
         f"{unknown.total():,} images have {len(unknown):,} other labels ({_some(unknown)}) and are left out": unknown,
         f"{len(empty):,} labels have no images ({_some(empty)})": empty,
-        f"{merged:,} labels differ from others only in case, and are the same": merged,
+        f"{merged:,} labels differ from others only in case or spaces, and are the same": merged,
     }
     return [note for note, is_true in found.items() if is_true]
 
@@ -151,8 +157,8 @@ def zero_shot(image_NE: Tensor, labels: LabelSet, classifier: Classifier, prompt
         images=len(rows),
         labels=names,
         counts=tuple(counts_C.tolist()),
-        accuracy=correct_N.float().mean().item(),
-        top5=None if top5 is None else top5.float().mean().item(),
+        accuracy=int(correct_N.sum()) / len(rows),
+        top5=None if top5 is None else int(top5.sum()) / len(rows),
         mean_per_class=sum(known) / len(known),
         chance=1 / len(names),
         majority=int(counts_C.max()) / len(rows),
