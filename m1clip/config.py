@@ -517,7 +517,7 @@ def with_defaults(config: TrainConfig, defaults: Mapping[str, Any], given: Mappi
 
 FIXED_ON_RESUME = (
     *("model", "data", "val_size", "group_by", "image_column", "caption_column", "caption_from", "template", "allow"),
-    *("label_column", "labels"),
+    *("label_column", "labels", "zeroshot"),
     *("seed", "batch_size", "captions_per_image", "crop_scale", "hflip", "color_jitter", "tokenizer", "optimizer"),
     *("ema", "best_metric", "recipe", "init", "model_name", "vision", "text", "freeze", "lora_rank"),
 )

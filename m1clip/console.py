@@ -27,6 +27,13 @@ NOTABLE_LEAK = 0.05  # fraction of validation captions that also occur in traini
 NUMERIC = re.compile(rf"[-+≈~<>]?[\d.,]+.*|{UNKNOWN}|")
 
 
+class PipeConsole(RichConsole):
+    """Leaves a closed pipe, as of `| head`, to the caller; rich would exit with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class UnbreakableStream:
     """A terminal that may be closed while training goes on: write errors are ignored."""
 
@@ -223,7 +230,7 @@ def show_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]])
             table.add_column(name, overflow="fold")
     for row in zip(*known.values(), strict=True):
         table.add_row(*row, style="dim" if row[0].partition(" ")[0] == "chance" else "")
-    console = RichConsole(highlight=False)
+    console = PipeConsole(highlight=False)
     if not console.is_terminal:  # a file has no width
         console.width = 200
     console.print(f"[bold]{title}[/]", soft_wrap=True)

@@ -15,6 +15,7 @@ from m1clip.api import load, load_found, use_device
 from m1clip.config import TrainConfig, requested_config
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
+from m1clip.data.caption_text import label_caption
 from m1clip.data.choices import is_choice_spec, known_choices, open_choices
 from m1clip.data.index import BadRows, PairDataset
 from m1clip.data.splits import (
@@ -122,9 +123,9 @@ def evaluate(
     console, prompts = console or Console(), parse_prompts(templates)
     folder = find_model(Path(runs), None if model is None else str(model))
     trained = trained_config(folder, "data" in settings, console)
-    if folder and "data" in settings and same_data(str(settings["data"]), trained.data):
-        settings.pop("data")  # what the run was trained on: only its validation split says something
-    config, is_other = eval_config(trained, settings), "data" in settings
+    # Of what the run was trained on, only the validation split says something.
+    is_other = "data" in settings and not (folder and is_part_of(str(settings["data"]), trained.data))
+    config = eval_config(trained, settings, is_other)
     devices.default_device(device)  # an unknown name is refused before anything is decoded
     clip = load_found(folder) if folder else load(model, runs=runs)
     if is_choice_spec(config.data):
@@ -134,26 +135,34 @@ def evaluate(
         batch = first_pairs(clip, data.pairs)
     use_device(clip, device, console, batch)
     labels = parse_labels(config.labels) if "labels" in settings else ()
-    if not templates and not is_other and data.train_captions and data.train_captions.labels:
+    if not templates and not is_other and are_made_of_labels(data, config.template):
         prompts = Prompts((re.sub(r"\ba \{\}", "{an}", config.template),), name="the template of the training captions")
     embedder = Embedder(clip, console.progress, config.cache_gb)
     results = TaskRunner(embedder, data, prompts, labels, config.seed, console.progress).run(tasks)
     return EvalResult(folder or Path(str(model)), config.data, split_text, len(data.pairs), results)
 
 
-def eval_config(trained: TrainConfig, settings: DataSettings) -> TrainConfig:
+def are_made_of_labels(data: EvalData, template: str) -> bool:
+    """Whether the captions, also those of training, are labels in this template."""
+    if data.train_captions is None or not data.train_captions.labels:
+        return False
+    return data.pairs.captions(0)[0] == label_caption(data.pairs.labels()[0], template)
+
+
+def eval_config(trained: TrainConfig, settings: DataSettings, is_other: bool) -> TrainConfig:
     """The settings with the run's as defaults; of other data, the column names and the split need not be the run's."""
-    if "data" not in settings:
+    if not is_other:
         return requested_config(settings, trained)
     other: dict[str, Any] = {"template": TrainConfig().template, "val_size": "auto", "group_by": "none", "labels": ""}
     other |= dict.fromkeys(("image_column", "caption_column", "label_column", "caption_from"), "auto")
     return requested_config(settings, replace(trained, **other))
 
 
-def same_data(given: str, trained: str) -> bool:
-    """Whether two specs name the same sources."""
-    sources = [[os.path.abspath(os.path.expanduser(spec)) for spec, _ in parse_spec(data)] for data in (given, trained)]
-    return sources[0] == sources[1]
+def is_part_of(given: str, trained: str) -> bool:
+    """Whether all sources of a spec are among those of another one."""
+    specs = ([os.path.expanduser(spec) for spec, _ in parse_spec(data)] for data in (given, trained))
+    given_sources, trained_sources = ({os.path.realpath(spec) for spec in sources} for sources in specs)
+    return given_sources <= trained_sources
 
 
 def open_eval_data(
@@ -169,9 +178,9 @@ def open_eval_data(
     sources = open_sources(config, console.progress)
     if not is_other and has_val_size:
         sources = keep_trained_split(sources, open_sources(trained, console.progress))
-    if split == "auto":
-        split = "all" if is_other and not any(source.has_own_splits for source in sources) else "val"
-    datasets = [select_split(source, split, config) for source in sources]
+    splits = [split if split != "auto" else default_split(source, is_other) for source in sources]
+    split = splits[0] if len(set(splits)) == 1 else "/".join(splits)
+    datasets = [select_split(source, one, config, is_other) for source, one in zip(sources, splits, strict=True)]
     bad_rows, seen = sum((source.bad_rows for source in sources), BadRows()), clip.config.vision.preprocess
     pairs = open_eval_split(datasets, seen, config, bad_rows, console.progress)
     bad_rows.require_at_most(config.max_bad_rows)
@@ -188,14 +197,26 @@ def open_eval_data(
 
     def open_train() -> Split:
         parts = [validation_subset(source.train, replace(config, val_size=MAX_TRAIN)) for source in sources]
-        return open_eval_split(parts, seen, config, BadRows(), console.progress)
+        if (used := sum(map(len, parts))) < (total := sum(len(source.train) for source in sources)):
+            console.print_fact("probe", f"{used:,} of {total:,} training images are used")
+        bad_train = BadRows(used, used)
+        train = open_eval_split(parts, seen, config, bad_train, console.progress)
+        bad_train.require_at_most(config.max_bad_rows)
+        if bad_train:
+            console.warn(f"{bad_train}; they are left out")
+        return train
 
     scenes, edits = datasets[0], None
     if len(datasets) == 1 and hasattr(scenes, "edits"):  # synthetic scenes can change a word of a caption themselves
         edits = [(row, kind, text) for row in range(len(scenes)) for kind, text in scenes.edits(row)]
     reasons = "; ".join(dict.fromkeys(source.split_reason for source in sources))
     split_text = split if split == "all" else f"{split} ({reasons})"
-    return EvalData(pairs, open_train if split != "all" else None, train_captions, edits), split_text
+    labels = sorted({label for source in sources for label in source.all.label_names()})
+    return EvalData(pairs, None if "all" in splits else open_train, train_captions, labels, edits), split_text
+
+
+def default_split(source: Source, is_other: bool) -> str:
+    return "all" if is_other and not source.has_own_splits else "val"
 
 
 def open_choice_data(config: TrainConfig, clip: CLIP, console: Console) -> EvalData:
@@ -239,11 +260,11 @@ def trained_config(folder: Path | None, has_data: bool, console: Console) -> Tra
     return config
 
 
-def select_split(source: Source, split: str, config: TrainConfig) -> PairDataset:
+def select_split(source: Source, split: str, config: TrainConfig, is_other: bool) -> PairDataset:
     if split == "all":
         return source.all if config.val_size == "auto" else validation_subset(source.all, config)
-    if split == "val":
-        return validation_subset(source.val, config)
+    if split == "val":  # at most MAX_VAL images of the run's own data, as in training
+        return source.val if is_other and config.val_size == "auto" else validation_subset(source.val, config)
     if source.test is None:
         raise ValueError(f"{source.spec} has no test split; --split all uses every pair")
     return source.test

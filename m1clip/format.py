@@ -39,12 +39,17 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     return max(0.0, center - half), min(1.0, center + half)
 
 
+def interval(fraction: float, count: float) -> str:
+    """The 95 % interval of a fraction, in percent without its sign."""
+    low, high = wilson_interval(fraction, int(count))
+    return f"{100 * low:.1f}–{100 * high:.1f}"
+
+
 def with_interval(fraction: float | None, count: float | None) -> str:
     """A fraction in percent with its 95 % interval."""
     if fraction is None or not count:
         return percent(fraction)
-    low, high = wilson_interval(fraction, int(count))
-    return f"{percent(fraction)} ({100 * low:.1f}–{100 * high:.1f})"
+    return f"{percent(fraction)} ({interval(fraction, count)})"
 
 
 def duration(seconds: float | None) -> str:
@@ -84,6 +89,10 @@ def clock(then: float | None) -> str:
 
 def file_size(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def printable(text: str) -> str:

@@ -1,8 +1,10 @@
 """Class names and prompt templates of zero-shot classification, from flags, files and open_clip. No torch."""
 
 import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from m1clip.files import parse_json, read_file
 MAX_FILE_BYTES = 16_000_000  # of a file with labels, templates or descriptions
 MAX_LABELS, MAX_LABEL_LENGTH = 100_000, 500
 OPEN_CLIP = {"openai": "OPENAI_IMAGENET_TEMPLATES", "simple": "SIMPLE_IMAGENET_TEMPLATES"}
-# {} is the label and {an} the label with its article: an owl. docs/benchmarks.md has what the set gains.
+# {} is the label and {an} the label with its article: an owl. docs/benchmarks.md has what they gain.
 DEFAULT_TEMPLATES = (
     "{}",
     "a photo of {an}.",
@@ -41,12 +43,19 @@ class Prompts:
     descriptions: Mapping[str, Sequence[str]] = field(default_factory=dict)
     name: str = "default templates"
 
+    @cached_property
+    def described(self) -> dict[str, list[str]]:
+        texts = {label: [text] if isinstance(text, str) else list(text) for label, text in self.descriptions.items()}
+        return {label_key(label): of_label for label, of_label in texts.items()}
+
     def of(self, label: str) -> list[str]:
-        texts = [fill(text, label) for text in (*self.templates, *self.descriptions.get(label, ()))]
+        texts = [fill(text, label) for text in (*self.templates, *self.described.get(label_key(label), ()))]
         return list(dict.fromkeys(text for text in texts if text.strip()))
 
     def check(self, labels: Sequence[str]) -> None:
-        """Require at least one text of every label."""
+        """Require at least one text of every label, and descriptions of some of them if there are any."""
+        if self.described and not any(label_key(label) in self.described for label in labels):
+            raise ValueError(f"the descriptions are of none of the labels: {', '.join([*self.described][:3])} …")
         if missing := [label for label in labels if not self.of(label)]:
             given = f"{len(missing)} of {len(labels)} labels have no description, such as {missing[0]!r}"
             raise ValueError(f"{given}; add them, or a template for all labels")
@@ -68,6 +77,8 @@ def parse_prompts(templates: Sequence[str]) -> Prompts:
             read_template_file(template, texts, descriptions)
     if wrong := [text for text in texts if not PLACEHOLDER.search(text)]:
         raise ValueError(f"a template needs a {{}} for the label: {wrong[0]!r}")
+    if unknown := [found for text in texts for found in re.findall(r"\{\w*\}", PLACEHOLDER.sub("", text))]:
+        raise ValueError(f"a template has {{}}, {{c}} or {{an}} for the label, not {unknown[0]}")
     return Prompts(tuple(dict.fromkeys(texts)), descriptions, ", ".join(templates)[:200])
 
 
@@ -120,19 +131,35 @@ def check_labels(labels: Sequence[str]) -> list[str]:
     """At least two labels, each once and of bounded length."""
     if len(labels) < 2:
         given = f"only {labels[0]!r} is given" if labels else "none is given"
+        given += ", and there is no such file" if labels and Path(str(labels[0])).suffix else ""
         raise ValueError(f"labels must be at least two, and {given}: with one there is nothing to choose")
-    if len(labels) > MAX_LABELS or max(map(len, labels)) > MAX_LABEL_LENGTH:
+    if len(labels) > MAX_LABELS or max(len(str(label)) for label in labels) > MAX_LABEL_LENGTH:
         raise ValueError(f"labels must be at most {MAX_LABELS:,}, each of at most {MAX_LABEL_LENGTH} characters")
     seen = dict[str, str]()
     for label in labels:
-        if (first := seen.setdefault(label.lower(), label)) is not label:
+        if not isinstance(label, str) or not label.strip():
+            raise ValueError(f"a label must be text, not {label!r}")
+        if first := seen.get(label_key(label)):
             raise ValueError(f"label {label!r} is given twice" + ("" if first == label else f", also as {first!r}"))
+        seen[label_key(label)] = label
     return list(labels)
+
+
+def label_key(label: str) -> str:
+    """Equal for equal labels, whatever their case, spaces and underscores: golden_retriever is Golden retriever."""
+    return " ".join(label.replace("_", " ").split()).lower()
 
 
 def read_lines(path: Path) -> list[str]:
     """The lines of a text file that are not empty."""
-    lines = read_file(path, MAX_FILE_BYTES).decode("utf-8-sig", "replace").splitlines()
+    data = read_file(path, MAX_FILE_BYTES)
+    try:
+        text = data.decode("utf-16" if data[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8-sig")
+    except UnicodeDecodeError:
+        text = data.decode("cp1252", "replace")
+    if "\0" in text:
+        raise ValueError(f"{path} is not a text file")
+    lines = text.splitlines()
     if not (lines := [line.strip() for line in lines if line.strip()]):
         raise ValueError(f"{path} has no lines")
     return lines

@@ -97,6 +97,26 @@ def test_similarity_and_descriptions_in_python(model, tmp_path):
     assert result.probability == pytest.approx(logits.softmax(0).max().item(), abs=1e-5)
 
 
+def test_labels_and_descriptions_may_be_strings_and_wrong_ones_are_refused(model, tmp_path):
+    (name,) = write_photos(tmp_path, 1)
+    image = tmp_path / name
+    assert model.classify(image, "cat,dog") == model.classify(image, ["cat", "dog"])
+    assert model.classify(image, {"Hot_dog": "a sausage", "cat": "it purrs"})[0].label in ("Hot_dog", "cat")
+    for labels in (["cat", "cat"], ["cat", "Cat"], ["hot dog", "hot_dog"], ["cat", ""], ["cat"]):
+        with pytest.raises(ValueError, match="label"):
+            model.classify(image, labels)
+    with pytest.raises(ValueError, match="top_k must be at least 1"):
+        model.classify(image, ["cat", "dog"], top_k=0)
+
+
+def test_descriptions_match_labels_of_other_spelling(tmp_path):
+    (tmp_path / "d.json").write_text('{"Golden_Retriever": "a dog with long hair", "cat": "it purrs"}')
+    prompts = parse_prompts([str(tmp_path / "d.json")])
+    assert prompts.of("golden retriever") == ["a dog with long hair"]
+    with pytest.raises(ValueError, match="the descriptions are of none of the labels: golden retriever, cat"):
+        prompts.check(["bus", "owl"])
+
+
 def unit(*values: float) -> torch.Tensor:
     return F.normalize(torch.tensor(values, dtype=torch.float), dim=0)
 
@@ -180,7 +200,7 @@ def test_an_image_that_cannot_be_decoded_is_named_and_counted(saved, tmp_path, c
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["{}/model"], "needs images"),
+        (["{}/model"], "which images?"),
         (["{}/model", "{}/gone"], "there is no image or folder"),
         (["{}/model", "{}/pets/owl", "--labels", "a,b"], "has no images in it"),
         (["{}/model", "{}/pets/cat"], "the images are in one folder, so its name is no label"),

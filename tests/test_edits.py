@@ -1,6 +1,7 @@
 """Accuracy against captions with one word changed, by word lists and by the files of benchmarks."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from helpers import QuietConsole
 from m1clip.data.choices import known_choices, open_choices
 from m1clip.data.synthetic import SyntheticScenes
+from m1clip.decode import BadImage
 from m1clip.evals.edits import Edit, caption_edits, choice_scores, edit_scores, word_lists
 from photos import write_photos
 
@@ -145,6 +147,28 @@ def test_the_images_of_aro_are_cropped_to_their_box(tmp_path):
     images, choices = open_choices(f"aro:{tmp_path}?images={tmp_path / 'images'}")
     assert images.image(1, min_size=8).size == (20, 30)
     assert [choice.kind for choice in choices] == ["relation"] * 2
+
+
+def test_boxes_and_files_that_are_no_images_are_bad_images(tmp_path):
+    write_aro(tmp_path)
+    path = tmp_path / "visual_genome_relation.json"
+    items = json.loads(path.read_text())
+    items[0] |= {"bbox_w": 900_000, "bbox_h": 900_000}
+    items[1] |= {"bbox_x": 500}
+    path.write_text(json.dumps(items))
+    images, _ = open_choices(f"aro:{tmp_path}")
+    assert images.image(0).size == (44, 46)  # what is left of the image
+    with pytest.raises(BadImage, match="outside of the image"):
+        images.image(1)
+    (tmp_path / "images" / "0000.jpg").unlink()
+    os.mkfifo(tmp_path / "images" / "0000.jpg")
+    with pytest.raises(BadImage, match="not a regular file"):
+        images.image(0)
+
+
+@pytest.mark.parametrize("caption", ["a ſmall house", "a traın here", "", "STRASSE", "a" * 9_000])
+def test_any_caption_can_be_searched_for_words(caption):
+    assert all(text != caption for _, text in caption_edits([caption]))
 
 
 def test_an_image_outside_of_the_folder_is_refused(tmp_path):

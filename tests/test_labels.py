@@ -168,6 +168,9 @@ def test_labels_come_from_a_list_a_text_file_or_json(tmp_path):
     assert parse_labels("cat, dog ,hot dog") == ["cat", "dog", "hot dog"]
     (tmp_path / "l.txt").write_text("\ufeffcat\n\n hot dog \n")
     assert parse_labels(str(tmp_path / "l.txt")) == ["cat", "hot dog"]
+    for encoding in ("utf-16", "cp1252"):
+        (tmp_path / "l.txt").write_bytes("café\nhot dog".encode(encoding))
+        assert parse_labels(str(tmp_path / "l.txt")) == ["café", "hot dog"]
     (tmp_path / "l.json").write_text(json.dumps({"1": "dog", "0": "cat", "10": "owl"}))
     assert parse_labels(str(tmp_path / "l.json")) == ["cat", "dog", "owl"]
 
@@ -180,6 +183,7 @@ def test_labels_come_from_a_list_a_text_file_or_json(tmp_path):
         ("cat,dog,cat", "label 'cat' is given twice"),
         ("cat,Cat", "label 'Cat' is given twice, also as 'cat'"),
         ("gone.txt", "there is no file gone.txt"),
+        ("gone.csv", "only 'gone.csv' is given, and there is no such file"),
     ],
 )
 def test_wrong_labels_are_one_sentence(text, expected):
@@ -197,3 +201,61 @@ def test_converted_data_keeps_its_labels(tmp_path, to):
     counts = Counter(labels_of(converted).values())
     assert counts == Counter(labels_of(source).values()) == {"cat": 4, "old dog": 4}
     assert len(converted.val) == 2
+
+
+def test_names_that_come_with_the_data_are_not_replaced_by_labels_to_choose_from(tmp_path):
+    members = {}
+    for i in range(6):
+        members |= {f"{i}.jpg": jpeg(i), f"{i}.cls": str(i % 3).encode()}
+    write_tar(tmp_path / "s,t" / "0.tar", members)
+    (tmp_path / "s,t" / "classnames.txt").write_text("dog\ncat\nbus")
+    source = open_source(tmp_path / "s,t", val_size=1, labels="cat,bus")
+    assert list(labels_of(source).values()) == ["dog", "cat", "bus"] * 2
+
+
+def test_a_class_number_outside_of_the_names_is_no_label(tmp_path):
+    names = write_photos(tmp_path, 4)
+    rows = [(names[0], "a", 0), (names[1], "b", -1), (names[2], "c", ""), (names[3], "d", "1.0")]
+    source = open_source(write_csv(tmp_path / "t.csv", "image,caption,label", rows), val_size=1, labels="cat,dog")
+    assert labels_of(source) == dict(zip(names, ("cat", "", "", "dog"), strict=True))
+    table = write_csv(tmp_path / "t.csv", "image,caption,label", [*rows, (names[0], "e", 7)])
+    with pytest.raises(ValueError, match="class number 7 has no name; --labels has 2 names, from 0"):
+        open_source(table, val_size=1, labels="cat,dog")
+
+
+def test_the_caption_column_may_be_one_of_several_class_columns(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    kinds = {
+        "fine": datasets.ClassLabel(names=["tabby", "poodle"]),
+        "coarse": datasets.ClassLabel(names=["cat", "dog"]),
+    }
+    columns = {"image": [{"bytes": jpeg(i), "path": f"{i}.jpg"} for i in range(4)]}
+    columns |= {"fine": [0, 1, 1, 0], "coarse": [0, 1, 1, 0]}
+    features = datasets.Features({"image": datasets.Image(), **kinds})
+    datasets.Dataset.from_dict(columns, features=features).save_to_disk(tmp_path / "saved")
+    source = open_source(f"hf:{tmp_path}/saved", val_size=1, caption_column="coarse")
+    assert captions_by_image(source)["1.jpg"] == ["a photo of a dog"]
+
+
+def test_shards_in_other_folders_do_not_hide_the_images(tmp_path):
+    write_photos(tmp_path / "cat", 3)
+    write_photos(tmp_path / "dog", 3, start=3)
+    write_tar(tmp_path / "backup" / "old.tar", {"0.jpg": jpeg(9), "0.txt": b"old"})
+    assert set(labels_of(open_source(tmp_path, val_size=1)).values()) == {"cat", "dog"}
+
+
+def test_folders_with_the_same_words_are_named(tmp_path):
+    write_photos(tmp_path / "n02012849-crane", 3)
+    write_photos(tmp_path / "n03126707-crane", 3, start=3)
+    write_photos(tmp_path / "cat", 3, start=6)
+    notes = open_source(tmp_path, val_size=1).bad_rows.notes
+    assert "2 folders have the same label, 'crane': n02012849-crane, n03126707-crane" in notes
+
+
+def test_a_group_may_be_the_number_0(tmp_path):
+    names = write_photos(tmp_path, 8)
+    lines = [json.dumps({"image": name, "caption": f"c{i}", "item": i // 4}) for i, name in enumerate(names)]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    source = open_source(tmp_path / "t.jsonl", val_size=4, group_by="item")
+    assert set(source.val.texts("group")) in ({"0"}, {"1"})
+    assert len(source.val) == 4

@@ -118,15 +118,15 @@ def test_help_monitoring_and_decoding_start_without_torch():
 
 # Lines of Python by part. Growth is a decision: raise a budget in the commit that needs it.
 BUDGETS = {
-    "commands": 2_060,
+    "commands": 2_080,
     "model": 3_210,
-    "data": 4_170,
+    "data": 4_210,
     "training": 3_500,
     "evals": 1_760,
     "bench": 480,
     "monitor": 1_860,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 4_090, 21_100, 113
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 4_140, 21_160, 113
 
 
 def test_every_part_stays_within_its_size():

@@ -99,12 +99,12 @@ def test_what_is_left_out_or_merged_is_counted():
     labels = find_labels(split_of(["cat", "Cat", "dog", "", "owl", "owl"]), ["dog", "cat", "fish"])
     assert labels.truth_N.tolist() == [1, 1, 0, -1, -1, -1]
     assert labels.notes == (
-        "1 images have no label and are left out",
-        "2 images have 1 other labels (owl) and are left out",
-        "1 labels have no images (fish)",
-        "1 labels differ from others only in case or spaces, and are the same",
+        "1 image without a label left out",
+        "2 images with other labels left out (owl)",
+        "1 label without images (fish)",
+        "1 label merged with others that differ only in case or spaces",
     )
-    with pytest.raises(ValueError, match=r"no image has one of the labels a, b …; the data has 'cat'"):
+    with pytest.raises(ValueError, match=r"no image has one of the labels \(a, b\); the data has 'cat'"):
         find_labels(split_of(["cat", "dog"]), ["a", "b"])
 
 
@@ -242,7 +242,7 @@ def test_every_task_is_done_or_its_reason_is_given(run, pets, capsys):
 
 
 def test_the_page_and_its_files(run, pets):
-    folder = run.path / "evals" / "pets-all"
+    folder = run.path / "evals" / f"{pets.parent.name}-pets-all"
     if not folder.exists():
         assert cli.run_command(["eval", str(run.path), "--data", str(pets), "--device", "cpu"]) == 0
     names = {file.name for file in folder.iterdir()}
@@ -266,11 +266,12 @@ def test_the_report_of_a_run_includes_its_evaluations(run, pets):
     (run.path / "evals" / "damaged" / "eval.json").write_text('{"zeroshot": {"accuracy": "high"}}')
     assert cli.run_command(["report", str(run.path)]) == 0
     text = (run.path / "report" / "report.md").read_text()
-    assert "## Evaluation: pets-all" in text
+    name = f"{pets.parent.name}-pets-all"
+    assert f"## Evaluation: {name}" in text
     assert "### Zero-shot classification" in text
     assert "Zero-shot accuracy on" in text
     assert "eval.json` cannot be read" in text
-    assert (run.path / "report" / "eval-pets-all-confusion.png").is_file()
+    assert (run.path / "report" / f"eval-{name}-confusion.png").is_file()
 
 
 def test_the_tasks_of_synthetic_data_and_a_task_that_is_not_possible(run, tmp_path, capsys):
@@ -307,13 +308,43 @@ def test_the_run_s_own_data_is_evaluated_on_its_validation_split(run, pets, tmp_
     assert m1clip.evaluate(run.path, data=str(pets), **options).images == 40  # other data, without splits of its own
 
 
+def test_a_page_has_no_files_of_an_earlier_evaluation(run, pets, tmp_path):
+    options = {"device": "cpu", "console": QuietConsole(), "data": str(pets)}
+    m1clip.evaluate(run.path, tasks=["zeroshot"], **options).write(tmp_path / "page")
+    assert (tmp_path / "page" / "predictions.csv").exists()
+    (tmp_path / "page" / "mine.txt").write_text("a note")
+    m1clip.evaluate(run.path, tasks=["retrieval"], **options).write(tmp_path / "page")
+    names = {str(file.relative_to(tmp_path / "page")) for file in (tmp_path / "page").rglob("*.*")}
+    assert names == {"eval.html", "eval.md", "eval.json", "mine.txt", "clip_benchmark/zeroshot_retrieval.json"}
+
+
+def test_a_probe_matches_labels_of_other_spelling(run, tmp_path):
+    for split in ("train", "val"):
+        for number, label in enumerate(("cat", "dog")):
+            write_photos(tmp_path / split / label, 6, start=6 * number)  # the same images in both splits
+    options = {"device": "cpu", "console": QuietConsole(), "tasks": ["probe"], "data": str(tmp_path)}
+    result = m1clip.evaluate(run.path, labels="Cat,DOG", **options)
+    assert result.probe.notes == ()
+    assert result.probe.accuracy > 0
+
+
+def test_a_part_of_the_training_data_is_evaluated_on_its_validation_split(run, pets, tmp_path):
+    write_photos(tmp_path / "more" / "car", 8, start=50)
+    write_photos(tmp_path / "more" / "boat", 8, start=60)
+    data = f"{pets}+{tmp_path / 'more'}"
+    settings = {"steps": 1, "batch_size": 8, "model": run.read_config()[0].model, "device": "cpu", "val_size": 4}
+    result = m1clip.train(data=data, name="mixed", runs=tmp_path, console=QuietConsole(), **settings)
+    options = {"device": "cpu", "console": QuietConsole(), "tasks": ["retrieval"]}
+    assert m1clip.evaluate(result.run, data=str(pets), **options).images == 4
+
+
 def test_labels_to_choose_from_can_be_given(run, pets):
     options = {"device": "cpu", "console": QuietConsole(), "tasks": ["zeroshot"], "data": str(pets)}
     result = m1clip.evaluate(run.path, labels="cat,dog,fish", templates=["a {}"], **options)
     assert (result.zeroshot.images, result.zeroshot.labels) == (16, ("cat", "dog", "fish"))
     assert result.zeroshot.notes == (
-        "24 images have 3 other labels (bus, owl, tree) and are left out",
-        "1 labels have no images (fish)",
+        "24 images with other labels left out (bus, owl, tree)",
+        "1 label without images (fish)",
     )
     assert math.isclose(sum(result.zeroshot.counts), 16)
 

@@ -16,7 +16,7 @@ import tyro
 from m1clip.config import require
 from m1clip.console import Console, loading
 from m1clip.format import percent, printable, with_interval
-from m1clip.prompts import check_labels, parse_labels, parse_prompts
+from m1clip.prompts import check_labels, label_key, parse_labels, parse_prompts
 
 if TYPE_CHECKING:  # imports torch
     from m1clip.model.classify import Classification
@@ -41,7 +41,7 @@ class Args:
     images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE|FOLDER ...")]
     """Images, and folders with images at any depth."""
     labels: Annotated[str, tyro.conf.arg(metavar="LABELS")] = FOLDERS
-    """cat,dog,… or a text file with one label per line, or folders (the names of the images' folders)."""
+    """cat,dog,…, a file (one per line, or a JSON list), imagenet, or folders (the names of the images' folders)."""
     template: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT|FILE")] = ()
     """Prompt with {} for the label, file of prompts or descriptions (JSON), or openai; repeatable."""
     top_k: Annotated[int, tyro.conf.arg(metavar="K")] = 3
@@ -53,12 +53,12 @@ class Args:
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one line of JSON for each image."""
     csv: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print CSV: image, label, probability, none_of_these."""
+    """Print CSV: image, label, probability, none_of_these, and truth where the folder names a label."""
     runs: Path = Path("runs")
     """Folder of all runs."""
 
     def check(self) -> None:
-        require(bool(self.images), "m1clip classify needs images: m1clip classify RUN IMAGE|FOLDER --labels cat,dog")
+        require(bool(self.images), "which images? m1clip classify RUN IMAGE|FOLDER --labels cat,dog")
         require(not (self.json and self.csv), "--json and --csv cannot be combined")
         require(self.top_k >= 1, f"--top-k must be at least 1, not {self.top_k}")
         require(self.batch_size >= 1, f"--batch-size must be at least 1, not {self.batch_size}")
@@ -66,19 +66,24 @@ class Args:
 
 def main(args: Args) -> int:
     prompts = parse_prompts(args.template)
-    files = list(list_files(args.images))
-    truth, labels = {}, [] if args.labels == FOLDERS else parse_labels(args.labels)
-    if folder_labels := find_folder_labels(files):
-        truth = {file: label for file, label in folder_labels.items() if label.lower() in {*map(str.lower, labels)}}
+    console, empty = Console(), list[str]()
+    files = list(dict.fromkeys(list_files(args.images, empty)))
+    folder_labels = find_folder_labels(files)
     if args.labels == FOLDERS:
         if len(set(folder_labels.values())) < 2:
             raise ValueError("the images are in one folder, so its name is no label; --labels cat,dog,… names them")
-        truth, labels = folder_labels, check_labels(sorted(set(folder_labels.values())))
+        labels = check_labels(sorted(set(folder_labels.values())))
+    else:
+        labels = parse_labels(args.labels)
+    known_labels = {*map(label_key, labels)}
+    truth = {file: label for file, label in folder_labels.items() if label_key(label) in known_labels}
     with loading():
         from m1clip import api
         from m1clip.model.classify import classify_images, make_classifier
 
-    console, errors = Console(), list[str]()
+    if empty:
+        console.warn(f"without images: {', '.join(empty[:5])}{' …' if len(empty) > 5 else ''}")
+    errors = list[str]()
     model = api.use_device(api.load(args.model, runs=args.runs), args.device, console)
     classifier = make_classifier(model, labels, prompts)
 
@@ -92,19 +97,24 @@ def main(args: Args) -> int:
         for position, result in classify_images(model, files, classifier, args.top_k, args.batch_size, report):
             file = files[position]
             show(file, result, truth.get(file))
-            known, correct = known + (file in truth), correct + (truth.get(file, "").lower() == result.label.lower())
+            is_correct = label_key(truth.get(file, "")) == label_key(result.label)
+            known, correct = known + (file in truth), correct + is_correct
             if advance:
                 advance(1)
-    if known and not (args.json or args.csv):
-        share = "" if known == len(files) else f" of the {known:,} images whose folder is a label"
-        print(f"\naccuracy{share}: {with_interval(correct / known, known)}, chance {percent(1 / len(labels))}")
+    if known:
+        share = "" if known == len(files) - len(errors) else f" of the {known:,} images whose folder is a label"
+        line = f"accuracy{share}: {with_interval(correct / known, known)}, chance {percent(1 / len(labels))}"
+        console.print(line) if args.json or args.csv else print(f"\n{line}")
     if errors:
         console.warn(f"{len(errors):,} of {len(files):,} images could not be decoded")
     return int(bool(errors))
 
 
-def list_files(paths: Sequence[Path]) -> Iterator[Path]:
-    """Every image: files as they are given, those of folders by their suffix, in order, without hidden ones."""
+def list_files(paths: Sequence[Path], empty: list[str]) -> Iterator[Path]:
+    """Every image: files as they are given, those of folders by their suffix, in order, without hidden ones.
+
+    Folders without images or folders are added to `empty`.
+    """
     from m1clip.data.columns import IMAGE_SUFFIX
 
     for path in map(Path.expanduser, paths):
@@ -116,10 +126,11 @@ def list_files(paths: Sequence[Path]) -> Iterator[Path]:
         found = 0
         for folder, subfolders, names in os.walk(path):
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-            for name in sorted(names):
-                if IMAGE_SUFFIX.search(name) and not name.startswith("."):
-                    found += 1
-                    yield Path(folder, name)
+            images = sorted(name for name in names if IMAGE_SUFFIX.search(name) and not name.startswith("."))
+            found += len(images)
+            if not images and not subfolders:
+                empty.append(folder)
+            yield from (Path(folder, name) for name in images)
         if not found:
             raise ValueError(f"{path} has no images in it")
 
@@ -155,10 +166,11 @@ def json_writer() -> Writer:
 
 def csv_writer() -> Writer:
     table = csv.writer(sys.stdout, lineterminator="\n")
-    table.writerow(["image", "label", "probability", "none_of_these"])
+    table.writerow(["image", "label", "probability", "none_of_these", "truth"])
 
     def write(file: Path, result: "Classification", truth: str | None) -> None:
-        table.writerow([file, result.label, f"{result.probability:.6g}", str(result.none_of_these).lower()])
+        none = str(result.none_of_these).lower()
+        table.writerow([file, result.label, f"{result.probability:.6g}", none, truth or ""])
 
     return write
 

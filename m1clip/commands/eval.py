@@ -1,9 +1,10 @@
 """m1clip eval: what a model is good for, on its own or other data."""
 
 import json
+import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,7 +14,7 @@ from m1clip.commands import RunsFolder
 from m1clip.console import command, loading, show_retrieval, show_rows
 from m1clip.files import json_safe
 from m1clip.format import number, percent, with_interval
-from m1clip.run import Run, is_run
+from m1clip.run import Run, is_empty, is_run
 
 if TYPE_CHECKING:  # imports torch
     from m1clip.evaluation import EvalResult
@@ -32,7 +33,7 @@ class Args(RunsFolder):
     m1clip eval nano-1 --data sugarcrepe:~/sugarcrepe       also aro:DIR, winoground:DIR
     m1clip eval path/to/model --json                one line of JSON with CLIP_benchmark's keys
 
-    A run gets a page with figures, evals/NAME/eval.html in its folder; --out writes it elsewhere.
+    A run gets a page with figures, evals/DATA-SPLIT/eval.html in its folder; --out writes it elsewhere.
     """
 
     model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN|MODEL]")] = None
@@ -44,7 +45,7 @@ class Args(RunsFolder):
     split: Literal["auto", "val", "test", "all"] = "auto"
     """Split, or every image; auto is val, or all of other data without splits of its own."""
     labels: Annotated[str | None, tyro.conf.arg(metavar="LABELS")] = None
-    """Labels to choose from, if not those of the data: cat,dog,… or a file; names of class numbers."""
+    """Labels to choose from (cat,dog,… or a file), if not those of the data; of class numbers, their names from 0."""
     template: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT|FILE")] = ()
     """Prompt with {} for the label, file of prompts or descriptions (JSON), or openai; repeatable."""
     val_size: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
@@ -68,6 +69,11 @@ class Args(RunsFolder):
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print all results as one line of JSON."""
 
+    def check(self) -> None:
+        out = self.out
+        if out and out.exists() and not (out.is_dir() and ((out / "eval.json").is_file() or is_empty(out))):
+            raise ValueError(f"--out {out} exists and is not an earlier evaluation; choose a new folder")
+
 
 SETTINGS = ("data", "val_size", "seed", "labels", "image_column", "caption_column", "label_column", "caption_from")
 
@@ -80,7 +86,7 @@ def main(args: Args) -> None:
     settings: Any = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     options: Any = {"tasks": args.task, "split": args.split, "templates": args.template, "device": args.device}
     result = evaluate(args.model, runs=args.runs, **options, **settings)
-    folder = args.out or own_folder(result, args.task)
+    folder = args.out or own_folder(result, args)
     with loading("writing the page"):
         page = result.write(folder) if folder else None
     if args.json:
@@ -91,12 +97,16 @@ def main(args: Args) -> None:
     print(f"\npage: {page}" if page else f"\n{command('eval', '--out', 'DIR')} … writes a page with figures")
 
 
-def own_folder(result: "EvalResult", tasks: Sequence[str]) -> Path | None:
+def own_folder(result: "EvalResult", args: Args) -> Path | None:
     """evals/NAME in the run that the model belongs to; None for other models."""
     run = next((parent for parent in result.model.resolve().parents[:2] if is_run(parent)), None)
-    name = re.sub(r"[^\w.-]+", "-", Path(result.data).name if "/" in result.data else result.data).strip("-.")[:60]
-    split = result.split.partition(" ")[0]
-    return run / "evals" / "-".join([name or "data", split, *tasks]) if run else None
+    scheme, _, path = result.data.rpartition(":")
+    parts = [scheme, *Path(os.path.abspath(os.path.expanduser(path))).parts[-2:]] if "/" in path else [result.data]
+    name = re.sub(r"[^\w.-]+", "-", "-".join(filter(None, parts))).strip("-.")[:60]
+    split = result.split.partition(" ")[0].replace("/", "-")
+    variant = (args.labels, *args.template) if args.labels or args.template else ()
+    key = [blake2b(repr(variant).encode(), digest_size=3).hexdigest()] if variant else []
+    return run / "evals" / "-".join([name or "data", split, *args.task, *key]) if run else None
 
 
 def show_result(result: "EvalResult", is_own_split: bool) -> None:
@@ -138,10 +148,11 @@ def show_zeroshot(result: "EvalResult") -> None:
     rows += [("mean per label", percent(one.mean_per_class)), ("chance", percent(one.chance))]
     rows.append(("most frequent label", percent(one.majority)))
     show_rows(f"zero-shot: {one.images:,} images, {len(one.labels):,} labels", ("", "accuracy (95 % interval)"), rows)
+    print(f"prompts: {one.prompts}", end="\n" if one.label_only is None else "")
     if one.label_only:
         plain, won, lost = one.label_only
-        print(f"{one.prompts}: {100 * (one.accuracy - plain):+.1f} points ({won} images won, {lost} lost)", end="")
-        print(f" against the names alone, {percent(plain)}")
+        gain = round(100 * (one.accuracy - plain), 1) + 0.0  # not -0.0
+        print(f", {gain:+.1f} points ({won} images won, {lost} lost) against the names alone, {percent(plain)}")
     for note in one.notes:
         print(note)
     known = [(recall, name) for recall, name in zip(one.recall, one.labels, strict=True) if recall is not None]

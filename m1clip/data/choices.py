@@ -19,6 +19,7 @@ from m1clip.config import require
 from m1clip.data.index import Row
 from m1clip.data.tables import find_images, load_json, read_json_lines
 from m1clip.decode import MAX_BYTES, BadImage, decode
+from m1clip.files import open_regular
 from m1clip.prompts import MAX_LABEL_LENGTH
 
 MAX_TEXT = 10_000  # characters
@@ -56,20 +57,28 @@ class ChoiceImages:
     def image(self, index: int, min_size: int = 0) -> Image.Image:
         path, box = self.files[index]
         try:
-            with open(path, "rb") as file:
+            with open_regular(Path(path)) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size > MAX_BYTES:
                     raise BadImage("refused", f"{size:,} bytes are too many for an image")
                 image = decode(file.read(size), 0 if box else min_size)
         except OSError as error:
-            raise BadImage("missing file", f"cannot be read ({error.strerror})") from None
-        return image.crop(box) if box else image
+            raise BadImage("missing file", f"cannot be read ({error.strerror or error})") from None
+        if box is None:
+            return image
+        left, upper, right, lower = box[0], box[1], min(box[2], image.width), min(box[3], image.height)
+        if right <= left or lower <= upper:
+            raise BadImage("damaged", f"the box {box} is outside of the image")
+        return image.crop((left, upper, right, lower))
 
     def captions(self, index: int) -> list[str]:
         return []
 
     def label(self, index: int) -> str:
         return ""
+
+    def label_names(self) -> list[str]:
+        return []
 
     def location(self, index: int) -> str:
         return self.files[index][0]

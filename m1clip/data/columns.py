@@ -61,6 +61,7 @@ def parse_records(
     others = [{name: value for name, value in values.items() if name != image_column} for values in good]
     label_column = _guess_label_column(table, others, config, classes)
     class_names = classes.get(label_column) or (parse_labels(config.labels) if config.labels else ())
+    given_names = len(class_names) if label_column not in classes else 0
     caption_columns = _guess_caption_columns(table, others, config, label_column, bool(class_names))
     groups = GroupColumns(table, names, {image_column, *caption_columns, label_column}, image_column, config)
     lower = {name.strip().lower(): name for name in reversed(names)}
@@ -70,6 +71,10 @@ def parse_records(
             image = str(values.get(image_column) or "").strip()
             image = image if "/" in image else image.replace("\\", "/")
             label = class_name(values.get(label_column), class_names) if label_column else ""
+            if given_names and not label and str(number := values.get(label_column)).isdecimal():
+                raise ValueError(
+                    f"{table}: class number {number} has no name; --labels has {given_names} names, from 0"
+                )
             captions = caption_texts([values.get(column) for column in caption_columns])
             if not caption_columns and label:
                 captions = [label_caption(label, config.template)]
@@ -157,10 +162,12 @@ def _guess_label_column(table: str, records: Sequence[Values], config: DataConfi
         if requested not in names:
             raise ValueError(f"{table} has no column {requested!r}; it has {', '.join(map(repr, names))}")
         return requested
+    if config.caption_column in classes:  # one of several columns with classes
+        return config.caption_column
     lower = {name.strip().lower(): name for name in reversed(names)}
     candidates = [*classes, *(lower[name] for name in LABEL_COLUMNS if name in lower)]
     named = [name for name in candidates if config.labels or name in classes or _is_text(records, name)]
-    return next((name for name in named if name in classes or name != config.caption_column), "")
+    return next((name for name in named if name != config.caption_column), "")
 
 
 def _is_text(records: Sequence[Values], name: str) -> bool:
@@ -172,9 +179,13 @@ def _is_text(records: Sequence[Values], name: str) -> bool:
 def class_name(value: Any, names: Sequence[str]) -> str:
     """The label of a value; a class number by its name, where names are known."""
     text = " ".join(str(value if value is not None else "").split())[:MAX_LABEL_LENGTH]
-    if names and re.fullmatch(r"\d{1,9}", text):
-        return names[int(text)] if int(text) < len(names) else text
+    if names and re.fullmatch(r"-?\d{1,9}(\.0)?", text):  # -1 is no class
+        return names[int(float(text))] if 0 <= float(text) < len(names) else ""
     return label_words(text) or text
+
+
+def group_value(value: Any) -> str:
+    return "" if value is None else str(value).strip()[:MAX_LABEL_LENGTH]
 
 
 class GroupColumns:
@@ -196,7 +207,7 @@ class GroupColumns:
             self.images.add(hash(str(values.get(self.image_column))))
             for name in self.candidates:
                 self.values[name].add(hash(str(values.get(name))))
-        return str(values.get(self.column) or "")[:MAX_LABEL_LENGTH] if self.column else ""
+        return group_value(values.get(self.column)) if self.column else ""
 
     def notes(self) -> Iterator[Note]:
         """A suggestion for columns whose values have two or more images on average, but are not a few classes."""

@@ -24,11 +24,11 @@ import pyarrow.parquet as pq
 from m1clip import hub
 from m1clip.config import DataConfig
 from m1clip.data.caption_text import label_caption, label_words
-from m1clip.data.columns import IMAGE_SUFFIX, LABEL_COLUMNS, caption_texts, class_name, parse_records
+from m1clip.data.columns import IMAGE_SUFFIX, LABEL_COLUMNS, caption_texts, class_name, group_value, parse_records
 from m1clip.data.index import MAX_CAPTION_FILE_BYTES, BadRow, Listed, Listing, Row
 from m1clip.data.tables import holds_images
 from m1clip.files import cache_folder, replace_files
-from m1clip.prompts import MAX_LABEL_LENGTH, parse_labels
+from m1clip.prompts import check_labels, parse_labels, read_label_file
 
 Dataset = Any  # of the `datasets` library, which is imported when it is needed
 PICKLES = re.compile(r"\.(pyd|pkl|pickle|pt|pth|joblib|npy|npz)$", re.I)  # what WebDataset readers unpickle
@@ -48,11 +48,10 @@ def list_shards(paths: list[Path], config: DataConfig) -> Listing:
 
 
 def _class_names(folder: Path, config: DataConfig) -> list[str]:
-    """Names of the numbers in .cls members: --labels, or classnames.txt beside the shards or one folder above."""
-    if config.labels:
-        return parse_labels(config.labels)
+    """Names of the numbers in .cls members: classnames.txt beside the shards or one folder above, else --labels."""
     files = (folder / "classnames.txt" for folder in (folder, folder.absolute().parent))
-    return next((parse_labels(str(file)) for file in files if file.is_file()), [])
+    found = next((check_labels(read_label_file(file)) for file in files if file.is_file()), [])
+    return found or (parse_labels(config.labels) if config.labels else [])
 
 
 def _shard_rows(path: Path, config: DataConfig, class_names: list[str]) -> Iterator[Row | BadRow]:
@@ -121,11 +120,13 @@ def _pair(
     caption = caption_texts(values.get("caption") or values.get("text"))
     captions = caption_texts(values.get("captions")) or lines or caption
     label = _shard_label(tar, members, values, config, class_names)
-    if label and not captions:
-        if label.isdecimal() and not class_names:
+    if label.isdecimal() and not class_names and config.label_column == "auto":
+        if not captions:
             return BadRow("no caption", location, f"class {label} has no name: --labels, or classnames.txt beside it")
+        label = ""
+    if label and not captions:
         captions = [label_caption(label, config.template)]
-    group = str(values.get(config.group_by) or "")[:MAX_LABEL_LENGTH]
+    group = group_value(values.get(config.group_by))
     split = split_from_name(path.name) or _split_from_folder(path)
     place = (split, str(path), image.offset_data, image.size)
     return Row(image.name, captions or [""], 0, "", *place, label, group)

@@ -73,6 +73,7 @@ class PairDataset(Protocol):
     def image(self, index: int, min_size: int = 0) -> Image.Image: ...
     def captions(self, index: int) -> Sequence[str]: ...
     def label(self, index: int) -> str: ...  # empty for an image without one
+    def label_names(self) -> Collection[str]: ...
     def location(self, index: int) -> str: ...
 
 
@@ -393,6 +394,9 @@ class IndexedPairs:
 
     def label(self, index: int) -> str:
         return str(self.value("label", index))
+
+    def label_names(self) -> set[str]:
+        return {*filter(None, self.texts("label"))}
 
     def texts(self, name: str) -> list[str]:
         """A column of text, one value per image."""

@@ -142,7 +142,7 @@ def safe_path() -> Iterator[None]:
     """
     with _environment:
         script = vars(sys.modules["__main__"])
-        hidden = {name: script.get(name) for name in ("__file__", "__spec__")}
+        hidden: dict[str, Any] = {name: script[name] for name in ("__file__", "__spec__") if name in script}
         script |= dict.fromkeys(hidden)
         previous = {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONWARNINGS")}
         quiet = "ignore::UserWarning:multiprocessing.resource_tracker"

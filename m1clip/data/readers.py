@@ -55,7 +55,7 @@ def _list_paths(paths: list[Path], config: DataConfig) -> Listing:
     """Shards, and Parquet files that contain images, are listed together; other paths one by one."""
     suffixes = {path.suffix.lower() for path in paths if path.is_file()}
     if suffixes == {".tar"} and not any(path.is_dir() for path in paths):
-        refuse_flags(str(paths[0]), "a WebDataset shard", config, (*COLUMNS, "caption_from"))
+        refuse_flags(str(paths[0]), "a WebDataset shard", config, ("image_column", "caption_column", "caption_from"))
         return containers.list_shards(paths, config)
     if suffixes == {".parquet"} and tables.contains_images(paths[0]):
         return containers.list_parquet(paths, config)
@@ -71,9 +71,11 @@ def _list_paths(paths: list[Path], config: DataConfig) -> Listing:
 def _list_path(path: Path, config: DataConfig) -> Listing:
     suffix = path.suffix.lower()
     if path.is_dir():
-        for pattern in ("*.tar", "*.parquet", "data/*.parquet", "*/*.tar"):
+        for pattern in ("*.tar", "*.parquet", "data/*.parquet"):
             if files := sorted(path.glob(pattern)):
                 return _list_paths(files, config)
+        if files := sorted(file for file in path.glob("*/*.tar") if file.parent.name.lower() in SPLIT_WORDS):
+            return _list_paths(files, config)  # CLIP_benchmark has a folder for each split
         is_saved = any((path / name).is_file() for name in containers.SAVED)
         return containers.list_dataset(str(path), config) if is_saved else _list_folder(path, config)
     if not path.is_file():
@@ -261,12 +263,14 @@ def _name_caption(image: str, config: DataConfig, caption_from: str) -> str:
 
 def _name_rows(path: Path, config: DataConfig) -> Iterator[Listed]:
     caption_from = "filename" if config.caption_from == "filename" else "folder"
-    empty = dict.fromkeys(("",), True)
+    empty, folders = {"": True}, dict[str, set[str]]()
     for folder, images, _, refused in _walk(path, config):
         yield from refused
         empty[folder] = not images
         empty |= dict.fromkeys(map(str, Path(folder).parents), False)
         label = caption_text.label_words(_folder_label(folder)) if caption_from == "folder" else ""
+        if images:
+            folders.setdefault(label, set()).add(_folder_label(folder))
         for image in (os.path.join(folder, name) for name in images):
             if caption := _name_caption(image, config, caption_from):
                 yield Row(image, [caption], split=split_from_path(Path(image)), label=label)
@@ -274,6 +278,9 @@ def _name_rows(path: Path, config: DataConfig) -> Iterator[Listed]:
                 yield BadRow("no caption", str(path / image), f"its {caption_from} gives no words")
     if names := [folder for folder, is_empty in empty.items() if is_empty and folder]:
         yield Note(f"folders without images, such as {names[0]}", len(names))
+    for label, found in folders.items():
+        if label and len(found) > 1:
+            yield Note(f"{len(found)} folders have the same label, {label!r}: {', '.join(sorted(found)[:3])}")
 
 
 def _caption_file_rows(path: Path, config: DataConfig) -> Iterator[Listed]:

@@ -95,7 +95,7 @@ def parse_spec(data: str) -> list[tuple[str, float]]:
     return specs
 
 
-COLUMNS = ("image_column", "caption_column")
+COLUMNS = ("image_column", "caption_column", "label_column")
 
 
 def refuse_flags(spec: str, kind: str, config: DataConfig, flags: Sequence[str]) -> None:

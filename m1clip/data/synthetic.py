@@ -319,6 +319,9 @@ class SyntheticScenes:
         """What the scene shows, in the singular."""
         return self.scene(index).subject
 
+    def label_names(self) -> list[str]:
+        return list(SUBJECTS)
+
     def edits(self, index: int) -> Iterator[tuple[str, str]]:
         """Hard negatives: the field that was changed, and the scene's caption with exactly one wrong word."""
         scene, rng = self.scene(index), Random(f"edit/{self._key}/{index}")

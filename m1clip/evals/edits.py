@@ -65,7 +65,8 @@ def caption_edits(captions: Sequence[str]) -> Iterator[tuple[str, str]]:
     for kind, alternatives in word_lists().items():
         if not (found := _pattern(kind).search(caption)):
             continue
-        others = [word for word in alternatives[found[1].lower()] if not re.search(rf"\b{re.escape(word)}", known)]
+        words = alternatives.get(found[1].lower(), [])  # none for ſmall, which matches without case
+        others = [word for word in words if not re.search(rf"\b{re.escape(word)}", known)]
         if others:
             number = int.from_bytes(blake2b(f"{kind}/{caption}".encode(), digest_size=4).digest())
             word = others[number % len(others)]

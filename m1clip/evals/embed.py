@@ -70,7 +70,8 @@ class Embedder:
     def text_key(self) -> str:
         towers = (tower_digest(self.model, name) for name in ("text", "text_projection"))
         assert self.model.tokenizer is not None
-        return digest(*towers, self.model.tokenizer.core.to_str(), self.model.config.text.context_length)
+        tokenizer = (self.model.tokenizer.core.to_str(), self.model.tokenizer.settings)
+        return digest(*towers, *tokenizer, self.model.config.text.context_length)
 
     @cached_property
     def encode_pixels(self) -> Callable[[Tensor], Tensor]:

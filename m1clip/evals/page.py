@@ -14,9 +14,10 @@ import numpy as np
 
 from m1clip.document import COLORS, Markdown, axes, save_figure, write_document
 from m1clip.files import json_safe, replace_files
-from m1clip.format import duration, number, percent, with_interval
+from m1clip.format import interval, number, percent, with_interval
 
 TEMPLATE = "evals/templates/evaluation.md.j2"
+OUTPUTS = ("*.png", "error-*.jpg", "predictions.csv", "clip_benchmark/*.json")
 MAX_NAMED = 60  # labels of a confusion matrix that are named
 Record = dict[str, Any]
 
@@ -45,6 +46,10 @@ def write_page(
         title = f"{model.parent.name if model.name == 'model' else model.name} on {record['dataset']}"
         values = {"eval": details, "heading": Markdown("##"), "prefix": "", "figures": figures, **FUNCTIONS}
         page = write_document(partial, "eval", title, TEMPLATE, **values)
+        new = {file.relative_to(partial) for file in partial.rglob("*")}
+    for old in [path for pattern in OUTPUTS for path in folder.glob(pattern)]:
+        if old.relative_to(folder) not in new:  # of an earlier evaluation with other tasks
+            old.unlink()
     return folder / page.name
 
 
@@ -58,13 +63,14 @@ def write_errors(errors: Sequence[Record], folder: Path) -> list[Record]:
     return written
 
 
-FUNCTIONS = {one.__name__: one for one in (percent, number, duration, with_interval, enumerate, sorted, zip)}
+FUNCTIONS = {one.__name__: one for one in (percent, number, interval, with_interval, zip)}
 
 
 def draw_figures(details: Record, folder: Path) -> list[str]:
     """Draw what was measured; return the names of the files."""
     if zeroshot := details.get("zeroshot"):
-        draw_confusion(zeroshot, folder / "confusion.png")
+        if zeroshot["confusion"]:
+            draw_confusion(zeroshot, folder / "confusion.png")
         draw_calibration(zeroshot, folder / "calibration.png")
     if (probe := details.get("probe")) and probe["few_shot"]:
         draw_few_shot(probe, zeroshot, folder / "few_shot.png")

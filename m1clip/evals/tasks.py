@@ -4,7 +4,7 @@ Shapes: N images, M captions, E embedding.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -25,7 +25,7 @@ from m1clip.evals.retrieval import retrieval as retrieval_scores
 from m1clip.evals.robustness import MAX_IMAGES, Robustness, robustness
 from m1clip.evals.zeroshot import LabelSet, NotApplicable, ZeroShot, evaluate_zero_shot, find_labels
 from m1clip.model.classify import Classifier, make_classifier
-from m1clip.prompts import Prompts
+from m1clip.prompts import Prompts, label_key
 
 Task = Literal["retrieval", "zeroshot", "probe", "edits", "robustness"]
 TASKS: tuple[Task, ...] = get_args(Task)
@@ -40,6 +40,7 @@ class EvalData:
     pairs: Split
     train: Callable[[], Split] | None = None  # the training split, opened when a probe needs it
     train_captions: TrainCaptions | None = None
+    labels: Sequence[str] = ()  # of all splits
     edits: Sequence[Edit] | None = None  # where the data makes its own
     choices: Sequence[Choice] | None = None
 
@@ -53,8 +54,9 @@ class TaskResults:
     probe: Probe | None = None
     edits: list[EditScore] = field(default_factory=list)
     robustness: Robustness | None = None
-    predictions: list[dict[str, Any]] = field(default_factory=list)
-    errors: list[dict[str, Any]] = field(default_factory=list)  # the most confident wrong predictions, with thumbnails
+    predictions: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    # The most confident wrong predictions, with thumbnails.
+    errors: list[dict[str, Any]] = field(default_factory=list, repr=False)
     strict: Retrieval | None = None  # only an image's own captions count, as in CLIP_benchmark
     done: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -143,10 +145,12 @@ class TaskRunner:
 
     @cached_property
     def labels(self) -> LabelSet:
-        return find_labels(self.pairs, self.requested_labels)
+        return find_labels(self.pairs, self.requested_labels, self.data.labels)
 
     @cached_property
     def classifier(self) -> Classifier:
+        if all(name.isdecimal() for name in self.labels.names):
+            raise NotApplicable(f"the labels are numbers ({self.labels.names[0]} …); --labels names them")
         prompts = Prompts(("{}",)) if self.labels.are_captions else self.prompts
         return make_classifier(self.embedder.model, self.labels.names, prompts)
 
@@ -175,6 +179,7 @@ class TaskRunner:
     def probe(self) -> None:
         require_sklearn()
         labels, fits = self.labels, len(C_VALUES) + len(NEIGHBORS) + len(SHOTS) * DRAWS
+        notes: tuple[str, ...] = ()
         if self.data.train is None:
             keys = [self.pairs.location(row) for row in range(len(self.pairs))]
             train, test = split_by_label(labels.truth_N, keys, TEST_PART)
@@ -183,16 +188,20 @@ class TaskRunner:
             train_NE, truth_N = self.image_NE[train], labels.truth_N[train]
         else:
             train_pairs, test = self.data.train(), labels.rows
-            number = {name: index for index, name in enumerate(labels.names)}
-            known = find_labels(train_pairs)
+            try:
+                known = find_labels(train_pairs)
+            except NotApplicable as reason:
+                raise NotApplicable(f"of the training split, {reason}") from None
+            number = {label_key(name): index for index, name in enumerate(labels.names)}
             for name in known.names:
-                number.setdefault(name, len(number))
-            train = known.rows
-            truth_N = torch.tensor([number[known.names[truth]] for truth in known.truth_N[train].tolist()])
+                number.setdefault(label_key(name), len(number))
+            train, notes = known.rows, tuple(f"of the training split, {note}" for note in known.notes)
+            truth_N = torch.tensor([number[label_key(known.names[truth])] for truth in known.truth_N[train].tolist()])
             train_NE = self.embedder.images(train_pairs, "encoding training images")[train]
         with self.progress("fitting probes", fits) as advance:
             test_TE, test_T = self.image_NE[test], labels.truth_N[test]
-            self.results.probe = linear_probe(train_NE, truth_N, test_TE, test_T, self.seed, advance)
+            probe = linear_probe(train_NE, truth_N, test_TE, test_T, self.seed, advance)
+        self.results.probe = replace(probe, notes=probe.notes + notes)
 
     def edits(self) -> None:
         if self.data.choices is not None:

@@ -6,23 +6,23 @@ Shapes: N images, C labels, E embedding.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from m1clip.data.caption_text import label_words
-from m1clip.data.splits import Split, TrainCaptions, caption_key
+from m1clip.data.splits import Split, TrainCaptions
 from m1clip.evals.embed import embed_feature_rows, embed_split_images
-from m1clip.format import wilson_interval
+from m1clip.format import plural, wilson_interval
 from m1clip.model.classify import Classifier, make_classifier
 from m1clip.model.clip import CLIP
-from m1clip.prompts import Prompts, check_labels
+from m1clip.prompts import Prompts, check_labels, label_key
 
 BINS = 15  # of the confidence, as in Guo et al., 2017
 MAX_CONFUSED = 10  # pairs of labels that are listed
+MAX_CONFUSION = 2_000  # labels of a confusion matrix
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,11 @@ class NotApplicable(ValueError):  # noqa: N818 - the data has nothing for a task
     pass
 
 
-def find_labels(pairs: Split, requested: Sequence[str] = ()) -> LabelSet:
+def find_labels(pairs: Split, requested: Sequence[str] = (), others: Sequence[str] = ()) -> LabelSet:
     """The labels of a split, or its captions if they are labels.
 
-    `requested` are the labels to choose from; other images are left out, and counted.
+    `requested` are the labels to choose from, and images of other labels are left out, and counted. Without them,
+    `others` are labels that occur only in other splits.
     """
     labels, are_captions = pairs.labels(), False
     if not any(labels):
@@ -55,22 +56,18 @@ def find_labels(pairs: Split, requested: Sequence[str] = ()) -> LabelSet:
             raise NotApplicable("the images have no labels")
         labels, are_captions = [of_image[0] for of_image in captions], True
     spellings: dict[str, str] = {}
-    for label in filter(None, labels):
+    for label in filter(None, (*labels, *(() if are_captions else others))):
         spellings.setdefault(label_key(label), label)
     names = list(requested) or sorted(spellings.values())
     if len(names) < 2 and not requested:
         raise NotApplicable(f"all images have the same label, {names[0]!r}")
     number = {label_key(name): index for index, name in enumerate(check_labels(names))}
     truth_N = torch.tensor([number.get(label_key(label), -1) for label in labels])
-    notes = list(label_notes(labels, truth_N, names, len(spellings)))
+    distinct = len({label_key(label) for label in filter(None, labels)})
+    notes = list(label_notes(labels, truth_N, names, distinct))
     if not (truth_N >= 0).any():
-        raise ValueError(f"no image has one of the labels {', '.join(names[:5])} …; the data has {labels[0]!r} …")
+        raise ValueError(f"no image has one of the labels ({_some(names)}); the data has {labels[0]!r}")
     return LabelSet(tuple(names), truth_N, tuple(notes), are_captions)
-
-
-def label_key(label: str) -> str:
-    """Equal for equal labels: golden_retriever is Golden retriever."""
-    return caption_key(label_words(label) or label)
 
 
 def label_notes(labels: Sequence[str], truth_N: Tensor, names: Sequence[str], distinct: int) -> list[str]:
@@ -80,10 +77,10 @@ def label_notes(labels: Sequence[str], truth_N: Tensor, names: Sequence[str], di
     empty = [name for name, count in zip(names, counts.tolist(), strict=True) if not count]
     merged = len(set(filter(None, labels))) - distinct
     found = {
-        f"{unlabelled:,} images have no label and are left out": unlabelled,
-        f"{unknown.total():,} images have {len(unknown):,} other labels ({_some(unknown)}) and are left out": unknown,
-        f"{len(empty):,} labels have no images ({_some(empty)})": empty,
-        f"{merged:,} labels differ from others only in case or spaces, and are the same": merged,
+        f"{plural(unlabelled, 'image')} without a label left out": unlabelled,
+        f"{plural(unknown.total(), 'image')} with other labels left out ({_some(unknown)})": unknown,
+        f"{plural(len(empty), 'label')} without images ({_some(empty)})": empty,
+        f"{plural(merged, 'label')} merged with others that differ only in case or spaces": merged,
     }
     return [note for note, is_true in found.items() if is_true]
 
@@ -107,9 +104,10 @@ class ZeroShot:
     majority: float  # accuracy of always answering the most frequent label
     ece: float  # expected calibration error of the top-1 probability
     none_of_these: float  # fraction of the images that a null prompt fits at least as well
-    recall: tuple[float | None, ...]
-    confusion: tuple[tuple[int, ...], ...]  # rows are correct labels, columns are predicted ones
-    bins: tuple[tuple[int, float, float], ...]  # images, mean probability and accuracy
+    recall: tuple[float | None, ...] = field(repr=False)
+    # Rows are correct labels, columns predicted ones; empty if there are many.
+    confusion: tuple[tuple[int, ...], ...] = field(repr=False)
+    bins: tuple[tuple[int, float, float], ...] = field(repr=False)  # images, mean probability and accuracy
     prompts: str
     label_only: tuple[float, int, int] | None = None  # accuracy of names alone; images won and lost by the templates
     notes: tuple[str, ...] = ()
@@ -144,12 +142,12 @@ def zero_shot(image_NE: Tensor, labels: LabelSet, classifier: Classifier, prompt
         raise FloatingPointError("the embeddings are not finite; this model is broken")
     predicted_N, probability_NC = logit_NC.argmax(1), classifier.probabilities(logit_NC)
     correct_N = predicted_N == truth_N
-    confusion_CC = (truth_N * len(names) + predicted_N).bincount(minlength=len(names) ** 2).view(len(names), -1)
-    counts_C = truth_N.bincount(minlength=len(names))
-    recall = [
-        hits / count if count else None
-        for hits, count in zip(confusion_CC.diagonal().tolist(), counts_C.tolist(), strict=True)
-    ]
+    counts_C, hits_C = (values_N.bincount(minlength=len(names)) for values_N in (truth_N, truth_N[correct_N]))
+    recall = [hits / n if n else None for hits, n in zip(hits_C.tolist(), counts_C.tolist(), strict=True)]
+    confusion = []
+    if len(names) <= MAX_CONFUSION:
+        cells = (truth_N * len(names) + predicted_N).bincount(minlength=len(names) ** 2)
+        confusion = cells.view(len(names), -1).tolist()
     known = [value for value in recall if value is not None]
     top5 = (logit_NC.topk(5).indices == truth_N[:, None]).any(1) if len(names) >= 5 else None
     bins = calibration_bins(probability_NC.amax(1), correct_N)
@@ -165,7 +163,7 @@ def zero_shot(image_NE: Tensor, labels: LabelSet, classifier: Classifier, prompt
         ece=sum(count * abs(probability - accuracy) for count, probability, accuracy in bins) / len(rows),
         none_of_these=(classifier.null_logits(image_NE[rows]) >= logit_NC.amax(1)).float().mean().item(),
         recall=tuple(recall),
-        confusion=tuple(map(tuple, confusion_CC.tolist())),
+        confusion=tuple(map(tuple, confusion)),
         bins=bins,
         prompts=prompts,
         notes=labels.notes,

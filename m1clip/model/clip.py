@@ -219,19 +219,21 @@ class CLIP(nn.Module):
     def classify(
         self,
         images: ImageInput | Iterable[ImageInput],
-        labels: Sequence[str] | Mapping[str, Sequence[str]],
-        templates: Sequence[str] = (),
+        labels: str | Sequence[str] | Mapping[str, Sequence[str]],
+        templates: str | Sequence[str] = (),
         top_k: int = 5,
         batch_size: int = 32,
     ) -> "list[Classification]":
         """Zero-shot classification of images (as in encode_image): the best labels with their probabilities.
 
-        `labels` are names, or a dict with descriptions of each. `templates` are as in `m1clip classify --template`:
-        texts with {} for the label, files, or "openai"; by default a small set.
+        `labels` are names ("cat,dog" or a list), or a dict with descriptions of each. `templates` are as in
+        `m1clip classify --template`: texts with {} for the label, files, or "openai"; by default a small set.
         """
         from m1clip.model.classify import classify_images, make_classifier
-        from m1clip.prompts import parse_prompts
+        from m1clip.prompts import parse_labels, parse_prompts
 
+        require(top_k >= 1, f"top_k must be at least 1, not {top_k}")
+        labels = parse_labels(labels) if isinstance(labels, str) else labels
         prompts = parse_prompts([templates] if isinstance(templates, str) else templates)
         if isinstance(labels, Mapping):
             prompts = replace(prompts, descriptions=labels, templates=prompts.templates if templates else ())

@@ -20,7 +20,7 @@ from PIL import Image
 
 from m1clip.document import COLORS, Markdown, axes, legend, log_axis, render_template, save_figure, write_document
 from m1clip.files import read_file, read_json, replace_files
-from m1clip.format import UNKNOWN, Z, duration, number, percent, wilson_interval, with_interval
+from m1clip.format import UNKNOWN, Z, duration, interval, number, percent, wilson_interval, with_interval
 from m1clip.monitor.curves import CURVES, downsample, gradient_norms, minutes_at
 from m1clip.monitor.log import STEP_PHASES, Array, Record, RunView, event_text, flatten, number_or_none, subsample
 from m1clip.monitor.terminal_views import gigabytes, local_time, watt_hours
@@ -175,7 +175,7 @@ def thousands(value: Any) -> Any:
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(number, percent, duration, gigabytes, watt_hours, local_time, thousands, event_text, with_interval),
     *(wilson_interval, median_range, subsample, flatten, step_gaps),
-    *(step_seconds, elapsed_seconds, seconds_to_score, shlex.quote, zip),
+    *(step_seconds, elapsed_seconds, seconds_to_score, shlex.quote, interval, zip),
 )
 TEMPLATE_VALUES = {function.__name__: function for function in FUNCTIONS} | {"curves": CURVES}
 
