@@ -208,7 +208,7 @@ class Evaluated:
 
     def evaluate(self, step: int, score: float, disk_is_full: bool = False) -> None:
         self.progress.step, self.disk_is_full = step, disk_is_full
-        self.manager.update_best(constant_scores(score))
+        self.manager.update_best(constant_scores(score).record())
         self.manager.save()
 
     @property
@@ -276,7 +276,7 @@ def test_a_lost_best_checkpoint_is_reported_and_replaced(tiny_run, tmp_path, mon
 def test_patience_ends_a_run_and_keeps_the_best_model(tiny_run, tmp_path, monkeypatch):
     scores, update_best = iter((0.2, 0.9, 0.5, 0.4)), CheckpointManager.update_best
     monkeypatch.setattr(
-        CheckpointManager, "update_best", lambda self, _: update_best(self, constant_scores(next(scores)))
+        CheckpointManager, "update_best", lambda self, _: update_best(self, constant_scores(next(scores)).record())
     )
     config, path = replace(tiny_run, epochs=99, patience=2), tmp_path / "r"
     result = train_run(config, path)
