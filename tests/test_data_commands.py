@@ -235,7 +235,8 @@ def test_eval_takes_any_split_and_any_data(table_run, tmp_path, capsys, monkeypa
     monkeypatch.chdir(tmp_path)
     train_run(replace(table_run, workers=1), tmp_path / "runs" / "r")
     for options, images in (((), 10), (("--split", "all"), 94), (("--data", "synthetic", "--val-size", "12"), 12)):
-        code, out, _ = run_command(capsys, "eval", "runs/r", "--device", "cpu", "--json", *options)
+        argv = ("eval", "runs/r", "--device", "cpu", "--task", "retrieval", "--json")
+        code, out, _ = run_command(capsys, *argv, *options)
         assert (code, json.loads(out)["images"]) == (0, images)
     code, _, err = run_command(capsys, "eval", "runs/r", "--split", "test")
     assert (code, "has no test split" in err) == (2, True)
