@@ -10,8 +10,10 @@ the imports. Without --model, a ViT-B/32 with random weights is used: its speed 
 CLIP_benchmark runs with --no_amp, because its bfloat16 autocast is many times slower on most CPUs.
 """
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import tarfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from statistics import median
@@ -28,13 +31,19 @@ import tyro
 
 TEMPLATES = ("a photo of a {c}.", "a close-up of a {c}.", "a {c}.", "art of the {c}.", "a good photo of the {c}.")
 SHARDS, TEST_EVERY = 4, 3  # every third labelled image is for testing
-RECALLS = (1, 5, 10)
+RECALLS, SEEDS = (1, 5, 10), 3
+NOUNS = (
+    *("cat", "dog", "horse", "elephant", "giraffe", "zebra", "bear", "cow", "sheep", "bird", "train", "bus", "truck"),
+    *("motorcycle", "bicycle", "boat", "airplane", "pizza", "sandwich", "cake", "donut", "banana", "broccoli"),
+    *("toilet", "bed", "couch", "skateboard", "surfboard", "tennis", "baseball", "kite", "umbrella", "laptop"),
+    *("clock", "vase"),
+)
 
 
 @dataclass(frozen=True)
 class Args:
     labelled: Annotated[str, tyro.conf.Positional]
-    """Folder of labelled folders, or synthetic:N."""
+    """Folder of labelled folders, synthetic:N, or nouns: the captioned images, labelled by their captions."""
     captioned: Annotated[str, tyro.conf.Positional]
     """Spec of a dataset with captions; its validation split is used."""
     model: str | None = None
@@ -64,10 +73,11 @@ def main(args: Args) -> None:
     from m1clip.model.tokenizer import Tokenizer
 
     args.out.mkdir(parents=True, exist_ok=True)
-    (labelled,) = open_sources(DataConfig(data=args.labelled))
     (captioned,) = open_sources(DataConfig(data=args.captioned))
+    pairs = captioned.all if args.labelled == "nouns" else open_sources(DataConfig(data=args.labelled))[0].all
     if not (args.out / "labelled" / "test").exists():
-        write_labelled(labelled.all, args.out / "labelled")
+        label = partial(noun_of, pairs) if args.labelled == "nouns" else pairs.label
+        write_labelled(pairs, {row: label(row) for row in range(len(pairs))}, args.out / "labelled")
         write_captioned(captioned.val, args.out / "captioned", args.images)
     if args.model:
         import m1clip
@@ -117,12 +127,20 @@ def run(name: str, task: str, out: Path) -> dict[str, Any]:
 
 
 # WebDatasets in CLIP_benchmark's layout.
-def write_labelled(pairs: Any, folder: Path) -> None:
-    names = sorted({pairs.label(row) for row in range(len(pairs))})
+def noun_of(pairs: Any, row: int) -> str:
+    """The only one of the nouns in the captions of an image, if at least three captions have it; else empty."""
+    captions = [caption.lower() for caption in pairs.captions(row)]
+    counts = {noun: sum(bool(re.search(rf"\b{noun}s?\b", text)) for text in captions) for noun in NOUNS}
+    found = [noun for noun, count in counts.items() if count]
+    return found[0] if len(found) == 1 and counts[found[0]] >= 3 else ""
+
+
+def write_labelled(pairs: Any, labels: dict[int, str], folder: Path) -> None:
+    names = sorted({*filter(None, labels.values())})
     by_split: dict[str, list[dict[str, bytes]]] = {"train": [], "test": []}
-    for row in range(len(pairs)):
-        members = {"jpg": read_jpeg(pairs, row), "cls": str(names.index(pairs.label(row))).encode()}
-        by_split["test" if row % TEST_EVERY == 0 else "train"].append(members)
+    for number, (row, label) in enumerate((row, label) for row, label in labels.items() if label):
+        members = {"jpg": read_jpeg(pairs, row), "cls": str(names.index(label)).encode()}
+        by_split["test" if number % TEST_EVERY == 0 else "train"].append(members)
     for split, samples in by_split.items():
         write_shards(folder / split, samples)
     (folder / "classnames.txt").write_text("\n".join(names))
@@ -245,26 +263,24 @@ def run_clip_benchmark_probe(out: Path) -> dict[str, Any]:
     for split in ("train", "test"):
         images, truth = zip(*read_shards(out / "labelled" / split), strict=True)
         tensors[split] = (model.encode_image(images), torch.tensor(truth))
-    features = out / "features" / "m"
-    shutil.rmtree(features.parent, ignore_errors=True)
-    features.mkdir(parents=True)
-    (x, y), generator = tensors["train"], torch.Generator().manual_seed(0)
-    order = torch.randperm(len(y), generator=generator)
-    val, train = order[: len(order) // 5], order[len(order) // 5 :]
-    parts = {"train": (x[train], y[train]), "val": (x[val], y[val]), "test": tensors["test"]}
-    for name, (images, truth) in parts.items():
-        torch.save(images, features / f"features_{name}.pt")
-        torch.save(truth, features / f"targets_{name}.pt")
     options: dict[str, Any] = {"fewshot_k": -1, "batch_size": 64, "num_workers": 0, "lr": 0.1, "epochs": 10}
-    options |= {
-        "model_id": "m",
-        "seed": 0,
-        "feature_root": str(features.parent),
-        "device": AcceptedCpu("cpu"),
-        "amp": False,
-    }
-    metrics = linear_probe.evaluate(torch.nn.Identity(), None, None, **options, val_dataloader=[])
-    return {"metrics": metrics, "images": len(tensors["test"][1])}
+    options |= {"model_id": "m", "feature_root": str(out / "features"), "device": AcceptedCpu("cpu"), "amp": False}
+    x, y = tensors["train"]
+    results = []
+    for seed in range(SEEDS):
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+        val, train = order[: len(order) // 5], order[len(order) // 5 :]
+        parts = {"train": (x[train], y[train]), "val": (x[val], y[val]), "test": tensors["test"]}
+        shutil.rmtree(out / "features", ignore_errors=True)
+        (out / "features" / "m").mkdir(parents=True)
+        for name, (images, truth) in parts.items():
+            torch.save(images, out / "features" / "m" / f"features_{name}.pt")
+            torch.save(truth, out / "features" / "m" / f"targets_{name}.pt")
+        torch.manual_seed(seed)
+        with contextlib.redirect_stdout(sys.stderr):  # it prints every twentieth step
+            scores = linear_probe.evaluate(torch.nn.Identity(), None, None, seed=seed, **options, val_dataloader=[])
+        results.append(scores["lp_acc1"])
+    return {"metrics": {"lp_acc1 by seed": results}, "images": len(tensors["test"][1])}
 
 
 class AcceptedCpu(str):
