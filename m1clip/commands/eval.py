@@ -140,6 +140,8 @@ def show_result(result: "EvalResult", is_own_split: bool) -> None:
 
 
 def show_zeroshot(result: "EvalResult") -> None:
+    from m1clip.evals.zeroshot import gain_is_significant  # imports torch
+
     one = result.zeroshot
     assert one is not None
     rows = [("top-1", with_interval(one.accuracy, one.images))]
@@ -152,7 +154,8 @@ def show_zeroshot(result: "EvalResult") -> None:
     if one.label_only:
         plain, won, lost = one.label_only
         gain = round(100 * (one.accuracy - plain), 1) + 0.0  # not -0.0
-        print(f", {gain:+.1f} points ({won} images won, {lost} lost) against the names alone, {percent(plain)}")
+        doubt = "" if gain_is_significant(won, lost) else "; not significant"
+        print(f", {gain:+.1f} points ({won} images won, {lost} lost{doubt}) against the names alone, {percent(plain)}")
     for note in one.notes:
         print(note)
     known = [(recall, name) for recall, name in zip(one.recall, one.labels, strict=True) if recall is not None]
