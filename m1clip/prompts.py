@@ -89,7 +89,7 @@ def read_template_file(name: str, texts: list[str], descriptions: dict[str, list
         expected = "a text with {}, a file of templates, openai, simple or default"
         raise ValueError(f"--template {name!r} is neither a file nor a template; expected {expected}")
     if path.suffix.lower() != ".json":
-        texts += read_lines(path)
+        texts += read_text_lines(path)
         return
     values = read_json_file(path)
     if isinstance(values, list) and values and all(isinstance(text, str) for text in values):
@@ -119,7 +119,7 @@ def parse_labels(text: str) -> list[str]:
 
 def read_label_file(path: Path) -> list[str]:
     if path.suffix.lower() != ".json":
-        return read_lines(path)
+        return read_text_lines(path)
     values = read_json_file(path)
     labels = values if isinstance(values, list) else [name for _, name in _items(values)]
     if not all(isinstance(label, str) and label.strip() for label in labels):
@@ -150,7 +150,7 @@ def label_key(label: str) -> str:
     return " ".join(label.replace("_", " ").split()).lower()
 
 
-def read_lines(path: Path) -> list[str]:
+def read_text_lines(path: Path) -> list[str]:
     """The lines of a text file that are not empty."""
     data = read_file(path, MAX_FILE_BYTES)
     try:

@@ -84,8 +84,8 @@ def draw_confusion(zeroshot: Record, path: Path) -> None:
     counts, labels = np.array(zeroshot["confusion"], float), zeroshot["labels"]
     rows = np.flatnonzero(counts.sum(1))
     fractions = counts[rows] / counts[rows].sum(1, keepdims=True)
-    side = min(12.0, max(4.0, 1.5 + 0.2 * len(labels)))
-    figure, (panel,) = axes(1, side + 1.2, side)
+    size = min(12.0, max(4.0, 1.5 + 0.2 * len(labels)))
+    figure, (panel,) = axes(1, size + 1.2, size)
     image = panel.imshow(100 * fractions, cmap="Blues", vmin=0, vmax=100, aspect="auto", interpolation="nearest")
     panel.grid(visible=False)
     if len(labels) <= MAX_NAMED:
