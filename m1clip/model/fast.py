@@ -58,6 +58,14 @@ class FastTextTransformer(towers.TextTransformer):
         return torch.cat(features)[order_B.argsort()]
 
 
+def make_plain(tower: AnyTower) -> AnyTower:
+    """Undo make_fast: the plain forward methods do not depend on the lengths of captions, and can be exported."""
+    plain = {fast: module for module, fast in FAST.items()}
+    for module in tower.modules():
+        module.__class__ = plain.get(type(module), type(module))
+    return tower
+
+
 FAST: dict[type[nn.Module], Any] = {towers.Block: FastBlock, towers.TextTransformer: FastTextTransformer}
 
 

@@ -101,7 +101,7 @@ class Tower(nn.Module):
 
 
 def select_tokens(x_BLD: Tensor, token_B: Tensor) -> Tensor:
-    return x_BLD[torch.arange(len(token_B), device=token_B.device), token_B]
+    return x_BLD[torch.arange(token_B.shape[0], device=token_B.device), token_B]
 
 
 class VisionTransformer(Tower):
@@ -121,9 +121,10 @@ class VisionTransformer(Tower):
             x_BLD = drop_tokens(x_BLD, self.patch_dropout, key_B, salt=0)
         if self.class_token is None:
             return self.ln_post(self.run_blocks(self.ln_pre(x_BLD)).mean(1))
-        class_B1D = (self.class_token + self.position[:1]).expand(len(x_BLD), 1, -1)
+        B = x_BLD.shape[0]  # not len(), which torch.export would take for a constant
+        class_B1D = (self.class_token + self.position[:1]).expand(B, 1, -1)
         x_BLD = self.ln_pre(torch.cat([class_B1D, x_BLD], dim=1))
-        return self.ln_post(self.run_blocks(x_BLD, x_BLD.new_zeros(len(x_BLD), dtype=torch.long)))
+        return self.ln_post(self.run_blocks(x_BLD, x_BLD.new_zeros(B, dtype=torch.long)))
 
 
 def make_stem(config: VisionConfig) -> nn.Conv2d | nn.Sequential:
@@ -162,8 +163,8 @@ class BagOfWords(Tower):
         self.ln_pre = nn.LayerNorm(config.width)
 
     def forward(self, tokens_BL: Tensor, key_B: Tensor | None = None) -> Tensor:
-        word_BL = (tokens_BL == self.end_id).cumsum(1) == 0
-        word_BL[:, 0] = False  # the start token
+        is_after_start_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device) > 0
+        word_BL = ((tokens_BL == self.end_id).cumsum(1) == 0) & is_after_start_L
         if self.word_dropout and key_B is not None:
             kept_BL = word_BL & (uniform(key_B, 1000, word_BL.shape[1]) >= self.word_dropout)
             # Keep at least one word: the gradient of a normalized zero vector is not finite.

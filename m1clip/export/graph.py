@@ -1,0 +1,89 @@
+"""The two encoders of a CLIP as modules that torch.export can trace: one tensor in, unit vectors out.
+
+Shapes: B items, L tokens, C colors, H W pixels, h heads, d width of a head, E embedding.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from m1clip.evals.embed import inference_tower
+from m1clip.model import towers
+from m1clip.model.clip import CLIP
+from m1clip.model.fast import make_plain
+
+MASKED = -1e4  # finite score of a token that must not be attended to; -inf becomes NaN on fp16 accelerators (UForm#50)
+
+
+class ImageEncoder(nn.Module):
+    """Normalized pixels (B, C, H, W) to unit vectors (B, E)."""
+
+    name, input_name, output_name = "image", "pixel_values", "image_embeds"
+
+    def __init__(self, model: CLIP):
+        super().__init__()
+        self.model, self.image_size = model, model.config.vision.image_size
+
+    def example(self, batch: int) -> Tensor:
+        return torch.zeros(batch, 3, self.image_size, self.image_size)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.model.embed_images(pixel_values)
+
+
+class TextEncoder(nn.Module):
+    """Token ids (B, L), padded after the end token, to unit vectors (B, E)."""
+
+    name, input_name, output_name = "text", "input_ids", "text_embeds"
+
+    def __init__(self, model: CLIP):
+        super().__init__()
+        self.model, self.context_length = model, model.config.text.context_length
+
+    def example(self, batch: int) -> Tensor:
+        assert self.model.tokenizer is not None
+        ids = self.model.tokenizer.encode(["a photo"] * batch, self.context_length)
+        return self.model.tokenizer.pad(ids, self.context_length)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model.embed_tokens(input_ids)
+
+
+@dataclass(frozen=True)
+class Encoders:
+    image: ImageEncoder
+    text: TextEncoder
+
+
+def make_encoders(model: CLIP, finite_masks: bool = False) -> Encoders:
+    """Encoders of a copy of the model on the CPU: plain towers, batch norms folded into convolutions."""
+    model = copy.deepcopy(model).cpu().eval().requires_grad_(False)
+    model.vision = inference_tower(model.vision)
+    for tower in (model.vision, model.text):
+        if isinstance(tower, towers.Tower):
+            make_plain(tower)
+        if finite_masks:
+            use_finite_masks(tower)
+    return Encoders(ImageEncoder(model), TextEncoder(model))
+
+
+def use_finite_masks(tower: nn.Module) -> None:
+    """Replace -inf in causal masks, in place: in our attention, and in the stored masks of other libraries."""
+    for module in tower.modules():
+        if type(module) is towers.Attention:
+            module.__class__ = FiniteMaskAttention
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                module._buffers[name] = buffer.clamp(min=MASKED) if buffer.isneginf().any() else buffer
+
+
+class FiniteMaskAttention(towers.Attention):
+    def attend(self, qkv_BLX: Tensor) -> Tensor:
+        B, L, _ = qkv_BLX.shape
+        q_BhLd, k_BhLd, v_BhLd = qkv_BLX.view(B, L, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        score_BhLL = q_BhLd * q_BhLd.shape[-1] ** -0.5 @ k_BhLd.transpose(-2, -1)
+        if self.causal:
+            score_BhLL = score_BhLL + torch.full((L, L), MASKED).triu(1)
+        return (score_BhLL.softmax(-1) @ v_BhLd).transpose(1, 2).flatten(2)
