@@ -303,7 +303,7 @@ class TrainConfig(DataConfig):
     wise_ft: Annotated[float, Ge(0), Le(1)] = 1.0
     """WiSE-FT: weight of the fine-tuned model when averaged with the initial one; 1 is off."""
     tokenizer: str = "bpe"
-    """bpe (learned from the captions), char, or the path of a CLIP BPE vocabulary."""
+    """bpe (learned from the captions), char, openai (CLIP's, needs m1clip[openclip]), or the path of a vocabulary."""
     epochs: Positive = 6
     """Passes over the training images."""
     steps: NonNegative = 0

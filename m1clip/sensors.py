@@ -55,6 +55,15 @@ def chip() -> str | None:
     return platform.processor() or platform.machine() or None
 
 
+def cpu_flags() -> list[str]:
+    """Instructions that decide how fast INT8 is, and whether it saturates."""
+    names = (*(f"avx{kind}" for kind in ("", "2", "512f", "512_vnni", "_vnni")), "amx_int8", "asimddp", "i8mm")
+    found = set((_macos_output("sysctl", "hw.optional") or "").lower().replace("feat_", "").split())
+    with suppress(OSError):
+        found |= set(Path("/proc/cpuinfo").read_text().split())
+    return [name for name in names if name in found]
+
+
 def fast_cores() -> int | None:
     """Performance cores of Apple silicon; None on other machines."""
     cores = (_macos_output("sysctl", "-n", "hw.perflevel0.physicalcpu") or "").strip()

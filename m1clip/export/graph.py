@@ -26,7 +26,7 @@ class ImageEncoder(nn.Module):
         super().__init__()
         self.model, self.image_size = model, model.config.vision.image_size
 
-    def example(self, batch: int) -> Tensor:
+    def example(self, batch: int, full_length: bool = False) -> Tensor:
         return torch.zeros(batch, 3, self.image_size, self.image_size)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
@@ -42,13 +42,23 @@ class TextEncoder(nn.Module):
         super().__init__()
         self.model, self.context_length = model, model.config.text.context_length
 
-    def example(self, batch: int) -> Tensor:
+    def example(self, batch: int, full_length: bool = False) -> Tensor:
         assert self.model.tokenizer is not None
-        ids = self.model.tokenizer.encode(["a photo"] * batch, self.context_length)
-        return self.model.tokenizer.pad(ids, self.context_length)
+        ids = self.model.tokenize(["a photo of a cat"] * batch)
+        missing = self.context_length - ids.shape[1] if full_length else 0
+        return nn.functional.pad(ids, (0, missing), value=self.model.tokenizer.settings.pad_id)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.model.embed_tokens(input_ids)
+        return self.model.embed_tokens(self.with_end(input_ids))
+
+    def with_end(self, tokens_BL: Tensor) -> Tensor:
+        """Captions that a product has truncated without keeping their end token, as transformers.js does, get one."""
+        end_id = getattr(self.model.text, "end_id", None)  # of our own text towers
+        if end_id is None:
+            return tokens_BL
+        is_last_L = torch.arange(tokens_BL.shape[1]) == tokens_BL.shape[1] - 1
+        has_end_B1 = (tokens_BL == end_id).any(1, keepdim=True)
+        return torch.where(is_last_L & ~has_end_B1, end_id, tokens_BL)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from m1clip.files import atomic_folder
 from m1clip.model import safe_load
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import END, PAD, START, Tokenizer
+from m1clip.targets import OPENAI_VOCAB_SIZE, find_library_misfit
 
-OPENAI_VOCAB_SIZE = 49408
 # The weight names of both libraries, and the keys and values of an open_clip configuration that our towers know.
 TABLES = json.loads(Path(__file__).with_name("interop.json").read_text())
 Weights = Mapping[str, Tensor]
@@ -67,6 +67,13 @@ OPEN_CLIP, TRANSFORMERS = Layout(**TABLES["open_clip"]), Layout(**TABLES["transf
 
 def export_clip(model: CLIP, library: str, folder: Path) -> None:
     """Write or replace a folder for `transformers` or `open_clip`, atomically."""
+    exportable_towers(model.config, library)
+    with atomic_folder(folder) as partial:
+        write_clip(model, library, partial)
+
+
+def write_clip(model: CLIP, library: str, folder: Path) -> None:
+    """Write the files of a CLIP of `transformers` or `open_clip` into an existing folder."""
     vision, text = exportable_towers(model.config, library)
     assert model.tokenizer is not None
     end_id, tokenizer = model.tokenizer.end_id, with_end_last(model.tokenizer)
@@ -85,28 +92,18 @@ def export_clip(model: CLIP, library: str, folder: Path) -> None:
     files["tokenizer_config.json"] = {**kind, "bos_token": START, "eos_token": END, "pad_token": pad}
     files["tokenizer.json"] = tokenizer.to_clip_json()
     tensors = {name: tensor.clone().contiguous() for name, tensor in layout.from_ours(weights).items()}
-    with atomic_folder(folder) as partial:
-        safe_load.save_tensors(partial / weights_file, tensors, {"format": "pt"})
-        for name, content in files.items():
-            (partial / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+    safe_load.save_tensors(folder / weights_file, tensors, {"format": "pt"})
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def exportable_towers(config: ModelConfig, library: str) -> tuple[VisionConfig, TextConfig]:
     """The towers of a model that the library's CLIP can represent; ValueError for any other model."""
+    if reason := find_library_misfit(library, config):
+        raise ValueError(reason)
     vision, text = config.vision, config.text
-    if not isinstance(vision, VisionConfig) or not isinstance(text, TextConfig):
-        raise ValueError(f"a CLIP of {library} cannot have the timm or transformers tower of this model")
-    train, reason = "to convert a model, train it with", ""
-    if config.head != "linear":
-        reason = f"a {config.head} head; {train} --model.head linear"
-    elif (vision.stem, vision.pool) != ("patch", "class"):
-        reason = f"a {vision.stem} stem and {vision.pool} pooling; {train} --preset small or --preset base"
-    elif text.encoder != "transformer":
-        reason = f"a {text.encoder} text encoder; {train} --model.text.encoder transformer"
-    elif library == "transformers" and config.loss == "sigmoid":
-        reason = f"a logit bias; convert it with --to open_clip, or {train} --model.loss softmax"
-    if reason:
-        raise ValueError(f"a CLIP of {library} cannot have {reason}")
+    assert isinstance(vision, VisionConfig)
+    assert isinstance(text, TextConfig)
     return vision, text
 
 

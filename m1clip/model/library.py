@@ -165,7 +165,7 @@ def open_clip_tokenizer(path: Path, tokenizer: str, text_cfg: Settings) -> Token
 
 def given_folder(tokenizer: str) -> Path | None:
     """The folder that --tokenizer names, or the one of the tokenizer.json that it names."""
-    if tokenizer in ("", "bpe", "char"):
+    if tokenizer in ("", "bpe", "char", "openai"):
         return None
     path = Path(tokenizer).expanduser()
     return path if path.is_dir() else path.parent

@@ -35,7 +35,7 @@ from m1clip.files import read_json
 from m1clip.format import did_you_mean
 from m1clip.model import library, safe_load
 from m1clip.model.clip import CLIP, load
-from m1clip.model.interop import OPEN_CLIP, OPENAI_VOCAB_SIZE, TABLES, TRANSFORMERS, Layout, Weights
+from m1clip.model.interop import OPEN_CLIP, TABLES, TRANSFORMERS, Layout, Weights
 from m1clip.model.pretrained import BUILD_ERRORS, POSITION_OFFSET, clean_hf_config, parse_hf_config, require_extra
 from m1clip.model.safe_load import (
     WEIGHT_SUFFIXES,
@@ -47,6 +47,7 @@ from m1clip.model.safe_load import (
 )
 from m1clip.model.tokenizer import Tokenizer, find_clip_tokenizer
 from m1clip.run import Run
+from m1clip.targets import OPENAI_VOCAB_SIZE
 
 # Width of an attention head by the width of the vision tower, where it is not 64 (ViT-H, g and bigG).
 HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104}

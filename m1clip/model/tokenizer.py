@@ -222,28 +222,41 @@ def make_tokenizer(kind: str, captions: Iterable[str], vocab_size: int) -> Token
         return Tokenizer.characters()
     if kind == "bpe":
         return Tokenizer.train_bpe(captions, vocab_size)
-    return Tokenizer.from_clip_vocabulary(Path(kind))
+    return Tokenizer.from_clip_vocabulary(find_openai_vocabulary() if kind == "openai" else Path(kind))
 
 
 def find_clip_tokenizer(path: Path, tokenizer: str) -> Tokenizer:
     """CLIP's: from the given vocabulary, from beside the weights, or OpenAI's from an installed open_clip."""
-    if tokenizer not in ("", "bpe", "char"):
+    if tokenizer not in ("", "bpe", "char", "openai"):
         return Tokenizer.from_clip_vocabulary(Path(tokenizer))
     folder = path if path.is_dir() else path.parent
     if (folder / "tokenizer.json").is_file():
         return Tokenizer.from_clip_json(folder / "tokenizer.json")
-    package = find_spec("open_clip")
-    installed = [Path(location) for location in (package and package.submodule_search_locations) or ()]
-    for file in (folder / "merges.txt", *(parent / VOCABULARY for parent in (folder, *installed))):
+    for file in (folder / "merges.txt", folder / VOCABULARY, *installed_vocabularies()):
         if file.is_file():
             return Tokenizer.from_clip_vocabulary(file)
     files = f"tokenizer.json, merges.txt or {VOCABULARY}"
     raise FileNotFoundError(f"{path} has no tokenizer; put {files} beside it, or use --tokenizer FILE")
 
 
+def installed_vocabularies() -> list[Path]:
+    """OpenAI's vocabulary in an installed open_clip."""
+    package = find_spec("open_clip")
+    folders = (package and package.submodule_search_locations) or ()
+    return [path for path in (Path(folder) / VOCABULARY for folder in folders) if path.is_file()]
+
+
+def find_openai_vocabulary() -> Path:
+    if found := installed_vocabularies():
+        return found[0]
+    raise ValueError("OpenAI's CLIP vocabulary comes with open_clip: pip install 'm1clip[openclip]'")
+
+
 def check_tokenizer(kind: str) -> None:
-    if kind not in ("char", "bpe") and not Path(kind).is_file():
-        raise ValueError(f"tokenizer must be bpe, char or a CLIP vocabulary; there is no file {kind!r}")
+    if kind == "openai":
+        find_openai_vocabulary()
+    elif kind not in ("char", "bpe") and not Path(kind).is_file():
+        raise ValueError(f"tokenizer must be bpe, char, openai or a CLIP vocabulary; there is no file {kind!r}")
 
 
 def clean(text: str) -> str:

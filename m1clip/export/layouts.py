@@ -1,0 +1,204 @@
+"""Folders that products open: the ONNX encoders with the names, tokenizer and preprocessing files that each expects."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from m1clip.config import to_json
+from m1clip.export import onnx
+from m1clip.export.verify import Tower
+from m1clip.model.clip import CLIP
+from m1clip.model.interop import is_openai
+from m1clip.model.tokenizer import END, START, HFTokenizer, find_openai_vocabulary
+from m1clip.targets import IMMICH_NAMES
+
+RCLIP_MODEL = "ViT-B-32-256-datacomp_s34b_b86k"  # the one name that rclip knows
+RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}  # Pillow's numbers
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """The ONNX files of one precision."""
+
+    vision: Path
+    text: Path
+    precision: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file to verify, by its path within the folder."""
+
+    file: str
+    tower: Tower
+    precision: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a folder is made of; `shipped` is the precision that was asked for."""
+
+    model: CLIP
+    fp32: Encoders
+    shipped: Encoders
+
+    @property
+    def tokenizer_json(self) -> dict[str, Any]:
+        """Adds the special tokens and cleans the text by itself, as far as the tokenizers library can."""
+        tokenizer = self.model.tokenizer
+        assert tokenizer is not None
+        if isinstance(tokenizer, HFTokenizer):
+            return json.loads(tokenizer.core.to_str())  # type: ignore[no-any-return]
+        return tokenizer.to_clip_json()
+
+    @property
+    def tokenizer_config(self) -> dict[str, Any]:
+        tokenizer, length = self.model.tokenizer, self.model.config.text.context_length
+        assert tokenizer is not None
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
+        if isinstance(tokenizer, HFTokenizer):
+            return {**kind, "pad_token": tokenizer.core.id_to_token(tokenizer.settings.pad_id)}
+        pad = tokenizer.core.id_to_token(tokenizer.settings.pad_id)
+        return {**kind, "bos_token": START, "eos_token": END, "pad_token": END if is_openai(tokenizer) else pad}
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        return {name: token for name, token in self.tokenizer_config.items() if name.endswith("_token")}
+
+    @property
+    def preprocessor_config(self) -> dict[str, Any]:
+        """The image processor of transformers."""
+        vision = self.model.config.vision
+        settings, square = vision.preprocess, {"height": vision.image_size, "width": vision.image_size}
+        edge = {"shortest_edge": round(settings.size / settings.crop_pct)}
+        resize = {"size": square if settings.resize_mode == "squash" else edge, "crop_size": square}
+        steps = ("resize", "rescale", "normalize", "convert_rgb")
+        return {
+            "image_processor_type": "CLIPImageProcessor",
+            **{f"do_{step}": True for step in steps},
+            "do_center_crop": settings.resize_mode != "squash",
+            **resize,
+            "resample": RESAMPLE[settings.interpolation],
+            "rescale_factor": 1 / 255,
+            "image_mean": list(vision.mean),
+            "image_std": list(vision.std),
+        }
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_graph(source: Path, target: Path, input_name: str = "", output_name: str = "", int32: bool = False) -> None:
+    """Copy an ONNX file, with other names of its input and output if any are given."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    model = onnx.load_model(source)
+    onnx.save_model(onnx.rename(model, input_name, output_name, int32) if input_name else model, target)
+
+
+def write_onnx(layout: Layout, folder: Path) -> list[Written]:
+    """What m1clip.load opens without torch, with transformers' files for other programs."""
+    suffix = "" if layout.shipped.precision == "fp32" else f"_{layout.shipped.precision}"
+    files = {"vision": f"vision_model{suffix}.onnx", "text": f"text_model{suffix}.onnx"}
+    write_graph(layout.shipped.vision, folder / files["vision"])
+    write_graph(layout.shipped.text, folder / files["text"])
+    assert layout.model.tokenizer is not None
+    (folder / "config.json").write_text(to_json(layout.model.config))
+    layout.model.tokenizer.save(folder / "tokenizer.json")
+    write_json(folder / "preprocessor_config.json", layout.preprocessor_config)
+    return [
+        Written(files["vision"], "vision", layout.shipped.precision),
+        Written(files["text"], "text", layout.shipped.precision),
+    ]
+
+
+def write_rclip(layout: Layout, folder: Path) -> list[Written]:
+    model = folder / RCLIP_MODEL
+    write_graph(layout.shipped.vision, model / "visual.onnx", "input", "output")
+    write_graph(layout.shipped.text, model / "textual.onnx", "input", "output")
+    (folder / "tokenizer").mkdir()
+    vocabulary = find_openai_vocabulary()
+    shutil.copyfile(vocabulary, folder / "tokenizer" / vocabulary.name)
+    precision = layout.shipped.precision
+    return [
+        Written(f"{RCLIP_MODEL}/visual.onnx", "vision", precision),
+        Written(f"{RCLIP_MODEL}/textual.onnx", "text", precision),
+    ]
+
+
+def write_immich(layout: Layout, folder: Path) -> list[Written]:
+    config = layout.model.config
+    name, size = f"clip/{IMMICH_NAMES[config.embed_dim]}", config.vision.image_size
+    model = folder / name
+    write_graph(layout.shipped.vision, model / "visual" / "model.onnx", "image", "image_embeds")
+    write_graph(layout.shipped.text, model / "textual" / "model.onnx", "text", "text_embeds", int32=True)
+    text_cfg = {"context_length": config.text.context_length, "vocab_size": config.text.vocab_size}
+    open_clip_cfg = {"embed_dim": config.embed_dim, "vision_cfg": {"image_size": size}, "text_cfg": text_cfg}
+    write_json(model / "config.json", open_clip_cfg)
+    colors = {"mean": list(config.vision.mean), "std": list(config.vision.std)}
+    preprocess = {"size": [size, size], "mode": "RGB", **colors, "interpolation": config.vision.interpolation}
+    write_json(model / "visual" / "preprocess_cfg.json", {**preprocess, "resize_mode": "shortest", "fill_color": 0})
+    write_json(model / "textual" / "tokenizer.json", layout.tokenizer_json)
+    write_json(model / "textual" / "tokenizer_config.json", layout.tokenizer_config)
+    precision = layout.shipped.precision
+    return [
+        Written(f"{name}/visual/model.onnx", "vision", precision),
+        Written(f"{name}/textual/model.onnx", "text", precision),
+    ]
+
+
+def write_fastembed(layout: Layout, folder: Path) -> list[Written]:
+    config = {"model_type": "clip", "projection_dim": layout.model.config.embed_dim}
+    for tower, source in (("vision", layout.shipped.vision), ("text", layout.shipped.text)):
+        write_graph(source, folder / tower / "model.onnx")
+        write_json(folder / tower / "config.json", config)
+    write_json(folder / "vision" / "preprocessor_config.json", layout.preprocessor_config)
+    write_tokenizer(layout, folder / "text")
+    precision = layout.shipped.precision
+    return [Written("vision/model.onnx", "vision", precision), Written("text/model.onnx", "text", precision)]
+
+
+def write_tokenizer(layout: Layout, folder: Path) -> None:
+    write_json(folder / "tokenizer.json", layout.tokenizer_json)
+    write_json(folder / "tokenizer_config.json", layout.tokenizer_config)
+    write_json(folder / "special_tokens_map.json", layout.special_tokens)
+
+
+def write_transformers_js(layout: Layout, folder: Path) -> list[Written]:
+    """Two encoders and both in one graph, in fp32 and, for browsers, as *_quantized.onnx."""
+    model, written = layout.model, list[Written]()
+    bias = None if model.logit_bias is None else float(model.logit_bias)
+    for encoders in {layout.fp32.precision: layout.fp32, layout.shipped.precision: layout.shipped}.values():
+        suffix = "" if encoders.precision == "fp32" else "_quantized"
+        names = {"vision": f"onnx/vision_model{suffix}.onnx", "text": f"onnx/text_model{suffix}.onnx"}
+        write_graph(encoders.vision, folder / names["vision"])
+        write_graph(encoders.text, folder / names["text"])
+        graphs = (onnx.load_model(path) for path in (encoders.vision, encoders.text))
+        joint = onnx.join(*graphs, float(model.logit_scale.exp()), bias)
+        onnx.save_model(joint, folder / "onnx" / f"model{suffix}.onnx")
+        written += [
+            Written(names["vision"], "vision", encoders.precision),
+            Written(names["text"], "text", encoders.precision),
+        ]
+    config, size = model.config, model.config.vision.image_size
+    text = {"model_type": "clip_text_model", "max_position_embeddings": config.text.context_length}
+    vision = {"model_type": "clip_vision_model", "image_size": size}
+    clip = {"architectures": ["CLIPModel"], "model_type": "clip", "projection_dim": config.embed_dim}
+    write_json(folder / "config.json", {**clip, "text_config": text, "vision_config": vision})
+    # Its bicubic resize has no antialiasing, so Lanczos is nearer to everybody else's bicubic.
+    write_json(folder / "preprocessor_config.json", {**layout.preprocessor_config, "resample": RESAMPLE["lanczos"]})
+    write_tokenizer(layout, folder)
+    return written
+
+
+ONNX_LAYOUTS: dict[str, Callable[[Layout, Path], list[Written]]] = {
+    "onnx": write_onnx,
+    "rclip": write_rclip,
+    "immich": write_immich,
+    "fastembed": write_fastembed,
+    "transformers-js": write_transformers_js,
+}

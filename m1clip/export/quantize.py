@@ -1,0 +1,217 @@
+"""INT8 with ONNX Runtime: several recipes are tried on this machine, and the fastest that loses no recall is kept.
+
+No recipe is best everywhere: which operators have fast INT8 kernels depends on the CPU, and static quantization of
+everything is right for convolutional networks and destroys text transformers (R@1 94.6 → 40.2).
+"""
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from m1clip.console import Console
+from m1clip.errors import short_error
+from m1clip.evals.retrieval import Retrieval
+from m1clip.export.layouts import Encoders
+from m1clip.export.verify import (
+    CHUNK,
+    TOWERS,
+    Array,
+    Encode,
+    ExportFailed,
+    FileCheck,
+    Reference,
+    Tower,
+    check_file,
+    compare_speed,
+    find_loss,
+    find_problem,
+)
+
+MATMULS = ("MatMul", "Gemm", "Gather")
+CALIBRATION_ITEMS = 64
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Arguments of onnxruntime's quantizers."""
+
+    name: str
+    static: bool = False  # activations are scaled by ranges that are measured beforehand, not by each batch's own
+    operators: tuple[str, ...] = ()  # empty: all that onnxruntime can quantize
+    per_channel: bool = True
+    reduce_range: bool = True  # 7 bits: int8 products saturate on CPUs without VNNI (onnxruntime#12072)
+    unsigned: bool = False
+
+
+RECIPES = (
+    Recipe("dynamic, matrices, per channel", operators=MATMULS),
+    Recipe("dynamic, matrices, uint8", operators=MATMULS, per_channel=False, reduce_range=False, unsigned=True),
+    Recipe("static, matrices and convolutions", static=True, operators=("MatMul", "Gemm", "Conv")),
+    Recipe("static, all operators", static=True),
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One recipe for one encoder. `after` is the recall beside the other encoder in fp32, once it was needed."""
+
+    tower: Tower
+    recipe: Recipe
+    path: Path
+    check: FileCheck | None = None
+    after: Retrieval | None = None
+    problem: str | None = None
+    encode: Encode | None = None
+
+    @property
+    def speed(self) -> float:
+        """Geometric mean of the items per second of single items and of batches."""
+        speeds = list((self.check.items_per_s or {}).values()) if self.check else []
+        return sqrt(speeds[0] * speeds[-1]) if speeds else 0.0
+
+    def record(self) -> dict[str, Any]:
+        scores = {"mean_r1": self.after.mean_r1} if self.after else {}
+        check = self.check.record() if self.check else {}
+        return {"tower": self.tower, "recipe": self.recipe.name, "problem": self.problem, **scores, **check}
+
+
+@dataclass(frozen=True)
+class Search:
+    """All trials, and the one that is kept for each encoder."""
+
+    trials: dict[Tower, list[Trial]]
+    chosen: dict[Tower, Trial]
+
+    def record(self) -> dict[str, Any]:
+        trials = [trial.record() for of_tower in self.trials.values() for trial in of_tower]
+        return {"chosen": {tower: trial.recipe.name for tower, trial in self.chosen.items()}, "trials": trials}
+
+
+def find_int8(
+    source: Encoders,
+    reference: Reference,
+    max_loss: float,
+    folder: Path,
+    load: Callable[[Path], Encode],
+    console: Console,
+    recipes: Sequence[Recipe] = RECIPES,
+) -> Search:
+    """The fastest recipe of each encoder whose recall, beside the other encoder in fp32, is within `max_loss`."""
+    trials, chosen = dict[Tower, list[Trial]](), dict[Tower, Trial]()
+    for tower in TOWERS:
+        path = source.vision if tower == "vision" else source.text
+        made = [
+            make_trial(path, tower, recipe, number, reference, folder, load) for number, recipe in enumerate(recipes)
+        ]
+        tried = time_trials(made, load(path), tower, reference)
+        chosen[tower], trials[tower] = choose(tried, reference, max_loss, console)
+    return Search(trials, chosen)
+
+
+def make_trial(
+    source: Path,
+    tower: Tower,
+    recipe: Recipe,
+    number: int,
+    reference: Reference,
+    folder: Path,
+    load: Callable[[Path], Encode],
+) -> Trial:
+    """Quantize, and run a sample; a recipe that onnxruntime cannot apply or run is a trial with a problem."""
+    trial = Trial(tower, recipe, folder / f"{tower}-int8-{number}.onnx")
+    batches = [reference.inputs(tower, start, start + CHUNK) for start in range(0, CALIBRATION_ITEMS, CHUNK)]
+    try:
+        quantize(source, trial.path, recipe, [batch for batch in batches if len(batch)])
+        arguments = (trial.path, recipe.name, tower, "int8", load, reference)
+        check, _, encode = check_file(*arguments, limit=CALIBRATION_ITEMS)
+    except Exception as error:  # neither the quantizer's nor the runtime's errors have a common class
+        return replace(trial, problem=str(error) if isinstance(error, ExportFailed) else short_error(error))
+    return replace(trial, check=check, encode=encode)
+
+
+def time_trials(trials: Sequence[Trial], fp32: Encode, tower: Tower, reference: Reference) -> list[Trial]:
+    """The trials with their speeds, measured in turn beside each other; the fastest first."""
+    encoders = {trial.recipe.name: trial.encode for trial in trials if trial.encode}
+    speeds = compare_speed({"fp32": fp32, **encoders}, tower, reference)
+    timed = [
+        replace(trial, check=replace(trial.check, items_per_s=speeds[trial.recipe.name])) if trial.check else trial
+        for trial in trials
+    ]
+    return sorted(timed, key=lambda trial: -trial.speed)
+
+
+def choose(
+    trials: Sequence[Trial], reference: Reference, max_loss: float, console: Console
+) -> tuple[Trial, list[Trial]]:
+    """The first trial that passes; slower ones need not be judged. If none passes, the one that loses least."""
+    judged, chosen = list[Trial](), None
+    for trial in trials:
+        if chosen is None and trial.encode is not None:
+            trial = judge(trial, reference, max_loss, console)
+            chosen = None if trial.problem else trial
+        judged.append(trial)
+    if chosen is None:
+        measured = [trial for trial in judged if trial.after]
+        if not measured:
+            raise ExportFailed(f"no INT8 recipe works for the {trials[0].tower} encoder: {trials[0].problem}")
+        chosen = max(measured, key=lambda trial: trial.after.mean_r1 if trial.after else 0.0)
+    return chosen, judged
+
+
+def judge(trial: Trial, reference: Reference, max_loss: float, console: Console) -> Trial:
+    """Run a trial on the whole reference."""
+    assert trial.encode is not None
+    assert trial.check is not None
+    encode, speeds = trial.encode, trial.check.items_per_s
+    arguments = (trial.path, trial.recipe.name, trial.tower, "int8", lambda path: encode, reference, console.progress)
+    check, found, _ = check_file(*arguments)
+    check = replace(check, items_per_s=speeds, cold_start_ms=trial.check.cold_start_ms)
+    is_vision = trial.tower == "vision"
+    after = reference.retrieval(found if is_vision else reference.image_NE, reference.text_KE if is_vision else found)
+    problem = find_problem(check, reference) or find_loss(after, reference, max_loss)
+    return replace(trial, check=check, after=after, problem=problem)
+
+
+def quantize(source: Path, target: Path, recipe: Recipe, calibration: Sequence[Array]) -> None:
+    """Write an INT8 file; `calibration` are batches of the encoder's inputs for static recipes."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic, quantize_static
+
+    weights = QuantType.QUInt8 if recipe.unsigned else QuantType.QInt8
+    options: dict[str, Any] = {"per_channel": recipe.per_channel, "reduce_range": recipe.reduce_range}
+    options |= {"weight_type": weights, "op_types_to_quantize": list(recipe.operators) or None}
+    with quiet_quantizer():
+        if recipe.static:
+            quantize_static(source, target, Calibration(source, calibration), **options)
+        else:
+            quantize_dynamic(source, target, **options)
+
+
+class Calibration:
+    """onnxruntime's CalibrationDataReader over batches in memory."""
+
+    def __init__(self, model: Path, batches: Sequence[Array]):
+        import onnx
+
+        name = onnx.load(str(model), load_external_data=False).graph.input[0].name
+        self.batches = iter([{name: batch} for batch in batches])
+
+    def get_next(self) -> dict[str, Array] | None:
+        return next(self.batches, None)
+
+
+@contextlib.contextmanager
+def quiet_quantizer() -> Iterator[None]:
+    """It advises preprocessing that our graphs do not need, through the root logger."""
+    root = logging.getLogger()
+    level = root.level
+    try:
+        root.setLevel(logging.ERROR)
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        root.setLevel(level)
