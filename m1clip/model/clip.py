@@ -29,6 +29,7 @@ from m1clip.config import (
     require,
     to_json,
 )
+from m1clip.errors import untrusted_input
 from m1clip.files import atomic_folder
 from m1clip.images import Pixels
 from m1clip.model.fast import make_fast
@@ -36,7 +37,7 @@ from m1clip.model.inputs import ImageInput, encode_batches, fold_texts, image_ba
 from m1clip.model.lora import merged_state_dict
 from m1clip.model.pretrained import HFText, PretrainedTower, TimmVision
 from m1clip.model.rng import dropout_mask
-from m1clip.model.safe_load import load_checked, on_meta, save_tensors, untrusted_input
+from m1clip.model.safe_load import load_checked, on_meta, save_tensors
 from m1clip.model.tokenizer import HFTokenizer, Tokenizer
 from m1clip.model.towers import BagOfWords, TextTransformer, Tower, VisionTransformer, init_tower
 

@@ -24,9 +24,9 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, t
 from torch import Tensor
 
 from m1clip.config import TokenizerSettings, require
+from m1clip.errors import untrusted_input
 from m1clip.files import read_file, read_json
 from m1clip.format import unescape_html
-from m1clip.model.safe_load import untrusted_input
 
 PAD, START, END, UNK = "<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|unknown|>"
 # Padded lengths. Only a few, because MPS compiles a graph for each new shape; beyond is the context length.
