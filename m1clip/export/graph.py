@@ -45,7 +45,7 @@ class TextEncoder(nn.Module):
     def example(self, batch: int) -> Tensor:
         assert self.model.tokenizer is not None
         ids = self.model.tokenizer.encode(["a photo"] * batch, self.context_length)
-        return self.model.tokenizer.pad(ids, self.context_length)
+        return torch.from_numpy(self.model.tokenizer.pad(ids, self.context_length))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_tokens(input_ids)
