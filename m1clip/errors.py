@@ -7,14 +7,17 @@ from pathlib import Path
 NOT_CONVERTED = (OSError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
 OUT_OF_MEMORY = (
     *("out of memory", "can't allocate memory", "bad_alloc", "not enough memory", "ALLOC_FAILED"),
+    "Failed to allocate memory",  # onnxruntime
     *("could not create a primitive", "could not create a memory"),  # oneDNN
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the second is torch's
+    kind = type(error).__name__
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError":  # of torch
         return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in OUT_OF_MEMORY)
+    is_runtime = isinstance(error, RuntimeError) or kind == "RuntimeException"  # of onnxruntime
+    return is_runtime and any(message in str(error) for message in OUT_OF_MEMORY)
 
 
 def short_error(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,48 +69,42 @@ class Classifier:
         return results
 
 
-class ZeroShotMixin:
-    """`classify` of a model that encodes images and texts, with tensors or with arrays."""
+class ZeroShotModel(Protocol):
+    """A model that encodes images and texts, to tensors or to arrays: CLIP, OnnxCLIP."""
 
     config: ModelConfig
 
     def embed_pixels(self, images_BHWC: Pixels) -> Any:
         """Unit vectors (B, E) of preprocessed images."""
-        raise NotImplementedError
 
     def encode_text(self, texts: str | Iterable[str], batch_size: int = 256, progress: bool = False) -> Any:
-        raise NotImplementedError
+        """Unit vectors (B, E) of texts."""
 
     @property
     def scale_and_bias(self) -> tuple[float, float | None]:
-        """The factor of cosine similarities (not its logarithm) in the logits, and what a sigmoid model adds."""
-        raise NotImplementedError
+        """The factor of cosine similarities in the logits, and what a sigmoid model adds to them."""
 
-    def classify(
-        self,
-        images: ImageInput | Iterable[ImageInput],
-        labels: str | Sequence[str] | Mapping[str, Sequence[str]],
-        templates: str | Sequence[str] = (),
-        top_k: int = 5,
-        batch_size: int = 32,
-    ) -> list[Classification]:
-        """Zero-shot classification of images (as in encode_image): the best labels with their probabilities.
 
-        `labels` are names ("cat,dog" or a list), or a dict with descriptions of each. `templates` are as in
-        `m1clip classify --template`: texts with {} for the label, files, or "openai"; by default a small set.
-        """
-        require(top_k >= 1, f"top_k must be at least 1, not {top_k}")
-        labels = parse_labels(labels) if isinstance(labels, str) else labels
-        prompts = parse_prompts([templates] if isinstance(templates, str) else templates)
-        if isinstance(labels, Mapping):
-            prompts = replace(prompts, descriptions=labels, templates=prompts.templates if templates else ())
-        classifier = make_classifier(self, labels, prompts)
-        found = classify_images(self, list_images(images), classifier, top_k, batch_size)
-        return [result for _, result in found]
+def classify(
+    model: ZeroShotModel,
+    images: ImageInput | Iterable[ImageInput],
+    labels: str | Sequence[str] | Mapping[str, Sequence[str]],
+    templates: str | Sequence[str],
+    top_k: int,
+    batch_size: int,
+) -> list[Classification]:
+    """The arguments are those of CLIP.classify."""
+    require(top_k >= 1, f"top_k must be at least 1, not {top_k}")
+    labels = parse_labels(labels) if isinstance(labels, str) else labels
+    prompts = parse_prompts([templates] if isinstance(templates, str) else templates)
+    if isinstance(labels, Mapping):
+        prompts = replace(prompts, descriptions=labels, templates=prompts.templates if templates else ())
+    classifier = make_classifier(model, labels, prompts)
+    return [result for _, result in classify_images(model, list_images(images), classifier, top_k, batch_size)]
 
 
 def make_classifier(
-    model: ZeroShotMixin, labels: Sequence[str] | Mapping[str, Sequence[str]], prompts: Prompts
+    model: ZeroShotModel, labels: Sequence[str] | Mapping[str, Sequence[str]], prompts: Prompts
 ) -> Classifier:
     """The mean of the unit vectors of each label's prompts, as in the CLIP paper."""
     labels = check_labels(list(labels))
@@ -124,7 +118,7 @@ def make_classifier(
 
 
 def classify_images(
-    model: ZeroShotMixin,
+    model: ZeroShotModel,
     images: Iterable[ImageInput],
     classifier: Classifier,
     top_k: int = 5,

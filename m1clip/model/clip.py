@@ -5,10 +5,10 @@ Shapes: B items, L tokens, D features, E embedding, C colors, H height, W width,
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,6 @@ from m1clip.config import (
 from m1clip.errors import untrusted_input
 from m1clip.files import atomic_folder
 from m1clip.images import Pixels
-from m1clip.model.classify import ZeroShotMixin
 from m1clip.model.fast import make_fast
 from m1clip.model.inputs import ImageInput, encode_images, encode_texts
 from m1clip.model.lora import merged_state_dict
@@ -39,6 +38,9 @@ from m1clip.model.rng import dropout_mask
 from m1clip.model.safe_load import load_checked, on_meta, save_tensors
 from m1clip.model.tokenizer import Tokenizer, load_tokenizer
 from m1clip.model.towers import BagOfWords, TextTransformer, Tower, VisionTransformer, init_tower
+
+if TYPE_CHECKING:
+    from m1clip.model.classify import Classification
 
 # logit_scale and logit_bias as CLIP and SigLIP start them
 INITIAL_LOGITS = {"softmax": (math.log(1 / 0.07), None), "sigmoid": (math.log(10), -10.0)}
@@ -89,7 +91,7 @@ class ProjectionHead(nn.Module):
         self.std.copy_(std_D.clamp(min=1e-3 * float(std_D.mean())))  # constant features must not blow up
 
 
-class CLIP(nn.Module, ZeroShotMixin):
+class CLIP(nn.Module):
     vision: VisionTransformer | PretrainedTower
     text: TextTransformer | BagOfWords | PretrainedTower
 
@@ -205,8 +207,26 @@ class CLIP(nn.Module, ZeroShotMixin):
         """Cosine similarities (B, T) of images, in rows, and texts."""
         return self.encode_image(images).cpu() @ self.encode_text(texts).cpu().T
 
+    def classify(
+        self,
+        images: ImageInput | Iterable[ImageInput],
+        labels: str | Sequence[str] | Mapping[str, Sequence[str]],
+        templates: str | Sequence[str] = (),
+        top_k: int = 5,
+        batch_size: int = 32,
+    ) -> "list[Classification]":
+        """Zero-shot classification of images (as in encode_image): the best labels with their probabilities.
+
+        `labels` are names ("cat,dog" or a list), or a dict with descriptions of each. `templates` are as in
+        `m1clip classify --template`: texts with {} for the label, files, or "openai"; by default a small set.
+        """
+        from m1clip.model.classify import classify
+
+        return classify(self, images, labels, templates, top_k, batch_size)
+
     @property
     def scale_and_bias(self) -> tuple[float, float | None]:
+        """The factor of cosine similarities in the logits, and what a sigmoid model adds to them."""
         return self.logit_scale.exp().item(), None if self.logit_bias is None else self.logit_bias.item()
 
     def tokenize(self, texts: str | Iterable[str]) -> Tensor:

@@ -5,7 +5,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from itertools import islice
 from operator import length_hint
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard, TypeVar, Union
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from m1clip.config import Preprocess, require
-from m1clip.console import Console
 from m1clip.decode import DECODE_ERRORS, MAX_BYTES, decode
 from m1clip.images import Pixels, preprocess
 
@@ -191,9 +190,15 @@ def encode_batches(batches: Generator[T], encode: Callable[[T], R], items: Itera
     parts = list[R]()
     with ExitStack() as stack:
         stack.enter_context(closing(batches))
-        advance = stack.enter_context(Console().progress(bar, length_hint(items) or None)) if bar else None
+        advance = stack.enter_context(show_progress(bar, length_hint(items) or None)) if bar else None
         for batch in batches:
             parts.append(encode(batch))
             if advance:
                 advance(len(parts[-1]))
     return parts
+
+
+def show_progress(bar: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
+    from m1clip.console import Console  # rich, a tenth of the time to the first embedding of an ONNX model
+
+    return Console().progress(bar, total)
