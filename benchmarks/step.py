@@ -125,7 +125,7 @@ def write_models_and_batch(config: TrainConfig, folder: Path) -> None:
     batch = stream.batch(0)
     texts = [train.captions(int(row))[0] for row in batch.rows]
     (folder / "captions.json").write_text(json.dumps(texts))
-    torch.save({"images": batch.image[0], "tokens": tokenizer(texts, length)}, folder / "batch.pt")
+    torch.save({"images": batch.image[0], "tokens": model.tokenize(texts)}, folder / "batch.pt")
     settings = {"preset": config.preset, "batch_size": config.batch_size}
     (folder / "config.json").write_text(json.dumps(settings))
 

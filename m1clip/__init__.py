@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from m1clip.api import load, train
+    from m1clip.api import train
     from m1clip.evaluation import evaluate
+    from m1clip.inference import load
     from m1clip.model.clip import CLIP
 
 __version__ = "0.1.0"
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> Any:
         from m1clip.evaluation import evaluate
 
         return evaluate
+    if name == "load":  # an ONNX export needs no torch
+        from m1clip.inference import load
+
+        return load
     from m1clip import api
 
     return getattr(api, name)

@@ -1,7 +1,6 @@
-"""The Python API: m1clip.train and m1clip.load; m1clip.evaluate is in evaluation.py. Commands are thin callers."""
+"""The Python API: m1clip.train; m1clip.load is in inference.py, m1clip.evaluate in evaluation.py."""
 
 import time
-import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,9 @@ from m1clip.config import RECIPES, TrainConfig, check_exclusive, requested_confi
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.devices import Plan
+from m1clip.inference import load as load  # so that m1clip.api has it, too
 from m1clip.model.clip import CLIP
-from m1clip.model.clip import load as load_folder
-from m1clip.run import Run, create_run, find_model, is_run, list_checkpoints, new_run_path, open_run
+from m1clip.run import Run, create_run, is_run, new_run_path, open_run
 from m1clip.settings import TrainSettings
 from m1clip.training import memory
 from m1clip.training.device_plan import PlanChoice, check_parity
@@ -96,40 +95,6 @@ def train_unfrozen(config: TrainConfig, run: Run, resume: bool, elapsed_s: float
     return train(config=second, name=name, runs=runs, overwrite=exists, console=console)
 
 
-def load(model: str | Path | None = None, *, runs: str | Path = "runs") -> CLIP:
-    """Load a CLIP for inference, on the CPU.
-
-    Args:
-        model: what the commands take: a run (name or path; by default the newest), a model or checkpoint folder, or
-            a CLIP of OpenAI, OpenCLIP or transformers (file, folder or hub name).
-        runs: the folder of runs.
-
-    Raises:
-        FileNotFoundError: there is no such run, file, folder or hub name.
-        ValueError: its files are damaged, or of a model that m1clip cannot import.
-
-    Example:
-        model = m1clip.load("nano-1")
-        similarity = model.encode_image("cat.jpg") @ model.encode_text(["a cat", "a bus"]).T
-    """
-    name = None if model is None else str(model)
-    folder = find_model(Path(runs), name)
-    if folder is not None:
-        return load_found(folder)
-    path = Path(str(name)).expanduser()
-    if path.name != str(name) and path.parent.is_dir() and not path.exists():  # a local path, so no name on the hub
-        raise FileNotFoundError(f"there is no run or model {name!r}; {path.parent} is a folder without it")
-    from m1clip.model.pretrained_clip import import_clip
-
-    try:
-        imported, note = import_clip(str(name))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"no run {name!r} in {runs}/, and {error}") from None
-    if note:
-        warnings.warn(f"{name}: {note}", stacklevel=2)
-    return imported
-
-
 def use_device(clip: CLIP, device: str, console: Console, batch: Batch | None = None) -> CLIP:
     """Move a model to a device if its results agree with the CPU's, on the batch or on noise."""
     chosen, reason = devices.default_device(device)
@@ -143,14 +108,3 @@ def noise_batch(clip: CLIP) -> Batch:
     images_BHWC = torch.randint(0, 256, (8, size, size, 3), generator=rng, dtype=torch.uint8)
     tokens_BL = clip.tokenize([f"a photo of {number}" for number in range(8)])
     return Batch(Images(images_BHWC), Tokens(tokens_BL[:, None]), torch.from_numpy(rows), None, rows)
-
-
-def load_found(folder: Path) -> CLIP:
-    """Load a model folder; if it is damaged, the error names the newest checkpoint of the run it belongs to."""
-    try:
-        return load_folder(folder)
-    except (FileNotFoundError, ValueError) as error:
-        checkpoints = list_checkpoints(Run(folder.parent)) if is_run(folder.parent) else []
-        others = [path for path in checkpoints if path != folder.resolve()]
-        hint = f"; {others[-1]} is a checkpoint of the same run, which can be used instead" if others else ""
-        raise type(error)(f"{error}{hint}") from None

@@ -212,26 +212,8 @@ def supports_found_inf(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda")
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    messages = (
-        *("out of memory", "can't allocate memory", "bad_alloc", "not enough memory", "ALLOC_FAILED"),
-        *("could not create a primitive", "could not create a memory"),  # oneDNN
-    )
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
-
-
 # Errors of a device, its compiler or its memory; MPS raises TypeError for dtypes that it does not support.
 DEVICE_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError, MemoryError)
-
-
-def short_error(error: BaseException) -> str:
-    """The first line of the message, and the second if it belongs to it."""
-    if is_out_of_memory(error):
-        return "out of memory"
-    lines = str(error).strip().splitlines()
-    return " ".join(map(str.strip, lines[: 2 if lines[0].endswith(":") else 1])) if lines else type(error).__name__
 
 
 def release(device: torch.device) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from m1clip import devices
-from m1clip.api import load, load_found, use_device
+from m1clip.api import use_device
 from m1clip.config import TrainConfig, requested_config
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
@@ -35,6 +35,7 @@ from m1clip.evals.retrieval import Retrieval
 from m1clip.evals.robustness import Robustness
 from m1clip.evals.tasks import EvalData, Task, TaskResults, TaskRunner
 from m1clip.evals.zeroshot import ZeroShot
+from m1clip.inference import load_clip
 from m1clip.model.clip import CLIP
 from m1clip.prompts import Prompts, parse_labels, parse_prompts
 from m1clip.run import Run, find_model, is_run
@@ -127,7 +128,7 @@ def evaluate(
     is_other = "data" in settings and not (folder and is_part_of(str(settings["data"]), trained.data))
     config = eval_config(trained, settings, is_other)
     devices.default_device(device)  # an unknown name is refused before anything is decoded
-    clip = load_found(folder) if folder else load(model, runs=runs)
+    clip = load_clip(folder, str(model), runs)
     if is_choice_spec(config.data):
         data, split_text, batch = open_choice_data(config, clip, console), "all", None
     else:

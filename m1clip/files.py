@@ -38,7 +38,7 @@ def cache_folder() -> Path:
     return folder
 
 
-def open_regular(path: Path) -> IO[bytes]:
+def open_regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading; anything else is refused: a FIFO would block, a device may be endless."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):

@@ -70,7 +70,7 @@ reveal_type(m1clip.load("nano-1").encode_image("cat.jpg"))
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     errors = [line.partition(": ")[0] for line in done.stdout.splitlines() if ": error: " in line]
     assert errors == ["script.py:3", "script.py:4", "script.py:5"], done.stdout
-    assert 'Revealed type is "torch._tensor.Tensor"' in done.stdout
+    assert 'Revealed type is "torch._tensor.Tensor | Any"' in done.stdout  # an OnnxCLIP returns arrays
 
 
 def test_train_takes_settings_by_keyword_and_returns_scores_and_paths(train, tmp_path):

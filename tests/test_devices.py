@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers import make_state, random_pairs
-from m1clip import devices, losses
+from m1clip import devices, errors, losses
 from m1clip.bench import sweep
 from m1clip.config import TrainConfig, get_preset
 from m1clip.devices import Plan
@@ -101,13 +101,13 @@ def test_timestamps_are_ordered(name):
 
 
 def test_out_of_memory_errors_are_recognized():
-    assert devices.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert devices.is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 5 GB)"))
-    assert not devices.is_out_of_memory(RuntimeError("shapes do not match"))
+    assert errors.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert errors.is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 5 GB)"))
+    assert not errors.is_out_of_memory(RuntimeError("shapes do not match"))
     with pytest.raises(RuntimeError) as caught:
         torch.empty(10**15)
-    assert devices.is_out_of_memory(caught.value)
-    assert devices.short_error(caught.value) == "out of memory"
+    assert errors.is_out_of_memory(caught.value)
+    assert errors.short_error(caught.value) == "out of memory"
 
 
 @pytest.mark.parametrize("requested", ["{}", "vision={},text=cpu", "vision=cpu,text={}"])

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from m1clip.config import ModelConfig, Preprocess
+from m1clip.console import Console
 from m1clip.images import preprocess
 from m1clip.model import inputs
 from m1clip.model.clip import CLIP
@@ -211,7 +212,7 @@ def test_progress_is_shown_on_stderr_with_a_total_if_there_is_one(model, monkeyp
         def __exit__(self, *_):
             pass
 
-    monkeypatch.setattr(inputs.Console, "progress", lambda console, name, total: Bar(name, total))
+    monkeypatch.setattr(Console, "progress", lambda console, name, total: Bar(name, total))
     model.encode_image([SCENE] * 5, batch_size=2, progress=True)
     model.encode_text((text for text in "abc"), progress=True)
     model.encode_text("abc")

@@ -205,7 +205,7 @@ def test_checkpoint_files_give_the_embeddings_of_open_clip(form, theirs, tmp_pat
         assert_same(ours.embed_images(pixels), theirs.encode_image(pixels, normalize=True))
         text = theirs.encode_text(open_clip.tokenize(CAPTIONS), normalize=True)
         assert_same(ours.encode_text(CAPTIONS), text)
-    assert torch.equal(ours.tokenizer(CAPTIONS, 77), open_clip.tokenize(CAPTIONS))
+    assert torch.equal(ours.tokenize(CAPTIONS), open_clip.tokenize(CAPTIONS))
     ours.save(tmp_path / "saved")
     assert torch.equal(m1clip.load(tmp_path / "saved").encode_text(CAPTIONS), ours.encode_text(CAPTIONS))
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent / "m1clip"
 FILES = sorted(ROOT.rglob("*.py"))
 
 BOTTOM = {"config", "run", "files", "format", "console", "devices", "sensors", "losses", "images", "decode", "parity"}
-BOTTOM |= {"hub", "signals", "status", "prompts"}
+BOTTOM |= {"hub", "signals", "status", "prompts", "errors"}
 # What a sub-package or file may import of ours, beside itself. "" is the package: version and lazy names.
 MAY_IMPORT = {
     **{name: {"files", "format", "config"} - {name} for name in BOTTOM},
@@ -30,15 +30,18 @@ MAY_IMPORT = {
     "model": BOTTOM,
     "evals": BOTTOM | {"model", "data", "document"},
     "training": BOTTOM | {"evals", "model", "data", ""},
-    "api": BOTTOM | {"settings", "training", "model", "data"},
-    "evaluation": BOTTOM | {"api", "settings", "evals", "model", "data"},
+    "onnx_model": {"config", "errors", "files", "images", "model"},  # never torch
+    "inference": {"run", "onnx_model", "model"},
+    "api": BOTTOM | {"settings", "training", "inference", "model", "data"},
+    "evaluation": BOTTOM | {"api", "inference", "settings", "evals", "model", "data"},
     "bench": BOTTOM | {"training", "evals", "model", "data", "document", ""},
     "monitor": {"config", "run", "files", "format", "document"},  # never torch
     "commands": BOTTOM
-    | {"api", "evaluation", "monitor", "bench", "training", "evals", "model", "data", "document", ""},
+    | {"api", "evaluation", "inference", "onnx_model", "monitor", "bench", "training", "evals", "model", "data"}
+    | {"document", ""},
     "cli": {"format", "signals", "commands", ""},
     "__main__": {"cli"},
-    "": {"api", "evaluation", "model"},
+    "": {"api", "evaluation", "inference", "model"},
 }
 
 
@@ -106,10 +109,12 @@ WITHOUT_TORCH = [
     *(f"m1clip.commands.{path.stem}" for path in sorted((ROOT / "commands").glob("[a-z]*.py"))),
     *(f"m1clip.monitor.{path.stem}" for path in sorted((ROOT / "monitor").glob("[a-z]*.py"))),
     *("m1clip.data.splits", "m1clip.data.check", "m1clip.data.convert"),
+    *("m1clip.onnx_model", "m1clip.inference"),
+    *("m1clip.model.tokenizer", "m1clip.model.inputs", "m1clip.model.classify"),
 ]
 
 
-def test_help_monitoring_and_decoding_start_without_torch():
+def test_help_monitoring_decoding_and_onnx_start_without_torch():
     check = "__import__(name)\n    assert 'torch' not in sys.modules, name"
     code = f"import sys\nfor name in sys.argv[1:]:\n    {check}"
     done = subprocess.run([sys.executable, "-c", code, *WITHOUT_TORCH], capture_output=True, text=True)
@@ -119,14 +124,14 @@ def test_help_monitoring_and_decoding_start_without_torch():
 # Lines of Python by part. Growth is a decision: raise a budget in the commit that needs it.
 BUDGETS = {
     "commands": 2_080,
-    "model": 3_210,
+    "model": 3_250,
     "data": 4_210,
     "training": 3_500,
     "evals": 1_760,
     "bench": 480,
     "monitor": 1_860,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 4_140, 21_160, 113
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 4_390, 21_550, 118
 
 
 def test_every_part_stays_within_its_size():
@@ -198,8 +203,8 @@ def test_few_files_lead_from_the_command_to_the_first_gradient(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     executed, loaded = ast.literal_eval(done.stderr.splitlines()[-1])
     assert f"{ROOT}/training/loop.py" in executed
-    assert len(executed) <= 37, executed
-    assert len(loaded) <= 46, loaded
+    assert len(executed) <= 38, executed
+    assert len(loaded) <= 48, loaded
 
 
 def test_the_training_loop_fits_a_screen():

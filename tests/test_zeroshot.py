@@ -61,18 +61,18 @@ def random_scores(images: int = 200) -> tuple[torch.Tensor, torch.Tensor, Classi
     class_CE = F.normalize(torch.randn(len(NAMES), 8, generator=rng), dim=1)
     truth_N = torch.randint(0, len(NAMES) - 1, (images,), generator=rng)
     image_NE = F.normalize(class_CE[truth_N] + 0.5 * torch.randn(images, 8, generator=rng), dim=1)
-    return image_NE, truth_N, Classifier(NAMES, class_CE, class_CE[:1], 8.0, None)
+    return image_NE, truth_N, Classifier(NAMES, class_CE.numpy(), class_CE[:1].numpy(), 8.0, None)
 
 
 def test_scores_equal_those_of_scikit_learn():
     image_NE, truth_N, classifier = random_scores()
     result = zero_shot(image_NE, LabelSet(NAMES, truth_N), classifier)
-    logits, truth = classifier.logits(image_NE), truth_N.numpy()
-    predicted = logits.argmax(1).numpy()
+    logits, truth = classifier.logits(image_NE.numpy()), truth_N.numpy()
+    predicted = logits.argmax(1)
     assert 0.4 < result.accuracy < 0.95
     assert result.accuracy == pytest.approx((predicted == truth).mean())
     assert result.mean_per_class == pytest.approx(balanced_accuracy_score(truth, predicted))
-    assert result.top5 == pytest.approx(top_k_accuracy_score(truth, logits.numpy(), k=5, labels=range(6)))
+    assert result.top5 == pytest.approx(top_k_accuracy_score(truth, logits, k=5, labels=range(6)))
     assert np.array_equal(result.confusion, confusion_matrix(truth, predicted, labels=range(6)))
     assert result.majority == pytest.approx(np.bincount(truth).max() / 200)
     assert result.recall[-1] is None

@@ -19,6 +19,7 @@ from m1clip import devices, sensors
 from m1clip.config import TrainConfig, get_preset
 from m1clip.console import Console
 from m1clip.devices import Plan
+from m1clip.errors import short_error
 from m1clip.files import lock_folder
 from m1clip.training import memory, timing
 from m1clip.training.device_plan import MeasurementStore, StepCost, open_store
@@ -150,7 +151,7 @@ class SweepSession:
                         row = time_operation(operation, device, precision, seconds)
                         self.store.add("operation", **key, **row)
                     except devices.DEVICE_ERRORS as error:
-                        self.store.add("skipped", **key, item=item, reason=devices.short_error(error))
+                        self.store.add("skipped", **key, item=item, reason=short_error(error))
 
     def run_comparisons(self, comparisons: Sequence[Comparison], seconds: float) -> list[StepCost]:
         """Time all comparisons that fit into memory, `seconds` per plan; return the cost of all."""

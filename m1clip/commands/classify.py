@@ -17,9 +17,10 @@ from m1clip.config import require
 from m1clip.console import Console, loading
 from m1clip.format import percent, printable, with_interval
 from m1clip.prompts import check_labels, label_key, parse_labels, parse_prompts
+from m1clip.run import find_model
 
-if TYPE_CHECKING:  # imports torch
-    from m1clip.model.classify import Classification
+if TYPE_CHECKING:
+    from m1clip.model.classify import Classification, ZeroShotModel
 
 FOLDERS = "folders"
 
@@ -77,14 +78,12 @@ def main(args: Args) -> int:
         labels = parse_labels(args.labels)
     known_labels = {*map(label_key, labels)}
     truth = {file: label for file, label in folder_labels.items() if label_key(label) in known_labels}
-    with loading():
-        from m1clip import api
-        from m1clip.model.classify import classify_images, make_classifier
+    from m1clip.model.classify import classify_images, make_classifier
 
     if empty:
         console.warn(f"without images: {', '.join(empty[:5])}{' …' if len(empty) > 5 else ''}")
     errors = list[str]()
-    model = api.use_device(api.load(args.model, runs=args.runs), args.device, console)
+    model = load_model(args, console)
     classifier = make_classifier(model, labels, prompts)
 
     def report(position: int, error: Exception) -> None:
@@ -108,6 +107,21 @@ def main(args: Args) -> int:
     if errors:
         console.warn(f"{len(errors):,} of {len(files):,} images could not be decoded")
     return int(bool(errors))
+
+
+def load_model(args: Args, console: Console) -> "ZeroShotModel":
+    """A CLIP on the device, or an ONNX export, which runs on the CPU without torch."""
+    from m1clip.inference import load_clip
+    from m1clip.onnx_model import is_onnx, load_onnx
+
+    folder = find_model(args.runs, args.model)
+    if folder is not None and is_onnx(folder):
+        require(args.device in ("auto", "cpu"), f"--device must be auto or cpu for an ONNX model, not {args.device}")
+        return load_onnx(folder)
+    with loading():
+        from m1clip.api import use_device
+
+    return use_device(load_clip(folder, args.model, args.runs), args.device, console)
 
 
 def list_files(paths: Sequence[Path], empty: list[str]) -> Iterator[Path]:

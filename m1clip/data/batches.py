@@ -123,16 +123,16 @@ class FeatureTables:
 class TokenizedCaptions:
     ids_M: Sequence[NDArray[np.int32]]
     start_N: RowIndices  # first caption of each image, and at the end M
-    pad: Callable[[TokenIds], Tensor]
+    pad: Callable[[TokenIds], NDArray[np.int64]]
 
     def take(self, captions: RowIndices) -> tuple[Tensor, list[Any]]:
         """Padded ids of some captions, and an id for each that is equal for equal captions."""
         ids = [self.ids_M[caption] for caption in captions.tolist()]
-        return self.pad(ids), [caption.tobytes() for caption in ids]
+        return torch.from_numpy(self.pad(ids)), [caption.tobytes() for caption in ids]
 
 
 def tokenize_captions(
-    pairs: Split, encode: Callable[[Sequence[str]], TokenIds], pad: Callable[[TokenIds], Tensor]
+    pairs: Split, encode: Callable[[Sequence[str]], TokenIds], pad: Callable[[TokenIds], NDArray[np.int64]]
 ) -> TokenizedCaptions | None:
     """None if there are too many captions to keep in memory."""
     captions, start_N = list[str](), [0]
@@ -156,7 +156,7 @@ class Augmentation:
 @dataclass(frozen=True)
 class BatchStream:
     pairs: Split
-    tokenize: Callable[[Sequence[str]], Tensor]
+    tokenize: Callable[[Sequence[str]], NDArray[np.int64]]
     batch_size: int
     seed: int
     image_size: int  # input resolution of the model; stored images may be larger
@@ -215,8 +215,9 @@ class BatchStream:
         else:
             by_row = [self.pairs.captions(int(row)) for row in rows]
             captions, start_B = list(chain.from_iterable(by_row)), np.cumsum([0, *map(len, by_row)])
-            text = self.tokenize([captions[i] for i in pick_captions(start_B, np.arange(len(rows)), uniform_B, K)])
-            ids = [caption.tobytes() for caption in text.numpy()]
+            picked = pick_captions(start_B, np.arange(len(rows)), uniform_B, K)
+            tokens = self.tokenize([captions[i] for i in picked])
+            text, ids = torch.from_numpy(tokens), [caption.tobytes() for caption in tokens]
         kind = TextFeatures if self.features.captions else Tokens
         return kind(text.view(-1, K, text.shape[1])), [ids[k::K] for k in range(K)]
 

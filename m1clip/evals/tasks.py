@@ -23,7 +23,7 @@ from m1clip.evals.probe import C_VALUES, DRAWS, NEIGHBORS, SHOTS, Probe, linear_
 from m1clip.evals.retrieval import Relevance, Retrieval
 from m1clip.evals.retrieval import retrieval as retrieval_scores
 from m1clip.evals.robustness import MAX_IMAGES, Robustness, robustness
-from m1clip.evals.zeroshot import LabelSet, NotApplicable, ZeroShot, evaluate_zero_shot, find_labels
+from m1clip.evals.zeroshot import LabelSet, NotApplicable, ZeroShot, class_logits, evaluate_zero_shot, find_labels
 from m1clip.model.classify import Classifier, make_classifier
 from m1clip.prompts import Prompts, label_key
 
@@ -165,7 +165,7 @@ class TaskRunner:
         labels, results = self.labels, self.results
         results.zeroshot = evaluate_zero_shot(self.embedder.model, self.image_NE, labels, self.classifier, self.prompts)
         rows = labels.rows
-        answers = self.classifier.classify(self.image_NE[rows], top_k=1)
+        answers = self.classifier.classify(self.image_NE[rows].numpy(), top_k=1)
         for row, truth, answer in zip(rows.tolist(), labels.truth_N[rows].tolist(), answers, strict=True):
             prediction = {"image": self.pairs.location(row), "label": labels.names[truth], "predicted": answer.label}
             prediction |= {"probability": answer.probability, "none_of_these": answer.none_of_these}
@@ -229,7 +229,7 @@ class TaskRunner:
             truth_N, metric, chance = labels.truth_N[rows], "zero-shot accuracy", 1 / len(labels.names)
 
             def score(image_NE: Tensor) -> float:
-                return (self.classifier.logits(image_NE).argmax(1) == truth_N).float().mean().item()
+                return (class_logits(self.classifier, image_NE).argmax(1) == truth_N).float().mean().item()
 
         part = (self.embedder, self.pairs, rows.tolist(), score, metric, chance, self.progress)
         self.results.robustness = robustness(*part)

@@ -134,13 +134,19 @@ class ZeroShot:
         return {**values, "interval": [low, high], "most_confused": confused[:MAX_CONFUSED]}
 
 
+def class_logits(classifier: Classifier, image_NE: Tensor) -> Tensor:
+    return torch.from_numpy(classifier.logits(image_NE.numpy()))
+
+
 def zero_shot(image_NE: Tensor, labels: LabelSet, classifier: Classifier, prompts: str = "") -> ZeroShot:
     """Scores of the images that have a label."""
     rows, names = labels.rows, labels.names
-    truth_N, logit_NC = labels.truth_N[rows], classifier.logits(image_NE[rows])
+    truth_N, logit_NC = labels.truth_N[rows], class_logits(classifier, image_NE[rows])
     if not logit_NC.isfinite().all():
         raise FloatingPointError("the embeddings are not finite; this model is broken")
-    predicted_N, probability_NC = logit_NC.argmax(1), classifier.probabilities(logit_NC)
+    predicted_N = logit_NC.argmax(1)
+    probability_NC = torch.from_numpy(classifier.probabilities(logit_NC.numpy()))
+    null_N = torch.from_numpy(classifier.null_logits(image_NE[rows].numpy()))
     correct_N = predicted_N == truth_N
     counts_C, hits_C = (values_N.bincount(minlength=len(names)) for values_N in (truth_N, truth_N[correct_N]))
     recall = [hits / n if n else None for hits, n in zip(hits_C.tolist(), counts_C.tolist(), strict=True)]
@@ -161,7 +167,7 @@ def zero_shot(image_NE: Tensor, labels: LabelSet, classifier: Classifier, prompt
         chance=1 / len(names),
         majority=int(counts_C.max()) / len(rows),
         ece=sum(count * abs(probability - accuracy) for count, probability, accuracy in bins) / len(rows),
-        none_of_these=(classifier.null_logits(image_NE[rows]) >= logit_NC.amax(1)).float().mean().item(),
+        none_of_these=(null_N >= logit_NC.amax(1)).float().mean().item(),
         recall=tuple(recall),
         confusion=tuple(map(tuple, confusion)),
         bins=bins,
@@ -188,7 +194,7 @@ def evaluate_zero_shot(
         return result
     rows, truth_N = labels.rows, labels.truth_N[labels.rows]
     classifiers = (classifier, make_classifier(model, labels.names, Prompts(("{}",))))
-    correct_N, plain_N = (one.logits(image_NE[rows]).argmax(1) == truth_N for one in classifiers)
+    correct_N, plain_N = (class_logits(one, image_NE[rows]).argmax(1) == truth_N for one in classifiers)
     won, lost = int((correct_N & ~plain_N).sum()), int((plain_N & ~correct_N).sum())
     return replace(result, label_only=(plain_N.float().mean().item(), won, lost))
 

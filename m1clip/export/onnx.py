@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.export import Dim
 
-from m1clip.devices import short_error
+from m1clip.errors import short_error
 from m1clip.export.graph import ImageEncoder, TextEncoder
 from m1clip.model.pretrained import require_extra
 

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,18 +25,18 @@ from m1clip.config import (
     VisionConfig,
     check_model,
     from_json,
-    require,
     to_json,
 )
+from m1clip.errors import untrusted_input
 from m1clip.files import atomic_folder
 from m1clip.images import Pixels
 from m1clip.model.fast import make_fast
-from m1clip.model.inputs import ImageInput, encode_batches, fold_texts, image_batches, list_images, text_batches
+from m1clip.model.inputs import ImageInput, encode_images, encode_texts
 from m1clip.model.lora import merged_state_dict
 from m1clip.model.pretrained import HFText, PretrainedTower, TimmVision
 from m1clip.model.rng import dropout_mask
-from m1clip.model.safe_load import load_checked, on_meta, save_tensors, untrusted_input
-from m1clip.model.tokenizer import HFTokenizer, Tokenizer
+from m1clip.model.safe_load import load_checked, on_meta, save_tensors
+from m1clip.model.tokenizer import Tokenizer, load_tokenizer
 from m1clip.model.towers import BagOfWords, TextTransformer, Tower, VisionTransformer, init_tower
 
 if TYPE_CHECKING:
@@ -173,6 +172,10 @@ class CLIP(nn.Module):
         return F.normalize(head(features_BD, *keys), dim=-1)
 
     @torch.no_grad()
+    def embed_pixels(self, images_BHWC: Pixels) -> Tensor:
+        """Unit vectors of preprocessed images, on the device of the vision tower."""
+        return self.embed_images(self.normalize(torch.from_numpy(images_BHWC).to(self.devices[0])))
+
     def encode_image(
         self, images: ImageInput | Iterable[ImageInput], batch_size: int = 32, progress: bool = False
     ) -> Tensor:
@@ -182,16 +185,9 @@ class CLIP(nn.Module):
         pixels are uint8 or float from 0 to 1; gray and transparent images are fine. Many are any iterable of these,
         or one array with a batch axis. They are read lazily, at most two batches at a time.
         """
-        require(batch_size >= 1, f"batch_size must be at least 1, not {batch_size}")
-        items, device = list_images(images), self.devices[0]
-
-        def encode(batch: tuple[list[int], Pixels]) -> Tensor:
-            _, images_BHWC = batch
-            return self.embed_images(self.normalize(torch.from_numpy(images_BHWC).to(device)))
-
-        batches = image_batches(items, self.config.vision.preprocess, batch_size)
         empty_0E = next(self.vision_projection.parameters()).new_empty(0, self.config.embed_dim)
-        return encode_batches(batches, encode, empty_0E, items, "encoding images" if progress else None)
+        parts = encode_images(images, self.embed_pixels, self.config.vision.preprocess, batch_size, progress)
+        return torch.cat([empty_0E, *parts])
 
     @torch.no_grad()
     def encode_text(self, texts: str | Iterable[str], batch_size: int = 256, progress: bool = False) -> Tensor:
@@ -199,18 +195,13 @@ class CLIP(nn.Module):
 
         Of a list, equal texts are encoded once and texts of similar length together; an iterator is read lazily.
         """
-        require(batch_size >= 1, f"batch_size must be at least 1, not {batch_size}")
-        items, position, device = [texts] if isinstance(texts, str) else texts, None, self.devices[1]
-        if isinstance(items, Sequence):
-            items, position = fold_texts(items)
 
         def encode(batch: list[str]) -> Tensor:
-            return self.embed_tokens(self.tokenize(batch).to(device))
+            return self.embed_tokens(self.tokenize(batch).to(self.devices[1]))
 
         empty_0E = next(self.text_projection.parameters()).new_empty(0, self.config.embed_dim)
-        batches = text_batches(items, batch_size)
-        text_BE = encode_batches(batches, encode, empty_0E, items, "encoding texts" if progress else None)
-        return text_BE if position is None else text_BE[position]
+        parts, rows = encode_texts(texts, encode, batch_size, progress)
+        return torch.cat([empty_0E, *parts])[rows]
 
     def similarity(self, images: ImageInput | Iterable[ImageInput], texts: str | Iterable[str]) -> Tensor:
         """Cosine similarities (B, T) of images, in rows, and texts."""
@@ -229,23 +220,21 @@ class CLIP(nn.Module):
         `labels` are names ("cat,dog" or a list), or a dict with descriptions of each. `templates` are as in
         `m1clip classify --template`: texts with {} for the label, files, or "openai"; by default a small set.
         """
-        from m1clip.model.classify import classify_images, make_classifier
-        from m1clip.prompts import parse_labels, parse_prompts
+        from m1clip.model.classify import classify
 
-        require(top_k >= 1, f"top_k must be at least 1, not {top_k}")
-        labels = parse_labels(labels) if isinstance(labels, str) else labels
-        prompts = parse_prompts([templates] if isinstance(templates, str) else templates)
-        if isinstance(labels, Mapping):
-            prompts = replace(prompts, descriptions=labels, templates=prompts.templates if templates else ())
-        classifier = make_classifier(self, labels, prompts)
-        found = classify_images(self, list_images(images), classifier, top_k, batch_size)
-        return [result for _, result in found]
+        return classify(self, images, labels, templates, top_k, batch_size)
+
+    @property
+    def scale_and_bias(self) -> tuple[float, float | None]:
+        """The factor of cosine similarities in the logits, and what a sigmoid model adds to them."""
+        return self.logit_scale.exp().item(), None if self.logit_bias is None else self.logit_bias.item()
 
     def tokenize(self, texts: str | Iterable[str]) -> Tensor:
         """Token ids (B, L)."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer; pass one to CLIP(config, tokenizer)")
-        return self.tokenizer([texts] if isinstance(texts, str) else list(texts), self.config.text.context_length)
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        return torch.from_numpy(self.tokenizer(texts, self.config.text.context_length))
 
     def normalize(self, images_BHWC: Tensor) -> Tensor:
         """Input of the vision tower from uint8 images."""
@@ -317,10 +306,3 @@ def read_folder(path: Path) -> CLIP:
         model = CLIP(config, tokenizer)
     model.load_state_dict(load_checked(path / "model.safetensors", model.state_dict()), assign=True)
     return model.eval()
-
-
-def load_tokenizer(config: ModelConfig, path: Path) -> Tokenizer:
-    if isinstance(config.text, TextConfig):
-        return Tokenizer.load(path)
-    settings = config.text.tokenizer
-    return (Tokenizer if settings.clip_tokens else HFTokenizer).load(path, settings)

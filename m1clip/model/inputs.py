@@ -1,36 +1,43 @@
-"""Images and texts as callers have them: one or many, files or pixels, read lazily and in batches."""
+"""Images and texts as callers have them: one or many, files or pixels, read lazily and in batches. No torch."""
 
 import os
+import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from itertools import islice
 from operator import length_hint
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard, TypeVar, Union
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
 
 from m1clip.config import Preprocess, require
-from m1clip.console import Console
 from m1clip.decode import DECODE_ERRORS, MAX_BYTES, decode
 from m1clip.images import Pixels, preprocess
 
-ImageInput = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | Image.Image | NDArray[Any] | Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ImageInput = Union[str, os.PathLike[str], bytes, bytearray, memoryview, BinaryIO, Image.Image, NDArray[Any], "Tensor"]
 ENCODED = (str, os.PathLike, bytes, bytearray, memoryview)  # files, still to be decoded
 THREADS = min(4, os.cpu_count() or 1)
 T = TypeVar("T")
+R = TypeVar("R", bound=Sized)  # rows of embeddings: a tensor or an array
 Reading = tuple[int, Pixels | Future[Pixels]]  # position of an image, and its pixels or their decoding
 OnError = Callable[[int, Exception], None]  # position of an image that cannot be read, and the reason
 
 
+def is_tensor(value: Any) -> "TypeGuard[Tensor]":
+    """Whether it is a tensor of PyTorch, which need not be imported: without it nothing is one."""
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
 def list_images(images: Any) -> Iterable[ImageInput]:
     """The images of an iterable or of one array with a batch axis; anything else is a list of one."""
-    is_pixels = isinstance(images, Tensor) or (isinstance(images, np.ndarray) and images.dtype.kind not in "OU")
+    is_pixels = is_tensor(images) or (isinstance(images, np.ndarray) and images.dtype.kind not in "OU")
     is_batch = images.ndim > 3 if is_pixels else hasattr(images, "__iter__") or hasattr(images, "__getitem__")
     is_one = isinstance(images, (*ENCODED, Image.Image)) or hasattr(images, "read")
     return images if is_batch and not is_one else [images]
@@ -104,7 +111,7 @@ def open_image(image: ImageInput, min_size: int) -> Image.Image:
             size = os.fstat(file.fileno()).st_size
             require(size <= MAX_BYTES, f"{size:,} bytes are too many for an image")
             return decode(file.read(size), min_size)
-    if isinstance(image, Tensor):
+    if is_tensor(image):
         pixels = image.detach().cpu()
         pixels = pixels.float() if pixels.is_floating_point() else pixels  # NumPy has no bfloat16
         return pixels_to_image((pixels.movedim(0, -1) if image.ndim == 3 else pixels).numpy(), "(3, H, W)", image.shape)
@@ -148,16 +155,50 @@ def fold_texts(texts: Sequence[str]) -> tuple[list[str], list[int]]:
     return distinct, [position[text] for text in texts]
 
 
-def encode_batches(
-    batches: Generator[T], encode: Callable[[T], Tensor], empty_0E: Tensor, items: Iterable[Any], bar: str | None
-) -> Tensor:
-    """Rows of all batches; `bar` is the name of a progress bar over the items."""
-    rows = [empty_0E]
+def encode_images(
+    images: ImageInput | Iterable[ImageInput],
+    encode: Callable[[Pixels], R],
+    settings: Preprocess,
+    batch_size: int,
+    progress: bool,
+) -> list[R]:
+    """Embeddings of each batch of images."""
+    require(batch_size >= 1, f"batch_size must be at least 1, not {batch_size}")
+    items = list_images(images)
+    batches = image_batches(items, settings, batch_size)
+    return encode_batches(batches, lambda batch: encode(batch[1]), items, "encoding images" if progress else None)
+
+
+def encode_texts(
+    texts: str | Iterable[str], encode: Callable[[list[str]], R], batch_size: int, progress: bool
+) -> tuple[list[R], list[int] | slice]:
+    """Embeddings of each batch of texts, and which of their rows belong to the texts.
+
+    Of a list, equal texts are encoded once and texts of similar length together; an iterator is read lazily.
+    """
+    require(batch_size >= 1, f"batch_size must be at least 1, not {batch_size}")
+    items: Iterable[str] = [texts] if isinstance(texts, str) else texts
+    rows: list[int] | slice = slice(None)
+    if isinstance(items, Sequence):
+        items, rows = fold_texts(items)
+    batches = text_batches(items, batch_size)
+    return encode_batches(batches, encode, items, "encoding texts" if progress else None), rows
+
+
+def encode_batches(batches: Generator[T], encode: Callable[[T], R], items: Iterable[Any], bar: str | None) -> list[R]:
+    """Embeddings of each batch; `bar` is the name of a progress bar over the items."""
+    parts = list[R]()
     with ExitStack() as stack:
         stack.enter_context(closing(batches))
-        advance = stack.enter_context(Console().progress(bar, length_hint(items) or None)) if bar else None
+        advance = stack.enter_context(show_progress(bar, length_hint(items) or None)) if bar else None
         for batch in batches:
-            rows.append(encode(batch))
+            parts.append(encode(batch))
             if advance:
-                advance(len(rows[-1]))
-    return torch.cat(rows)
+                advance(len(parts[-1]))
+    return parts
+
+
+def show_progress(bar: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
+    from m1clip.console import Console  # rich, a tenth of the time to the first embedding of an ONNX model
+
+    return Console().progress(bar, total)

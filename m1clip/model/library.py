@@ -17,7 +17,7 @@ from torch import Tensor
 
 from m1clip import devices, hub
 from m1clip.config import LibraryTextConfig, LibraryVisionConfig, TokenizerSettings, require
-from m1clip.devices import short_error
+from m1clip.errors import short_error, untrusted_input
 from m1clip.files import JSON_BYTES, read_file, read_json
 from m1clip.model.pretrained import (
     BUILD_ERRORS,
@@ -29,7 +29,7 @@ from m1clip.model.pretrained import (
     parse_hf_config,
     require_extra,
 )
-from m1clip.model.safe_load import check_settings, download_from_hub, untrusted_input
+from m1clip.model.safe_load import check_settings, download_from_hub
 from m1clip.model.tokenizer import (
     TOKENIZER_BYTES,
     VOCABULARY_BYTES,

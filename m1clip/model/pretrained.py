@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from m1clip import devices
 from m1clip.config import HFConfig, TimmConfig, check_config, require
-from m1clip.devices import short_error
+from m1clip.errors import short_error, untrusted_input
 from m1clip.files import read_json
 from m1clip.model.safe_load import (
     bounded_modules,
@@ -30,7 +30,6 @@ from m1clip.model.safe_load import (
     download_from_hub,
     load_folder_tensors,
     load_tensors,
-    untrusted_input,
 )
 from m1clip.model.tokenizer import HFTokenizer
 

@@ -30,21 +30,14 @@ from m1clip.config import (
     override,
     require,
 )
-from m1clip.devices import short_error
+from m1clip.errors import short_error, untrusted_input
 from m1clip.files import read_json
 from m1clip.format import did_you_mean
 from m1clip.model import library, safe_load
 from m1clip.model.clip import CLIP, load
 from m1clip.model.interop import OPEN_CLIP, TABLES, TRANSFORMERS, Layout, Weights
 from m1clip.model.pretrained import BUILD_ERRORS, POSITION_OFFSET, clean_hf_config, parse_hf_config, require_extra
-from m1clip.model.safe_load import (
-    WEIGHT_SUFFIXES,
-    WeightMismatch,
-    check_module_size,
-    load_folder_tensors,
-    on_meta,
-    untrusted_input,
-)
+from m1clip.model.safe_load import WEIGHT_SUFFIXES, WeightMismatch, check_module_size, load_folder_tensors, on_meta
 from m1clip.model.tokenizer import Tokenizer, find_clip_tokenizer
 from m1clip.run import Run
 from m1clip.targets import OPENAI_VOCAB_SIZE

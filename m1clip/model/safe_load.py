@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from m1clip import sensors
 from m1clip.config import require
-from m1clip.devices import is_out_of_memory, short_error
+from m1clip.errors import NOT_CONVERTED, untrusted_input
 from m1clip.files import open_regular, read_json
 
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
@@ -41,24 +41,6 @@ MAX_TENSORS = 10_000  # weights of a model; a ViT-bigG has 1,300
 MAX_SIZE, MAX_LAYERS = 2**24, 1_024  # of any integer in a configuration, and of those that count layers
 TOO_LONG = f"has more than {PICKLE_BYTES / 1e6:.0f} MB without tensors"
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "state_dict_ema")
-NOT_CONVERTED = (OSError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
-
-
-@contextmanager
-def untrusted_input(what: str, path: Path | None = None) -> Iterator[None]:
-    """While something reads what others wrote: any error becomes a ValueError of one sentence.
-
-    A ValueError that names the `path` is one already. Libraries in Rust raise PanicException, which is no Exception.
-    """
-    try:
-        yield
-    except BaseException as error:
-        is_sentence = path is not None and isinstance(error, ValueError) and str(path) in str(error)
-        if is_sentence or isinstance(error, NOT_CONVERTED):
-            raise
-        if is_out_of_memory(error):
-            raise MemoryError(f"{what}: not enough memory") from None
-        raise ValueError(f"{what}: {short_error(error)[:300]}") from None
 
 
 class WithoutInit(TorchFunctionMode):

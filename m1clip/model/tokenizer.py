@@ -1,6 +1,6 @@
 """Captions to token ids: single characters, BPE learned from the captions, or OpenAI's CLIP vocabulary.
 
-All three are a `tokenizer.json` of the tokenizers library; the start and end tokens are added here.
+All three are a `tokenizer.json` of the tokenizers library; the start and end tokens are added here. No torch.
 """
 
 import json
@@ -18,15 +18,13 @@ from typing import Any, Self
 import numpy as np
 import orjson
 import tokenizers
-import torch
 from numpy.typing import NDArray
 from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
-from torch import Tensor
 
-from m1clip.config import TokenizerSettings, require
+from m1clip.config import ModelConfig, TextConfig, TokenizerSettings, require
+from m1clip.errors import untrusted_input
 from m1clip.files import read_file, read_json
 from m1clip.format import unescape_html
-from m1clip.model.safe_load import untrusted_input
 
 PAD, START, END, UNK = "<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|unknown|>"
 # Padded lengths. Only a few, because MPS compiles a graph for each new shape; beyond is the context length.
@@ -40,6 +38,7 @@ BPE_CAPTIONS = 50_000  # captions that BPE is learned from
 BPE_BYTES = 32_000_000  # of them, at most
 LONG_WORD = re.compile(r"(\S{256})\S+")  # the time of training BPE grows with the square of a word's length
 PROBE, PROBE_TOKENS = "a photo of a cat", 1_000  # a text, and the most tokens it may become
+TokenArray = NDArray[np.int64]
 
 
 class Tokenizer:
@@ -142,7 +141,7 @@ class Tokenizer:
     def highest_id(self) -> int:
         return max(self.core.get_vocab().values(), default=0)
 
-    def __call__(self, texts: Sequence[str], length: int) -> Tensor:
+    def __call__(self, texts: Sequence[str], length: int) -> TokenArray:
         """Padded ids (B, L) of at most `length` tokens."""
         for i, text in enumerate(texts):
             if not text.strip():
@@ -165,7 +164,7 @@ class Tokenizer:
         """Tokens of each text before truncation, start and end included."""
         return [len(ids) for ids in self.encode_full(texts)]
 
-    def pad(self, ids: Sequence[Sequence[int] | NDArray[np.int32]], length: int) -> Tensor:
+    def pad(self, ids: Sequence[Sequence[int] | NDArray[np.int32]], length: int) -> TokenArray:
         """(B, L), where L is the smallest bucket that holds the longest text."""
         longest, settings = max(map(len, ids), default=0), self.settings
         buckets = () if settings.fixed_length else BUCKETS
@@ -174,7 +173,7 @@ class Tokenizer:
         for row_L, text_ids in zip(padded_BL, ids, strict=True):
             start = width - len(text_ids) if settings.pad_left else 0
             row_L[start : start + len(text_ids)] = text_ids
-        return torch.from_numpy(padded_BL)
+        return padded_BL
 
 
 class HFTokenizer(Tokenizer):
@@ -189,6 +188,13 @@ class HFTokenizer(Tokenizer):
         clean_text, zeroed = CLEANERS[self.settings.clean], self.settings.zeroed_id
         all_ids = self.encode_cleaned([clean_text(text) for text in texts])
         return [[0 if id_ == zeroed else id_ for id_ in ids] for ids in all_ids]
+
+
+def load_tokenizer(config: ModelConfig, path: Path) -> Tokenizer:
+    if isinstance(config.text, TextConfig):
+        return Tokenizer.load(path)
+    settings = config.text.tokenizer
+    return (Tokenizer if settings.clip_tokens else HFTokenizer).load(path, settings)
 
 
 def build_core(state: dict[str, Any]) -> tokenizers.Tokenizer:

@@ -21,6 +21,7 @@ from m1clip.data.batches import stored_size
 from m1clip.data.pixel_cache import PixelCache, decode_rows
 from m1clip.data.splits import Source
 from m1clip.devices import Plan
+from m1clip.errors import short_error
 from m1clip.format import duration
 from m1clip.model.clip import CLIP
 from m1clip.training.device_plan import default_plan
@@ -212,7 +213,7 @@ def training_speed(config: TrainConfig, tokens: int, max_s: float) -> float:
         while len(samples_ms) < TRIAL_STEPS and sum(samples_ms) < 1e3 * max_s:
             samples_ms.append(time_step(state, plan, batch)[0])
     except devices.DEVICE_ERRORS as error:
-        reason = devices.short_error(error)
+        reason = short_error(error)
         raise ValueError(f"a batch of {config.batch_size} pairs does not run on {plan.device}: {reason}") from None
     finally:
         devices.apply_plan(Plan())

@@ -9,6 +9,7 @@ from m1clip import devices, losses
 from m1clip.config import TrainConfig
 from m1clip.data.batches import Batch
 from m1clip.devices import Plan
+from m1clip.errors import short_error
 from m1clip.model.clip import CLIP
 from m1clip.parity import PARAMETER, Parity, Recording, compare_recordings, record
 from m1clip.training.step import TrainState, embed_images, embed_texts, train_step
@@ -44,7 +45,7 @@ def compare_with_cpu(model: CLIP, batch: Batch, plan: Plan, config: TrainConfig 
     try:
         actual = run(replace(plan, compile=False))
     except devices.DEVICE_ERRORS as error:  # such as an operation that the device does not have
-        return Parity(plan.precision, float("inf"), 0, f"it failed: {devices.short_error(error)}")
+        return Parity(plan.precision, float("inf"), 0, f"it failed: {short_error(error)}")
     return compare_recordings(expected, actual, plan.precision)
 
 

@@ -19,6 +19,7 @@ from m1clip.config import TrainConfig
 from m1clip.console import Console
 from m1clip.data.batches import Batch, ImageFeatures, TextFeatures
 from m1clip.devices import Plan
+from m1clip.errors import short_error
 from m1clip.files import cache_folder, json_safe, read_jsonl, remove_irregular
 from m1clip.format import duration, milliseconds
 from m1clip.model.clip import CLIP
@@ -465,7 +466,7 @@ def compile_blocks(choice: PlanChoice, state: TrainState, batch: Batch, console:
                     embed(state.model, chunk, choice.plan.precision).sum().backward()  # type: ignore[no-untyped-call]
             return choice
     except devices.DEVICE_ERRORS as error:
-        reason = devices.short_error(error)
+        reason = short_error(error)
     finally:
         state.zero_grad()
     console.warn(f"not compiled: {reason}")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from m1clip import devices, sensors
 from m1clip.data.batches import Batch
+from m1clip.errors import is_out_of_memory
 from m1clip.model.fast import saved_for_backward
 from m1clip.training.step import Mark, StepOutput, TrainState, embed_images, embed_texts, train_step
 
@@ -73,7 +74,7 @@ def try_chunk(state: TrainState, batch: Batch, chunk: int) -> float | None:
                 embed(state.model, pairs, state.plan.precision).sum().backward()  # type: ignore[no-untyped-call]
         except (RuntimeError, MemoryError) as error:
             fits = False
-            if not devices.is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
     after = devices.peak_gb(state.device)
     state.zero_grad()
@@ -95,7 +96,7 @@ def step_with_retry(state: TrainState, batch: Batch, mark: Mark, on_retry: Calla
             return train_step(state, batch, mark_phase)
         except (RuntimeError, MemoryError) as error:
             final = state.chunk == 1 or "backward" in phases  # cannot split further, or weights have changed
-            if not devices.is_out_of_memory(error) or final:
+            if not is_out_of_memory(error) or final:
                 raise
         # Outside of `except` the error is gone, and with it the tensors of its frames.
         state.discard_gradients()

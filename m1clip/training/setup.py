@@ -21,10 +21,10 @@ from m1clip.data.index import BadRows
 from m1clip.data.splits import Source, Split, Splits, open_eval_split, open_sources, open_splits, validation_subset
 from m1clip.devices import Plan
 from m1clip.format import duration, file_size
-from m1clip.model.clip import CLIP, load, load_tokenizer
+from m1clip.model.clip import CLIP, load
 from m1clip.model.pretrained import HFText, TimmVision, load_hf_text, load_timm
 from m1clip.model.safe_load import on_meta, require_memory
-from m1clip.model.tokenizer import Tokenizer, check_tokenizer, make_tokenizer
+from m1clip.model.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, make_tokenizer
 from m1clip.run import Run, find_model, list_checkpoints, step_of
 from m1clip.training import checkpoint
 from m1clip.training.device_plan import default_plan, requested_plan

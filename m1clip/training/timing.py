@@ -18,6 +18,7 @@ from m1clip.config import TrainConfig, to_json
 from m1clip.console import Console
 from m1clip.data.batches import Batch, Images, Tokens
 from m1clip.devices import Plan
+from m1clip.errors import short_error
 from m1clip.model.clip import CLIP
 from m1clip.model.cost import model_cost
 from m1clip.training import memory
@@ -83,7 +84,7 @@ def catch_error(timing: PlanTiming, run: Callable[[PlanTiming], None]) -> None:
         if not timing.error:
             run(timing)
     except devices.DEVICE_ERRORS as error:
-        timing.error = devices.short_error(error)
+        timing.error = short_error(error)
 
 
 def warm_up(timing: PlanTiming, states: dict[str, TrainState], config: TrainConfig, batch: Batch) -> None:

@@ -1,0 +1,203 @@
+"""A CLIP that was exported to ONNX: the methods of CLIP with NumPy arrays. No torch.
+
+Shapes: B items, L tokens, C colors, H W pixels, E embedding.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from m1clip.config import ModelConfig, from_json
+from m1clip.errors import untrusted_input
+from m1clip.files import open_regular, read_json
+from m1clip.images import Pixels
+from m1clip.model.classify import Classification, Floats, classify
+from m1clip.model.inputs import ImageInput, encode_images, encode_texts
+from m1clip.model.tokenizer import TokenArray, Tokenizer, load_tokenizer
+
+EXPORT = "export.json"
+AGAIN = "export it again"
+DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
+
+
+class OnnxGraph:
+    """One encoder of an export. Its files are verified and loaded when it is first run.
+
+    `shape` is that of its input, with None where any size is accepted.
+    """
+
+    def __init__(self, folder: Path, name: str, files: Mapping[str, Any], shape: tuple[int | None, ...], width: int):
+        self.path, self.shape, self.width = folder / name, shape, width
+        # Beside the graph itself, weights that do not fit into it: vision_model.onnx.data.
+        self.files = {folder / file: files[file] for file in files if file.startswith(name)}
+        self._session: Any = None
+        self._loading = Lock()
+
+    @property
+    def session(self) -> Any:
+        with self._loading:  # or two threads would load it twice
+            if self._session is None:
+                self._session = self._load()
+        return self._session
+
+    def _load(self) -> Any:
+        for path, record in self.files.items():
+            check_file(path, record)
+        with untrusted_input(f"{self.path} cannot be loaded, {AGAIN}"):
+            session = make_session(self.path)
+        inputs = session.get_inputs()
+        shape = inputs[0].shape if len(inputs) == 1 and inputs[0].type in DTYPES else []
+        sizes = zip(shape, self.shape, strict=False)
+        if len(shape) != len(self.shape) or any(isinstance(a, int) and b and a != b for a, b in sizes):
+            found = ", ".join(f"{one.name} {one.type} {one.shape}" for one in inputs)
+            raise ValueError(f"{self.path} does not fit config.json: its input is {found}; {AGAIN}")
+        return session
+
+    @property
+    def length(self) -> int | None:
+        """The only number of tokens that it accepts; None if it accepts any."""
+        length = self.session.get_inputs()[0].shape[1]
+        return length if isinstance(length, int) else None
+
+    def __call__(self, batch: NDArray[Any]) -> Floats:
+        session = self.session
+        (declared,), output = session.get_inputs(), session.get_outputs()[0].name
+        with untrusted_input(f"{self.path} cannot be run, {AGAIN}"):
+            values = session.run([output], {declared.name: batch.astype(DTYPES[declared.type], copy=False)})[0]
+            values = np.asarray(values, np.float32)
+        if values.shape != (len(batch), self.width):
+            expected = f"({len(batch)}, {self.width})"
+            raise ValueError(f"{self.path} does not fit config.json: its output is {values.shape}, not {expected}")
+        return values
+
+
+class OnnxCLIP:
+    def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer, export: Mapping[str, Any]):
+        self.config, self.tokenizer = config, tokenizer
+        size, width, files = config.vision.image_size, config.embed_dim, export["files"]
+        self.vision = OnnxGraph(folder, export["vision"], files, (None, 3, size, size), width)
+        self.text = OnnxGraph(folder, export["text"], files, (None, None), width)
+        colors = (np.array(color, np.float32).reshape(3, 1, 1) for color in (config.vision.mean, config.vision.std))
+        self.mean_C11, self.std_C11 = (np.float32(255) * color_C11 for color_C11 in colors)  # in units of bytes
+        self.scale_and_bias: tuple[float, float | None] = export["logit_scale"], export.get("logit_bias")
+
+    def embed_pixels(self, images_BHWC: Pixels) -> Floats:
+        """Unit vectors of preprocessed images."""
+        pixels_BCHW = images_BHWC.transpose(0, 3, 1, 2).astype(np.float32, order="C")
+        pixels_BCHW -= self.mean_C11
+        pixels_BCHW /= self.std_C11
+        return self.vision(pixels_BCHW)
+
+    def embed_texts(self, texts: list[str]) -> Floats:
+        tokens_BL, settings = self.tokenize(texts), self.tokenizer.settings
+        missing = (self.text.length or 0) - tokens_BL.shape[1]
+        if missing > 0:
+            sides = (missing, 0) if settings.pad_left else (0, missing)
+            tokens_BL = np.pad(tokens_BL, ((0, 0), sides), constant_values=settings.pad_id)
+        return self.text(tokens_BL)
+
+    def encode_image(
+        self, images: ImageInput | Iterable[ImageInput], batch_size: int = 32, progress: bool = False
+    ) -> Floats:
+        """Unit vectors (B, E) of images of any size, which are given as in CLIP.encode_image."""
+        parts = encode_images(images, self.embed_pixels, self.config.vision.preprocess, batch_size, progress)
+        return np.concatenate([self._empty_0E, *parts])
+
+    def encode_text(self, texts: str | Iterable[str], batch_size: int = 256, progress: bool = False) -> Floats:
+        """Unit vectors (B, E) of texts, which are given as in CLIP.encode_text."""
+        parts, rows = encode_texts(texts, self.embed_texts, batch_size, progress)
+        return np.concatenate([self._empty_0E, *parts])[rows]
+
+    @property
+    def _empty_0E(self) -> Floats:
+        return np.empty((0, self.config.embed_dim), np.float32)
+
+    def similarity(self, images: ImageInput | Iterable[ImageInput], texts: str | Iterable[str]) -> Floats:
+        """Cosine similarities (B, T) of images, in rows, and texts."""
+        return self.encode_image(images) @ self.encode_text(texts).T
+
+    def classify(
+        self,
+        images: ImageInput | Iterable[ImageInput],
+        labels: str | Sequence[str] | Mapping[str, Sequence[str]],
+        templates: str | Sequence[str] = (),
+        top_k: int = 5,
+        batch_size: int = 32,
+    ) -> list[Classification]:
+        """Zero-shot classification with the arguments of CLIP.classify."""
+        return classify(self, images, labels, templates, top_k, batch_size)
+
+    def tokenize(self, texts: str | Iterable[str]) -> TokenArray:
+        """Token ids (B, L)."""
+        return self.tokenizer([texts] if isinstance(texts, str) else list(texts), self.config.text.context_length)
+
+
+def is_onnx(folder: Path) -> bool:
+    """Whether a folder is a model exported to ONNX."""
+    return (folder / EXPORT).is_file() and read_json(folder / EXPORT).get("format") == "onnx"
+
+
+def load_onnx(folder: Path) -> OnnxCLIP:
+    """Load a folder that `m1clip export` wrote; each encoder is read when it is first used."""
+    export = check_export(folder / EXPORT, read_json(folder / EXPORT))
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is missing: {AGAIN}")
+    config = from_json(ModelConfig, folder / "config.json")
+    return OnnxCLIP(folder, config, load_tokenizer(config, folder / "tokenizer.json"), export)
+
+
+def check_export(path: Path, export: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is read from an export.json; anybody may have written it."""
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and abs(value) < 1e6
+
+    files = export.get("files")
+    names = [export.get("vision"), export.get("text"), *(files if isinstance(files, dict) else ())]
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+", name) or name in (".", ".."):
+            raise ValueError(f"{path} is damaged: {name!r} is not the name of a file in its folder; {AGAIN}")
+        if not isinstance(files, dict) or not isinstance(files.get(name), dict):
+            raise ValueError(f"{path} is damaged: it has no checksum of {name}; {AGAIN}")
+    scale, bias = export.get("logit_scale"), export.get("logit_bias")
+    if not is_number(scale) or not (bias is None or is_number(bias)):
+        raise ValueError(f"{path} is damaged: its logit_scale or logit_bias is not a number; {AGAIN}")
+    return export
+
+
+def check_file(path: Path, record: Mapping[str, Any]) -> None:
+    """Compare a file with its size and SHA-256 in export.json."""
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record.get("bytes"):
+                raise ValueError(
+                    f"{path} is damaged: it has {size:,} bytes, not {str(record.get('bytes'))[:20]}; {AGAIN}"
+                )
+            if hashlib.file_digest(file, "sha256").hexdigest() != record.get("sha256"):
+                raise ValueError(f"{path} is damaged: its content does not match {EXPORT}; {AGAIN}")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: {AGAIN}") from None
+
+
+def make_session(path: Path) -> Any:
+    import onnxruntime  # slow to import, and most models of a process are not ONNX
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = usable_cores()
+    # Threads that wait by spinning take the cores of others: under load, 40 queries took 90 s.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = 4  # its errors are raised, too
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
