@@ -24,6 +24,21 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 BestMetric = Literal[
     "mean_r1", "i2t_r1", "t2i_r1", "i2t_r5", "t2i_r5", "i2t_r10", "t2i_r10", "label_accuracy", "zeroshot_accuracy"
 ]
+Target = Literal[
+    "onnx",
+    "coreml",
+    "rclip",
+    "immich",
+    "fastembed",
+    "transformers-js",
+    "sentence-transformers",
+    "infinity",
+    "transformers",
+    "open_clip",
+    "queryable",
+    "m1clip",
+]
+"""What `m1clip export` can write; m1clip/targets.py says what each requires."""
 Recipe = Literal["auto", "scratch", "frozen", "lora", "full"]
 Positive = Annotated[int, Ge(1), Le(10**9)]
 NonNegative = Annotated[int, Ge(0), Le(10**9)]
@@ -361,6 +376,8 @@ class TrainConfig(DataConfig):
     zeroshot_accuracy is that of --zeroshot."""
     patience: NonNegative = 0
     """Stop after this many evaluations without improvement and keep the best model; 0 is off."""
+    ship_to: tuple[Target, ...] = ()
+    """Refuse a model that these targets of `m1clip export` cannot use, such as rclip or immich, before training it."""
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
     """Also log to a tracker (needs m1clip[tensorboard], [wandb] or [trackio])."""
 

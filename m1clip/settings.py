@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from m1clip.config import BestMetric, ModelConfig, Recipe
+from m1clip.config import BestMetric, ModelConfig, Recipe, Target
 
 
 class DataSettings(TypedDict, total=False):
@@ -70,4 +70,5 @@ class TrainSettings(DataSettings, total=False):
     save_every: str
     best_metric: BestMetric
     patience: int
+    ship_to: tuple[Target, ...]
     track: Literal["none", "tensorboard", "wandb", "trackio"]

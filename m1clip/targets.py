@@ -1,24 +1,9 @@
 """What a model can be exported to, and what each product requires of a model. No torch."""
 
 from collections.abc import Sequence
-from typing import Literal
 
-from m1clip.config import ModelConfig, TextConfig, VisionConfig
+from m1clip.config import ModelConfig, Target, TextConfig, VisionConfig
 
-Target = Literal[
-    "onnx",
-    "coreml",
-    "rclip",
-    "immich",
-    "fastembed",
-    "transformers-js",
-    "sentence-transformers",
-    "infinity",
-    "transformers",
-    "open_clip",
-    "queryable",
-    "m1clip",
-]
 # What is written, and how it is opened; {} is the folder.
 TARGETS: dict[Target, tuple[str, str]] = {
     "onnx": ("two ONNX encoders for onnxruntime", 'm1clip.load("{}")  # without torch'),

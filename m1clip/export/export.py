@@ -1,7 +1,9 @@
 """Export a model to one or several targets: write, load again, compare with torch, and keep only what passes."""
 
 import hashlib
+import io
 import json
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,8 +15,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from m1clip import __version__, sensors
+from m1clip.config import Target, TimmConfig, TrainConfig
 from m1clip.console import Console
+from m1clip.data.splits import Split
 from m1clip.evals.retrieval import Retrieval
+from m1clip.evaluation import eval_config, open_eval_data, trained_config
 from m1clip.export.graph import make_encoders
 from m1clip.export.layouts import ONNX_LAYOUTS, Encoders, Layout, Written
 from m1clip.export.onnx import OPSET, export_onnx, require_onnx
@@ -26,7 +31,7 @@ from m1clip.export.verify import (
     FileCheck,
     Reference,
     Tower,
-    check_file,
+    check_encoder,
     compare_speed,
     find_loss,
     find_problem,
@@ -34,11 +39,15 @@ from m1clip.export.verify import (
     torch_encoder,
 )
 from m1clip.files import atomic_folder, json_safe
-from m1clip.model.interop import is_openai
-from m1clip.model.tokenizer import HFTokenizer
-from m1clip.targets import TARGETS, TRANSFORMERS_FOLDERS, Target, find_misfit
+from m1clip.model.clip import CLIP
+from m1clip.model.pretrained import require_extra
+from m1clip.settings import DataSettings
+from m1clip.targets import TARGETS, find_misfit
 
 MANIFEST = "export.json"
+COREML_TARGETS = ("coreml", "queryable")
+VAL_SIZE, GENERIC = 1_000, "synthetic:1000"
+UNKNOWN_LICENSE = "unknown: see where the weights come from"
 LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime", "coremltools", "transformers", "open_clip_torch", "timm")
 
 
@@ -58,7 +67,8 @@ class Exported:
     target: Target
     folder: Path
     checks: list[FileCheck] = field(default_factory=list)
-    after: Retrieval | None = None  # recall of the exported encoders
+    before: Retrieval | None = None  # recall of the model, and of the exported encoders
+    after: Retrieval | None = None
     search: Search | None = None  # the INT8 recipes
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -110,32 +120,39 @@ class Exporter:
     def write(self, target: Target, folder: Path, final: Path) -> Exported:
         if target in ONNX_LAYOUTS:
             return self.write_onnx_layout(target, folder, final)
-        if target in ("coreml", "queryable"):
-            from m1clip.export.apple import write_coreml
+        if target in COREML_TARGETS:
+            from m1clip.export.apple import write_packages
 
-            return write_coreml(target, self.reference, self.options, folder, final, self.console)
+            precision: CoreMLPrecision = "int8" if self.options.int8 else self.options.precision
+            checks, after, reference, notes = write_packages(target, self.reference, precision, folder, self.console)
+            return self.judge(Exported(target, final, checks, reference.recall, after, notes=notes), reference)
         from m1clip.export.weights import write_weights
 
-        checks = write_weights(target, self.reference, folder)
-        problems = [problem for check in checks if (problem := find_problem(check, self.reference))]
-        return Exported(target, final, checks, problems=problems)
+        return self.judge(Exported(target, final, write_weights(target, self.reference, folder)), self.reference)
+
+    def judge(self, result: Exported, reference: Reference) -> Exported:
+        """Add what is wrong with the files of a target."""
+        result.problems += [problem for check in result.checks if (problem := find_problem(check, reference))]
+        if result.after and (loss := find_loss(result.after, reference, self.options.max_loss)):
+            result.problems.append(loss)
+        return result
 
     def write_onnx_layout(self, target: Target, folder: Path, final: Path) -> Exported:
         verified = self.int8 if self.options.int8 else self.fp32
         written = ONNX_LAYOUTS[target](Layout(self.model, self.fp32.encoders, verified.encoders), folder)
-        result = Exported(target, final, after=verified.after, search=verified.search, problems=list(verified.problems))
+        result = Exported(target, final, problems=list(verified.problems), search=verified.search)
+        result.before, result.after = self.reference.recall, verified.after
         for one in written:
             source = self.fp32 if one.precision == "fp32" else verified
             check = self.check_copy(folder, one)
             speeds = source.checks[one.tower]
             check = replace(check, items_per_s=speeds.items_per_s, torch_items_per_s=speeds.torch_items_per_s)
             result.checks.append(check)
-            if problem := find_problem(check, self.reference):
-                result.problems.append(problem)
+        result.problems += [problem for check in result.checks if (problem := find_problem(check, self.reference))]
         return result
 
     def check_copy(self, folder: Path, one: Written) -> FileCheck:
-        check, _, _ = check_file(
+        check, _, _ = check_encoder(
             folder / one.file, one.file, one.tower, one.precision, self.load, self.reference, limit=SAMPLE
         )
         return check
@@ -171,7 +188,7 @@ class Exporter:
         for tower, path in towers:
             name = f"{encoders.precision} {tower} encoder"
             arguments = (path, name, tower, encoders.precision, self.load, self.reference, self.console.progress)
-            check, found[tower], encode = check_file(*arguments)
+            check, found[tower], encode = check_encoder(*arguments)
             speeds = compare_speed({"torch": torch_encoder(self.model, tower), "onnx": encode}, tower, self.reference)
             checks[tower] = replace(check, items_per_s=speeds["onnx"], torch_items_per_s=speeds["torch"])
         after = self.reference.retrieval(found["vision"], found["text"])
@@ -185,13 +202,12 @@ class Exporter:
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         sums = {str(path.relative_to(folder)): file_record(path) for path in files}
         by_tower = {check.tower: check.file for check in result.checks}
-        before = self.reference.recall
-        recall = {"before": before.record(), "after": result.after and result.after.record()}
-        bias = None if self.model.logit_bias is None else float(self.model.logit_bias)
+        recall = {"before": result.before and result.before.record(), "after": result.after and result.after.record()}
+        scale, bias = self.model.scale_and_bias
         manifest = {
             "format": "onnx" if result.target == "onnx" else result.target,
             **(by_tower if result.target == "onnx" else {}),
-            "logit_scale": float(self.model.logit_scale.exp()),
+            "logit_scale": scale,
             "logit_bias": bias,
             "opset": self.options.opset,
             "passed": not result.problems,
@@ -226,9 +242,103 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def fitting_targets(requested: Sequence[str], model: Any) -> tuple[list[Target], dict[str, str]]:
+def export_model(
+    model: CLIP,
+    targets: Sequence[str],
+    out: Path,
+    options: Options = Options(),
+    *,
+    data: str = "",
+    val_size: int = VAL_SIZE,
+    overwrite: bool = False,
+    source: Path | None = None,
+    console: Console | None = None,
+) -> list[Exported]:
+    """Export to `out`, or to a folder in it for each of several targets; `source` is the model's own folder.
+
+    The result of a target that fails has `problems`, and its folder is not written unless `options.force` is set.
+    """
+    console, source = console or Console(), source or model.folder
+    chosen, misfits = fitting_targets(targets, model)
+    for target, reason in misfits.items():
+        console.print_fact("skipped", f"{target}: {reason}")
+    folders = {target: out / target if len(targets) > 1 or "all" in targets else out for target in chosen}
+    for folder in folders.values():
+        check_replaceable(folder, overwrite)
+    if not set(chosen) <= {"m1clip"}:
+        require_extras(chosen)
+    reference = open_reference(model, source, data, val_size, console)
+    with Exporter(reference, options, start_weights(source, model), console) as exporter:
+        return [exporter.export(target, folder) for target, folder in folders.items()]
+
+
+def check_replaceable(folder: Path, overwrite: bool) -> None:
+    """Nothing is deleted but an earlier export, and that only if it is asked for."""
+    if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not (folder / MANIFEST).is_file():
+        raise FileExistsError(f"{folder} exists and is not an earlier export; choose another --out")
+    if not overwrite:
+        raise FileExistsError(f"{folder} exists; --overwrite replaces it, --out DIR writes elsewhere")
+
+
+def open_reference(model: CLIP, source: Path | None, data: str, val_size: int, console: Console) -> Reference:
+    """The validation images of the model's run, or of other data; without either, generic images."""
+    settings: DataSettings = {"data": data} if data else {}
+    trained = trained_config(source, bool(data), console)
+    run_data = "" if source is None or trained == TrainConfig() else trained.data
+    if not (data or run_data):
+        settings, generic = {"data": GENERIC}, "no validation data is known for this model (--data names some)"
+    else:
+        generic = ""
+    try:
+        config = eval_config(trained, settings, is_other := bool(settings))
+        found, split = open_eval_data(config, trained, is_other, False, "auto", model, console)
+    except (FileNotFoundError, ValueError) as error:
+        if data:
+            raise
+        generic = f"the data of its run cannot be read ({error})"
+        config = eval_config(trained, {"data": GENERIC}, True)
+        found, split = open_eval_data(config, trained, True, False, "auto", model, console)
+    every = -(-len(found.pairs) // val_size)
+    pairs = Split([part.every(every) for part in found.pairs.parts])
+    name = split.partition(" ")[0]
+    description = f"{len(pairs):,} {'images' if name == 'all' else f'{name} images'} of {config.data}"
+    if generic:
+        description = f"{len(pairs):,} generic images ({GENERIC})"
+        console.warn(f"{generic}: the export is compared with torch on generic images, which say little about recall")
+    return Reference.encode(model, pairs, description, console.progress)
+
+
+def start_weights(source: Path | None, model: CLIP) -> dict[str, Any]:
+    """Where the model comes from: its folder, the weights that its training started from, and their licence."""
+    facts: dict[str, Any] = {"model": str(source) if source else None}
+    config = trained_config(source, True, Console(io.StringIO()))
+    started_from = {name: spec for name in ("init", "vision", "text") if (spec := getattr(config, name))}
+    vision = model.config.vision
+    licenses = {}
+    if isinstance(vision, TimmConfig):
+        import timm
+
+        known = timm.get_pretrained_cfg(vision.timm, allow_unregistered=True)
+        licenses[f"timm:{vision.timm}"] = (known and known.license) or UNKNOWN_LICENSE
+    for spec in started_from.values():
+        licenses.setdefault(spec.partition("?")[0], UNKNOWN_LICENSE)
+    return {**facts, "start_weights": started_from or None, "licenses": licenses or None}
+
+
+def require_extras(targets: Sequence[str]) -> None:
+    """Refuse at once what cannot be written, before the reference is encoded."""
+    if set(targets) & set(ONNX_LAYOUTS):
+        require_onnx()
+    if set(targets) & set(COREML_TARGETS):
+        require_extra("coremltools", "coreml", "a Core ML export")
+
+
+def fitting_targets(requested: Sequence[str], model: CLIP) -> tuple[list[Target], dict[str, str]]:
     """The targets that can use a model; of `all`, the others with their reasons. A misfit that is named is an error."""
-    has_openai = not isinstance(model.tokenizer, HFTokenizer) and is_openai(model.tokenizer)
+    assert model.tokenizer is not None
+    has_openai = model.tokenizer.is_openai
     if "all" not in requested:
         chosen = list(dict.fromkeys(requested))
         reasons = {target: find_misfit(target, model.config, has_openai) for target in chosen}
@@ -244,6 +354,3 @@ def fitting_targets(requested: Sequence[str], model: Any) -> tuple[list[Target],
         else:
             fitting.append(target)
     return fitting, misfits
-
-
-__all__ = ["TRANSFORMERS_FOLDERS", "Exported", "Exporter", "Options", "fitting_targets"]

@@ -11,7 +11,6 @@ from m1clip.config import to_json
 from m1clip.export import onnx
 from m1clip.export.verify import Tower
 from m1clip.model.clip import CLIP
-from m1clip.model.interop import is_openai
 from m1clip.model.tokenizer import END, START, HFTokenizer, find_openai_vocabulary
 from m1clip.targets import IMMICH_NAMES
 
@@ -23,9 +22,9 @@ RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}  # Pillow's
 class Encoders:
     """The ONNX files of one precision."""
 
-    vision: Path
-    text: Path
-    precision: str
+    vision: Path = Path()
+    text: Path = Path()
+    precision: str = "fp32"
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class Layout:
     """What a folder is made of; `shipped` is the precision that was asked for."""
 
     model: CLIP
-    fp32: Encoders
-    shipped: Encoders
+    fp32: Encoders = Encoders()
+    shipped: Encoders = Encoders()
 
     @property
     def tokenizer_json(self) -> dict[str, Any]:
@@ -62,7 +61,7 @@ class Layout:
         if isinstance(tokenizer, HFTokenizer):
             return {**kind, "pad_token": tokenizer.core.id_to_token(tokenizer.settings.pad_id)}
         pad = tokenizer.core.id_to_token(tokenizer.settings.pad_id)
-        return {**kind, "bos_token": START, "eos_token": END, "pad_token": END if is_openai(tokenizer) else pad}
+        return {**kind, "bos_token": START, "eos_token": END, "pad_token": END if tokenizer.is_openai else pad}
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -171,14 +170,13 @@ def write_tokenizer(layout: Layout, folder: Path) -> None:
 def write_transformers_js(layout: Layout, folder: Path) -> list[Written]:
     """Two encoders and both in one graph, in fp32 and, for browsers, as *_quantized.onnx."""
     model, written = layout.model, list[Written]()
-    bias = None if model.logit_bias is None else float(model.logit_bias)
     for encoders in {layout.fp32.precision: layout.fp32, layout.shipped.precision: layout.shipped}.values():
         suffix = "" if encoders.precision == "fp32" else "_quantized"
         names = {"vision": f"onnx/vision_model{suffix}.onnx", "text": f"onnx/text_model{suffix}.onnx"}
         write_graph(encoders.vision, folder / names["vision"])
         write_graph(encoders.text, folder / names["text"])
         graphs = (onnx.load_model(path) for path in (encoders.vision, encoders.text))
-        joint = onnx.join(*graphs, float(model.logit_scale.exp()), bias)
+        joint = onnx.join(*graphs, *model.scale_and_bias)
         onnx.save_model(joint, folder / "onnx" / f"model{suffix}.onnx")
         written += [
             Written(names["vision"], "vision", encoders.precision),

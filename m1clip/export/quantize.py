@@ -26,7 +26,7 @@ from m1clip.export.verify import (
     FileCheck,
     Reference,
     Tower,
-    check_file,
+    check_encoder,
     compare_speed,
     find_loss,
     find_problem,
@@ -128,7 +128,7 @@ def make_trial(
     try:
         quantize(source, trial.path, recipe, [batch for batch in batches if len(batch)])
         arguments = (trial.path, recipe.name, tower, "int8", load, reference)
-        check, _, encode = check_file(*arguments, limit=CALIBRATION_ITEMS)
+        check, _, encode = check_encoder(*arguments, limit=CALIBRATION_ITEMS)
     except Exception as error:  # neither the quantizer's nor the runtime's errors have a common class
         return replace(trial, problem=str(error) if isinstance(error, ExportFailed) else short_error(error))
     return replace(trial, check=check, encode=encode)
@@ -169,7 +169,7 @@ def judge(trial: Trial, reference: Reference, max_loss: float, console: Console)
     assert trial.check is not None
     encode, speeds = trial.encode, trial.check.items_per_s
     arguments = (trial.path, trial.recipe.name, trial.tower, "int8", lambda path: encode, reference, console.progress)
-    check, found, _ = check_file(*arguments)
+    check, found, _ = check_encoder(*arguments)
     check = replace(check, items_per_s=speeds, cold_start_ms=trial.check.cold_start_ms)
     is_vision = trial.tower == "vision"
     after = reference.retrieval(found if is_vision else reference.image_NE, reference.text_KE if is_vision else found)

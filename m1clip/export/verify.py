@@ -5,7 +5,7 @@ Shapes: N images, K distinct captions, M captions, B items of a batch, L tokens,
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from m1clip.config import require
 from m1clip.data.index import ProgressFactory, no_progress
 from m1clip.data.splits import Split
+from m1clip.errors import short_error
 from m1clip.evals.embed import Embedder
 from m1clip.evals.retrieval import Relevance, Retrieval, retrieval
 from m1clip.format import percent, wilson_interval
 from m1clip.model.clip import CLIP
 from m1clip.model.inputs import fold_texts
+from m1clip.onnx_model import DTYPES, make_session
 
 Array = NDArray[Any]
 Encode = Callable[[Array], Array]  # a batch of normalized pixels or token ids to unit vectors
@@ -68,12 +69,15 @@ class Reference:
 
     def first(self, images: int) -> "Reference":
         """The same for the first images and their captions alone."""
-        if images >= len(self.pairs):
+        if images >= len(self):
             return self
-        captions = int((self.relevance.owner_M < images).sum())
-        of_images = [list(self.pairs.captions(row)) for row in range(images)]
-        position_M, relevance = self.position_M[:captions], Relevance.from_captions(of_images)
-        return replace(self, position_M=position_M, image_NE=self.image_NE[:images], relevance=relevance)
+        captions = [list(self.pairs.captions(row)) for row in range(images)]
+        texts, position_M = fold_texts([text for of_image in captions for text in of_image])
+        row_of = {text: row for row, text in enumerate(self.texts)}
+        text_KE, relevance = self.text_KE[[row_of[text] for text in texts]], Relevance.from_captions(captions)
+        image_NE, description = self.image_NE[:images], f"the first {images:,} of {self.description}"
+        parts = (texts, position_M, image_NE, text_KE, relevance, description)
+        return Reference(self.model, self.pairs, *parts)
 
     def __len__(self) -> int:
         return len(self.image_NE)
@@ -128,7 +132,7 @@ class FileCheck:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-def check_file(
+def check_encoder(
     path: Path,
     name: str,
     tower: Tower,
@@ -243,25 +247,19 @@ def torch_encoder(model: CLIP, tower: Tower) -> Encode:
 
 
 def load_session(path: Path, pad_id: int = 0) -> Encode:
-    """An ONNX file as a function; its batch must be symbolic."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
+    """An ONNX file as a function, with the options that a shipped model runs with; its batch must be symbolic."""
     try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        session = make_session(path)
     except Exception as error:  # its errors have no common class
-        raise ExportFailed(f"{path.name} cannot be loaded: {str(error).splitlines()[0][:200]}") from None
+        raise ExportFailed(f"{path.name} cannot be loaded: {short_error(error)[:200]}") from None
     node = session.get_inputs()[0]
     if not isinstance(node.shape[0], str):
         raise ExportFailed(f"{path.name} has a fixed batch of {node.shape[0]}")
-    dtype = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}.get(node.type)
-    require(dtype is not None, f"{path.name} has an input of type {node.type}")
     length = node.shape[1] if len(node.shape) == 2 and isinstance(node.shape[1], int) else 0
 
     def encode(batch: Array) -> Array:
         if length > batch.shape[1]:
             batch = np.pad(batch, ((0, 0), (0, length - batch.shape[1])), constant_values=pad_id)
-        return session.run(None, {node.name: np.ascontiguousarray(batch, dtype)})[0]  # type: ignore[no-any-return]
+        return session.run(None, {node.name: np.ascontiguousarray(batch, DTYPES[node.type])})[0]  # type: ignore[no-any-return]
 
     return encode

@@ -94,6 +94,7 @@ class ProjectionHead(nn.Module):
 class CLIP(nn.Module):
     vision: VisionTransformer | PretrainedTower
     text: TextTransformer | BagOfWords | PretrainedTower
+    folder: Path | None = None  # where it was loaded from
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None = None):
         super().__init__()
@@ -305,4 +306,5 @@ def read_folder(path: Path) -> CLIP:
     with on_meta() if config.is_native else nullcontext():
         model = CLIP(config, tokenizer)
     model.load_state_dict(load_checked(path / "model.safetensors", model.state_dict()), assign=True)
+    model.folder = path
     return model.eval()

@@ -14,7 +14,7 @@ from m1clip.files import atomic_folder
 from m1clip.model import safe_load
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import END, PAD, START, Tokenizer
-from m1clip.targets import OPENAI_VOCAB_SIZE, find_library_misfit
+from m1clip.targets import find_library_misfit
 
 # The weight names of both libraries, and the keys and values of an open_clip configuration that our towers know.
 TABLES = json.loads(Path(__file__).with_name("interop.json").read_text())
@@ -87,7 +87,7 @@ def write_clip(model: CLIP, library: str, folder: Path) -> None:
     else:
         layout, weights_file = OPEN_CLIP, "open_clip_model.safetensors"
         files = {"open_clip_config.json": open_clip_config(model, vision, text, tokenizer)}
-    pad = END if is_openai(tokenizer) else PAD
+    pad = END if tokenizer.is_openai else PAD
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": text.context_length}
     files["tokenizer_config.json"] = {**kind, "bos_token": START, "eos_token": END, "pad_token": pad}
     files["tokenizer.json"] = tokenizer.to_clip_json()
@@ -116,10 +116,6 @@ def with_end_last(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer.from_state(state)
 
 
-def is_openai(tokenizer: Tokenizer) -> bool:
-    return len(tokenizer) == OPENAI_VOCAB_SIZE and tokenizer.end_id == OPENAI_VOCAB_SIZE - 1
-
-
 def transformers_files(config: ModelConfig, vision: VisionConfig, text: TextConfig, tokenizer: Tokenizer) -> Files:
     """config.json, and what is not the default of CLIPImageProcessor: bicubic scaling, center crop, RGB in 0 to 1."""
     projection = {"projection_dim": config.embed_dim}
@@ -129,18 +125,21 @@ def transformers_files(config: ModelConfig, vision: VisionConfig, text: TextConf
         blocks = {"num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
         return {"model_type": kind, **widths, **blocks, "hidden_act": config.activation, **projection}
 
-    size, pad_id = vision.image_size, tokenizer.end_id if is_openai(tokenizer) else 0
+    size, pad_id = vision.image_size, tokenizer.end_id if tokenizer.is_openai else 0
     ids = {"bos_token_id": tokenizer.start_id, "eos_token_id": tokenizer.end_id, "pad_token_id": pad_id}
     tokens = {"vocab_size": text.vocab_size, "max_position_embeddings": text.context_length, **ids}
     scaling = {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
     colors = {"image_mean": list(vision.mean), "image_std": list(vision.std)}
+    length = {"max_length": text.context_length}  # infinity would cut captions at 20 tokens
+    # transformers has these defaults; others, such as fastembed, do only what is written here.
+    steps = {f"do_{step}": True for step in ("resize", "center_crop", "rescale", "normalize", "convert_rgb")}
     towers = {
         "vision_config": {**tower("clip_vision_model", vision), "image_size": size, "patch_size": vision.patch_size},
         "text_config": {**tower("clip_text_model", text), **tokens},
     }
     return {
-        "config.json": {"architectures": ["CLIPModel"], "model_type": "clip", **projection, **towers},
-        "preprocessor_config.json": {"image_processor_type": "CLIPImageProcessor", **scaling, **colors},
+        "config.json": {"architectures": ["CLIPModel"], "model_type": "clip", **projection, **length, **towers},
+        "preprocessor_config.json": {"image_processor_type": "CLIPImageProcessor", **steps, **scaling, **colors},
     }
 
 
@@ -154,7 +153,7 @@ def open_clip_config(model: CLIP, vision: VisionConfig, text: TextConfig, tokeni
     vision_cfg = {**tower(vision), **patches, "head_width": vision.width // vision.heads}
     tokens = {"context_length": text.context_length, "vocab_size": text.vocab_size}
     text_cfg = {**tower(text), **tokens, "heads": text.heads}
-    if not is_openai(tokenizer):
+    if not tokenizer.is_openai:
         text_cfg |= {"hf_tokenizer_name": "tokenizer.json", "tokenizer_kwargs": {"clean": "lower"}}
     settings = {"embed_dim": model.config.embed_dim, "quick_gelu": model.config.activation == "quick_gelu"}
     bias = {} if model.logit_bias is None else {"init_logit_bias": model.logit_bias.item()}

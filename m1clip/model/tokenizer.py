@@ -25,6 +25,7 @@ from m1clip.config import ModelConfig, TextConfig, TokenizerSettings, require
 from m1clip.errors import untrusted_input
 from m1clip.files import read_file, read_json
 from m1clip.format import unescape_html
+from m1clip.targets import OPENAI_VOCAB_SIZE
 
 PAD, START, END, UNK = "<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|unknown|>"
 # Padded lengths. Only a few, because MPS compiles a graph for each new shape; beyond is the context length.
@@ -136,6 +137,11 @@ class Tokenizer:
 
     def __len__(self) -> int:
         return self.core.get_vocab_size()
+
+    @property
+    def is_openai(self) -> bool:
+        """Whether it has OpenAI's vocabulary."""
+        return len(self) == OPENAI_VOCAB_SIZE and self.core.token_to_id(END) == OPENAI_VOCAB_SIZE - 1
 
     @property
     def highest_id(self) -> int:
@@ -258,10 +264,15 @@ def find_openai_vocabulary() -> Path:
     raise ValueError("OpenAI's CLIP vocabulary comes with open_clip: pip install 'm1clip[openclip]'")
 
 
+def is_clip_vocabulary(kind: str) -> bool:
+    """Whether --tokenizer names OpenAI's vocabulary or one like it."""
+    return kind not in ("char", "bpe")
+
+
 def check_tokenizer(kind: str) -> None:
     if kind == "openai":
         find_openai_vocabulary()
-    elif kind not in ("char", "bpe") and not Path(kind).is_file():
+    elif is_clip_vocabulary(kind) and not Path(kind).is_file():
         raise ValueError(f"tokenizer must be bpe, char, openai or a CLIP vocabulary; there is no file {kind!r}")
 
 

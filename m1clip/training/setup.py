@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from m1clip import sensors
-from m1clip.config import RECIPES, Recipe, TrainConfig, check_config, from_dict, recipe_defaults, with_defaults
+from m1clip.config import (
+    RECIPES,
+    Recipe,
+    TextConfig,
+    TrainConfig,
+    check_config,
+    from_dict,
+    override,
+    recipe_defaults,
+    with_defaults,
+)
 from m1clip.console import Console
 from m1clip.data.batches import BatchStream, stored_size
 from m1clip.data.index import BadRows
@@ -24,8 +34,9 @@ from m1clip.format import duration, file_size
 from m1clip.model.clip import CLIP, load
 from m1clip.model.pretrained import HFText, TimmVision, load_hf_text, load_timm
 from m1clip.model.safe_load import on_meta, require_memory
-from m1clip.model.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, make_tokenizer
+from m1clip.model.tokenizer import Tokenizer, check_tokenizer, is_clip_vocabulary, load_tokenizer, make_tokenizer
 from m1clip.run import Run, find_model, list_checkpoints, step_of
+from m1clip.targets import OPENAI_VOCAB_SIZE, check_targets
 from m1clip.training import checkpoint
 from m1clip.training.device_plan import default_plan, requested_plan
 from m1clip.training.logger import check_tracker
@@ -104,7 +115,10 @@ def prepare(
     sources = open_sources(config, console.progress)
     if not resumed:
         config, reason = choose_settings(config, given, is_final, init, sources, console)
+    config = fit_vocabulary(config, init)
     check_recipe(config, init)
+    has_openai_tokenizer = init.tokenizer.is_openai if init.tokenizer else is_clip_vocabulary(config.tokenizer)
+    check_targets(config.ship_to, config.model, has_openai_tokenizer)
     check_disk_space(config, init, runs, resumed)
     before = read_resumed_data(resumed, len(sources), console.warn) if resumed else {}
     evaluated = config.model.vision.preprocess
@@ -249,6 +263,14 @@ def measure_encoding(config: TrainConfig, init: InitModel, captions: Sequence[st
 
     model = build_model(config, init, init.tokenizer)
     return time_encoding(model.to_devices(*default_plan(config).plan.devices), captions)
+
+
+def fit_vocabulary(config: TrainConfig, init: InitModel) -> TrainConfig:
+    """OpenAI's tokenizer needs as many token embeddings as it has tokens, whatever the preset has."""
+    text = config.model.text
+    if init.tokenizer or not isinstance(text, TextConfig) or not is_clip_vocabulary(config.tokenizer):
+        return config
+    return override(config, {"model.text.vocab_size": max(text.vocab_size, OPENAI_VOCAB_SIZE)})
 
 
 def settle(config: TrainConfig, init: InitModel, pairs: int) -> TrainConfig:
