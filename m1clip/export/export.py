@@ -123,7 +123,7 @@ class Exporter:
         if target in COREML_TARGETS:
             from m1clip.export.apple import write_packages
 
-            precision: CoreMLPrecision = "int8" if self.options.int8 else self.options.precision
+            precision: Literal["fp16", "fp32", "int8"] = "int8" if self.options.int8 else self.options.precision
             checks, after, reference, notes = write_packages(target, self.reference, precision, folder, self.console)
             return self.judge(Exported(target, final, checks, reference.recall, after, notes=notes), reference)
         from m1clip.export.weights import write_weights

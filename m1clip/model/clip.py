@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from m1clip.config import (
     LibraryTextConfig,
     LibraryVisionConfig,
     ModelConfig,
+    Target,
     TextConfig,
     TimmConfig,
     TrainConfig,
@@ -40,6 +41,7 @@ from m1clip.model.tokenizer import Tokenizer, load_tokenizer
 from m1clip.model.towers import BagOfWords, TextTransformer, Tower, VisionTransformer, init_tower
 
 if TYPE_CHECKING:
+    from m1clip.export.export import Exported
     from m1clip.model.classify import Classification
 
 # logit_scale and logit_bias as CLIP and SigLIP start them
@@ -249,6 +251,41 @@ class CLIP(nn.Module):
         """Write or replace a model folder atomically; LoRA adapters are merged into the weights."""
         with atomic_folder(Path(folder)) as partial:
             self.write(partial)
+
+    def export(
+        self,
+        target: Target,
+        folder: str | os.PathLike[str],
+        *,
+        int8: bool = False,
+        data: str = "",
+        val_size: int = 1000,
+        max_loss: float = 0.5,
+        precision: Literal["fp16", "fp32"] = "fp16",
+        opset: int = 18,
+        force: bool = False,
+        overwrite: bool = False,
+    ) -> "Exported":
+        """Write a folder for another program, as `m1clip export --to TARGET` does, and return what was measured.
+
+        Every file is loaded again and compared with the model on `data`, by default the validation images of its run.
+
+        Raises:
+            ExportFailed: a file does not compute what the model computes; nothing is left of it without `force`.
+            ValueError: the target cannot use such a model.
+
+        Example:
+            m1clip.load("nano-1").export("onnx", "nano-onnx", int8=True)
+        """
+        from m1clip.export.export import Options, export_model
+        from m1clip.export.verify import ExportFailed
+
+        options = Options(int8, precision, opset, max_loss, force)
+        settings: dict[str, Any] = {"data": data, "val_size": val_size, "overwrite": overwrite}
+        (result,) = export_model(self, [target], Path(folder), options, **settings)
+        if result.failed and not force:
+            raise ExportFailed("; ".join(result.problems))
+        return result
 
     def write(self, folder: Path) -> None:
         """Write the model's files into an existing folder."""
