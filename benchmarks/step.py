@@ -3,7 +3,7 @@ transformers.
 
     python benchmarks/step.py flickr8k:DIR [--rounds 7] [--only NAME …]
 
-Needs m1clip[bench]. All have the same weights (by `m1clip convert`), images and captions; their losses are
+Needs m1clip[bench]. All have the same weights (by `m1clip export`), images and captions; their losses are
 compared first. Each library runs in its own process, and their steps alternate. Captions are real: m1clip
 pads a batch to its longest caption, open_clip's trainer and transformers' run_clip.py pad every caption to
 the context length. m1clip starts from uint8 images, as in training; the peers get normalized pixels.

@@ -263,7 +263,7 @@ def open_clip_folder(folder: Path, **model_cfg: Any) -> Path:
 def all_cases(root: Path) -> dict[str, Callable[[], list[str]]]:
     """The command line of each case; its files are written when it is called."""
     cases: dict[str, Callable[[], list[str]]] = {}
-    convert = lambda path: ["convert", str(path), "--to", "m1clip", "--out", str(root / "out")]  # noqa: E731
+    convert = lambda path: ["export", str(path), "--to", "m1clip", "--out", str(root / "out")]  # noqa: E731
     train = ["train", "--data", "synthetic:40", "--runs", str(root / "runs"), "--steps", "1", "--batch-size", "8"]
 
     def encoded(make: Callable[[], dict[str, Any] | str]) -> str:

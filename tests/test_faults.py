@@ -192,12 +192,12 @@ def test_a_converted_model_survives_a_failure_of_each_of_its_writes(workspace, c
     (workspace.folder / "config.json").write_text(to_json(config))
     assert workspace.call(train_argv())[0] == 0
     (workspace.folder / "out").mkdir()
-    (workspace.folder / "out" / "previous").touch()
+    (workspace.folder / "out" / "export.json").write_text("{}")  # an earlier export
 
     def written() -> Files:
         return {"out": repr(sorted(workspace.files("out").items())).encode()}  # all files, or none
 
-    argv = ["convert", "runs/r", "--to", to, "--out", "out", "--overwrite"]
+    argv = ["export", "runs/r", "--to", to, "--out", "out", "--overwrite"]
     assert workspace.fail_every_write(lambda: argv, written, written, ["full", "broken"]) > 15
 
 

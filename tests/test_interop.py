@@ -224,7 +224,7 @@ def test_the_activation_comes_from_the_configuration_the_file_name_or_the_caller
     path = save_checkpoint(theirs, "safetensors", tmp_path)
     ours, note = import_clip(str(path))
     assert ours.config.activation == "gelu"
-    assert f"m1clip convert {path} --to m1clip --quick-gelu" in note
+    assert f"m1clip export {path} --to m1clip --quick-gelu" in note
     ours, note = import_clip(str(path), quick_gelu=True)
     assert (ours.config.activation, note) == ("quick_gelu", "")
     shutil.copy(path, tmp_path / "vit-openai.safetensors")
@@ -348,20 +348,20 @@ def test_a_model_that_cannot_be_exported_is_refused_with_flags_that_exist(reason
         assert exportable_towers(PRESETS[preset].model, "transformers")
 
 
-def test_convert_on_the_command_line(tmp_path):
+def test_export_to_libraries_on_the_command_line(tmp_path):
     random_clip(SMALL_VOCAB, Tokenizer.characters()).save(tmp_path / "mine")
 
-    def convert(*argv: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "m1clip", "convert", *map(str, argv)]
+    def export(*argv: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "m1clip", "export", *map(str, argv)]
         return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
-    done = convert(tmp_path / "mine", "--to", "open_clip")
+    done = export(tmp_path / "mine", "--to", "open_clip")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "mine-open_clip" / "open_clip_config.json").is_file()
-    again = convert(tmp_path / "mine", "--to", "open_clip")
+    again = export(tmp_path / "mine", "--to", "open_clip")
     assert again.returncode == 2
     assert "--overwrite" in again.stderr
-    back = convert(tmp_path / "mine-open_clip", "--to", "m1clip", "--out", tmp_path / "back")
+    back = export(tmp_path / "mine-open_clip", "--to", "m1clip", "--out", tmp_path / "back")
     assert back.returncode == 0, back.stderr
     assert m1clip.load(tmp_path / "back").config == m1clip.load(tmp_path / "mine").config
 
@@ -371,7 +371,7 @@ def test_the_advice_about_the_activation_works_on_the_command_line(theirs, tmp_p
     folder.mkdir()
     path = save_checkpoint(theirs, "safetensors", folder)
     _, note = import_clip(str(path))
-    command = shlex.split(note[note.index("m1clip convert") :])
+    command = shlex.split(note[note.index("m1clip export") :])
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert m1clip.load(folder / "weights-m1clip").config.activation == "quick_gelu"

@@ -74,7 +74,7 @@ def show_families(rows: list[dict[str, Any]]) -> None:
         print(f"pip install 'm1clip[{','.join(missing)}]' installs what is missing.")
     if names := open_clip_names():
         print(f"m1clip models NAME lists those of open_clip's {len(names)} architectures whose names contain NAME.")
-    print("m1clip convert MODEL --to m1clip stores any of them as a folder that needs no network.")
+    print("m1clip export MODEL --to m1clip stores any of them as a folder that needs no network.")
 
 
 def open_clip_names() -> list[str]:

@@ -201,7 +201,7 @@ class Exporter:
         """export.json: what was written and what was measured, with a checksum of every other file."""
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         sums = {str(path.relative_to(folder)): file_record(path) for path in files}
-        by_tower = {check.tower: check.file for check in result.checks}
+        by_tower: dict[str, Any] = {check.tower: check.file for check in result.checks}
         recall = {"before": result.before and result.before.record(), "after": result.after and result.after.record()}
         scale, bias = self.model.scale_and_bias
         manifest = {
@@ -267,7 +267,8 @@ def export_model(
         check_replaceable(folder, overwrite)
     if not set(chosen) <= {"m1clip"}:
         require_extras(chosen)
-    reference = open_reference(model, source, data, val_size, console)
+    is_quick = not {*ONNX_LAYOUTS, *COREML_TARGETS} & set(chosen)  # the same weights: a sample shows whether they fit
+    reference = open_reference(model, source, data, min(val_size, SAMPLE) if is_quick else val_size, console)
     with Exporter(reference, options, start_weights(source, model), console) as exporter:
         return [exporter.export(target, folder) for target, folder in folders.items()]
 
@@ -306,7 +307,7 @@ def open_reference(model: CLIP, source: Path | None, data: str, val_size: int, c
     description = f"{len(pairs):,} {'images' if name == 'all' else f'{name} images'} of {config.data}"
     if generic:
         description = f"{len(pairs):,} generic images ({GENERIC})"
-        console.warn(f"{generic}: the export is compared with torch on generic images, which say little about recall")
+        console.print_fact("note", f"{generic}: compared with torch on generic images, which say little about recall")
     return Reference.encode(model, pairs, description, console.progress)
 
 

@@ -96,4 +96,5 @@ class FiniteMaskAttention(towers.Attention):
         score_BhLL = q_BhLd * q_BhLd.shape[-1] ** -0.5 @ k_BhLd.transpose(-2, -1)
         if self.causal:
             score_BhLL = score_BhLL + torch.full((L, L), MASKED).triu(1)
-        return (score_BhLL.softmax(-1) @ v_BhLd).transpose(1, 2).flatten(2)
+        y_BhLd: Tensor = score_BhLL.softmax(-1) @ v_BhLd
+        return y_BhLd.transpose(1, 2).flatten(2)

@@ -175,7 +175,7 @@ def write_transformers_js(layout: Layout, folder: Path) -> list[Written]:
         names = {"vision": f"onnx/vision_model{suffix}.onnx", "text": f"onnx/text_model{suffix}.onnx"}
         write_graph(encoders.vision, folder / names["vision"])
         write_graph(encoders.text, folder / names["text"])
-        graphs = (onnx.load_model(path) for path in (encoders.vision, encoders.text))
+        graphs = (onnx.load_model(encoders.vision), onnx.load_model(encoders.text))
         joint = onnx.join(*graphs, *model.scale_and_bias)
         onnx.save_model(joint, folder / "onnx" / f"model{suffix}.onnx")
         written += [

@@ -160,7 +160,7 @@ def save_model(model: "ModelProto", path: Path) -> None:
     import onnx
 
     is_large = sum(len(tensor.raw_data) for tensor in model.graph.initializer) > MAX_FILE_BYTES
-    options = {"save_as_external_data": True, "location": f"{path.name}.data"} if is_large else {}
+    options: dict[str, Any] = {"save_as_external_data": True, "location": f"{path.name}.data"} if is_large else {}
     onnx.save(model, str(path), **options)
 
 

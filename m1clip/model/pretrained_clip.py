@@ -171,7 +171,7 @@ def infer_open_clip(spec: str, path: Path, weights: Weights, quick_gelu: bool) -
         raise ValueError(f"{path} is not a CLIP of OpenAI, open_clip or transformers")
     is_quick = quick_gelu or any(name in path.name.lower() for name in QUICK_GELU_NAMES)
     is_quick = is_quick or "input_resolution" in weights  # only OpenAI's own archives have it
-    advice = f"first run: m1clip convert {shlex.quote(spec)} --to m1clip --quick-gelu"
+    advice = f"first run: m1clip export {shlex.quote(spec)} --to m1clip --quick-gelu"
     note = f"no configuration names the activation, so it is gelu; if it was quick_gelu, {advice}"
     return {"model_cfg": {"quick_gelu": is_quick}}, "" if is_quick else note
 
