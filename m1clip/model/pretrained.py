@@ -120,7 +120,7 @@ class HFText(PretrainedTower):
         mask_BL1 = mask_BL[:, :, None]
         count_B1 = mask_BL1.sum(1).to(last_BLD.dtype)
         means = [(layer_BLD * mask_BL1).sum(1) / count_B1 for layer_BLD in output.hidden_states]
-        max_BD = last_BLD.masked_fill(~mask_BL1, -torch.inf).amax(1)
+        max_BD = last_BLD.masked_fill(~mask_BL1, -1e4).amax(1)  # finite, because Core ML computes with fp16
         return torch.cat([*means, last_BLD[:, 0], max_BD], dim=1)
 
 
