@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from conftest import tiny_config
-from m1clip.export.coreml import convert_image, convert_text, tokenize_full
-from m1clip.export.graph import Encoders, ImageEncoder, make_encoders
-from m1clip.export.mil import OPS, Feature, MILProgram, predict_native
+from m1clip.export.coreml import convert_image, convert_text
+from m1clip.export.graph import Encoders, ImageEncoder, TextEncoder, make_encoders
+from m1clip.export.mil import OPS, Feature, MILProgram, NativeProgram
 from m1clip.model.clip import CLIP
 from m1clip.model.pretrained import load_hf_text, load_timm
 from m1clip.model.tokenizer import Tokenizer
@@ -44,6 +44,12 @@ def tiny_encoders(**settings: Any) -> Encoders:
         if weight.ndim == 1:
             nn.init.normal_(weight, 0.5, 0.2)  # biases and norms as after training, not 0 and 1
     return make_encoders(model, finite_masks=True)
+
+
+def tokenize_full(encoder: TextEncoder, texts: list[str]) -> np.ndarray:
+    """Ids of the full context length, which a package takes."""
+    ids_NL = encoder.model.tokenize(texts).numpy()
+    return np.pad(ids_NL, ((0, 0), (0, encoder.context_length - ids_NL.shape[1]))).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -237,15 +243,15 @@ def test_a_transformers_text_tower_converts(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "darwin", reason="Core ML runs on macOS only")
 def test_core_ml_gives_the_embeddings_of_the_interpreter(encoders, text_package, tmp_path):
-    inputs = {"input_ids": tokenize_full(encoders.text, CAPTIONS[1:2])}
-    native = predict_native(text_package, inputs)["text_embeds"]
-    assert min_cosine(native, torch.from_numpy(MILProgram(text_package).embed(inputs["input_ids"]))) >= 0.9999
+    ids_NL = tokenize_full(encoders.text, CAPTIONS)
+    native = NativeProgram(text_package).embed(ids_NL)
+    assert min_cosine(native, torch.from_numpy(MILProgram(text_package).embed(ids_NL))) >= 0.9999
     convert_image(encoders.image, tmp_path / "i.mlpackage")
-    native = predict_native(tmp_path / "i.mlpackage", {"image": random_pixels(1).numpy()})["image_embeds"]
+    native = NativeProgram(tmp_path / "i.mlpackage").embed(random_pixels(1).numpy())
     assert min_cosine(native, expected_images(encoders.image, random_pixels(1))) >= 0.9999
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="Core ML predicts here")
 def test_prediction_by_core_ml_is_refused_without_macos(text_package):
     with pytest.raises(ValueError, match="macOS only"):
-        predict_native(text_package, {})
+        NativeProgram(text_package)

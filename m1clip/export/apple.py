@@ -17,7 +17,7 @@ from m1clip.evals.retrieval import Retrieval
 from m1clip.export.coreml import CoreMLPrecision, PixelInput, convert_image, convert_text
 from m1clip.export.graph import make_encoders
 from m1clip.export.layouts import Layout, write_json, write_tokenizer
-from m1clip.export.mil import MILProgram, native_encoder
+from m1clip.export.mil import MILProgram, NativeProgram
 from m1clip.export.verify import SAMPLE, Array, Encode, FileCheck, Reference, Tower, check_encoder
 
 IMAGES = 200  # images that packages are compared on: the program is executed op by op
@@ -107,7 +107,7 @@ def check_native(packages: tuple[Package, ...], reference: Reference, folder: Pa
     """The lowest cosine of Core ML's own predictions on this Mac, for each package."""
     lowest = []
     for package in packages:
-        encode = adapt(native_encoder(folder / package.file), package, reference)
+        encode = adapt(NativeProgram(folder / package.file).embed, package, reference)
         arguments = (folder / package.file, package.file, package.tower, "fp16", lambda _, encode=encode: encode)
         check, _, _ = check_encoder(*arguments, reference, batches=BATCHES, limit=SAMPLE)
         lowest.append(f"{package.file} minimum cosine {check.min_cosine:.6f}")

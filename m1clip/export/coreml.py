@@ -12,14 +12,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._decomp import get_decompositions
 
 import m1clip
 from m1clip.config import require
-from m1clip.devices import short_error
+from m1clip.errors import short_error
 from m1clip.export.graph import ImageEncoder, TextEncoder
 from m1clip.export.mil import quiet_coremltools
 
@@ -110,16 +108,6 @@ def convert_text(
         given = ct.TensorType(name=input_name, shape=tuple(example_BL.shape), dtype=example_BL.numpy().dtype.type)
         model = convert(module, example_BL, given, output_name, precision, log)
         save_package(model, path, "text", f"Token ids, padded to {length}", metadata)
-
-
-def tokenize_full(encoder: TextEncoder, texts: Sequence[str]) -> NDArray[np.int32]:
-    """Ids (N, L) of texts at the full context length, which the converted encoder takes."""
-    tokenizer, length = encoder.model.tokenizer, encoder.context_length
-    assert tokenizer is not None
-    ids_NL = tokenizer.pad(tokenizer.encode(texts, length), length)
-    missing = length - ids_NL.shape[1]
-    padding = (missing, 0) if tokenizer.settings.pad_left else (0, missing)
-    return F.pad(ids_NL, padding, value=tokenizer.settings.pad_id).numpy().astype(np.int32)
 
 
 def convert(

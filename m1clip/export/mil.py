@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from m1clip.config import require
-from m1clip.devices import short_error
+from m1clip.errors import short_error
 from m1clip.model.pretrained import require_extra
 
 Value = Tensor | str
@@ -87,23 +87,31 @@ class MILProgram:
         return np.concatenate(parts)
 
 
-def predict_native(path: Path, inputs: Arrays) -> dict[str, NDArray[Any]]:
-    """Core ML's own outputs, on macOS only."""
-    # This function has never been run: it was written on Linux, where coremltools cannot predict.
-    require(sys.platform == "darwin", "Core ML runs on macOS only; MILProgram runs a package anywhere")
-    from PIL import Image
+class NativeProgram(MILProgram):
+    """The same package run by Core ML itself, on macOS only."""
 
-    with quiet_coremltools():
-        import coremltools as ct
+    # This class has never been run: it was written on Linux, where coremltools cannot predict.
+    def __init__(self, path: Path):
+        require(sys.platform == "darwin", "Core ML runs on macOS only; MILProgram runs a package anywhere")
+        super().__init__(path)
+        with quiet_coremltools():
+            import coremltools as ct
 
-        model = ct.models.MLModel(str(path))
-        kinds = {feature.name: feature.type.WhichOneof("Type") for feature in model.get_spec().description.input}
-        check_names(inputs, kinds)
+            self.model = ct.models.MLModel(str(path))
+        features = self.model.get_spec().description.input
+        self.kinds = {feature.name: feature.type.WhichOneof("Type") for feature in features}
+
+    def predict(self, inputs: Arrays) -> dict[str, NDArray[Any]]:
+        from PIL import Image
+
+        check_names(inputs, self.kinds)
         given = {
-            name: Image.fromarray(value[0].transpose(1, 2, 0).astype(np.uint8)) if kinds[name] == "imageType" else value
+            name: Image.fromarray(value[0].transpose(1, 2, 0).astype(np.uint8))
+            if self.kinds[name] == "imageType"
+            else value
             for name, value in inputs.items()
         }
-        return dict(model.predict(given))
+        return dict(self.model.predict(given))
 
 
 @contextmanager
