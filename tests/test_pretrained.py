@@ -62,7 +62,7 @@ def test_text_features_are_means_of_all_layers_and_the_first_and_maximum_of_the_
     assert (tower.config.context_length, tower.config.width) == (16, 5 * 32)
     net = transformers.AutoModel.from_pretrained(folder).eval()
     with torch.no_grad():
-        features = tower(words(CAPTIONS, 16))
+        features = tower(torch.from_numpy(words(CAPTIONS, 16)))
         for row, text in zip(features, CAPTIONS, strict=True):  # one by one there is no padding
             ids = torch.tensor([tokenizer(1 if kind == "roberta" else 0).encode(text).ids])
             layers = [layer[0] for layer in net(input_ids=ids, output_hidden_states=True).hidden_states]
@@ -222,7 +222,7 @@ def test_minilm_gives_the_embeddings_of_sentence_transformers():
     tower, words = load_hf_text(f"hf:{packaged.MODEL_DIR}")
     captions = [*CAPTIONS, "A man's dog, naïve & old!"]
     with torch.no_grad():
-        last_mean = tower(words(captions, tower.config.context_length))[:, 6 * 384 : 7 * 384]
+        last_mean = tower(torch.from_numpy(words(captions, tower.config.context_length)))[:, 6 * 384 : 7 * 384]
     theirs = sentences.SentenceTransformer(str(packaged.MODEL_DIR), device="cpu").encode(
         captions, convert_to_tensor=True
     )
@@ -248,7 +248,7 @@ def test_an_encoder_without_fused_attention(tmp_path):
     transformers.MPNetModel(config).save_pretrained(tmp_path / "mpnet")
     tokenizer(1).save(str(tmp_path / "mpnet" / "tokenizer.json"))
     tower, words = load_hf_text(f"hf:{tmp_path / 'mpnet'}")
-    assert tower(words(CAPTIONS, 16)).shape == (3, tower.config.width)
+    assert tower(torch.from_numpy(words(CAPTIONS, 16))).shape == (3, tower.config.width)
 
 
 @pytest.mark.parametrize("name", ["crossvit_tiny_240", "poolformer_s12"])

@@ -199,6 +199,6 @@ def encode_batches(batches: Generator[T], encode: Callable[[T], R], items: Itera
 
 
 def show_progress(bar: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
-    from m1clip.console import Console  # rich, a tenth of the time to the first embedding of an ONNX model
+    from m1clip.console import Console  # imports rich, which most calls do not need
 
     return Console().progress(bar, total)
