@@ -1,6 +1,6 @@
 """m1clip export: a model as files for other programs, each compared with the model before it is kept."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -131,11 +131,15 @@ COLUMNS = ("file", "size", "min. cosine", "max. difference", "cold start", "item
 
 def file_row(check: "FileCheck") -> Sequence[str]:
     ours, theirs = check.items_per_s or {}, check.torch_items_per_s or {}
-    speeds = ", ".join(f"{number(speed)} ({batch})" for batch, speed in ours.items()) or UNKNOWN
+    speeds = show_speeds(ours)
     ratios = ", ".join(f"{speed / theirs[batch]:.1f}" for batch, speed in ours.items() if batch in theirs) or UNKNOWN
     cosine, difference = f"{check.min_cosine:.7f}", f"{check.max_difference:.1e}"
     row = (check.file, file_size(check.bytes), cosine, difference, milliseconds(check.cold_start_ms), speeds, ratios)
     return (*row, check.checked_by)
+
+
+def show_speeds(items_per_s: Mapping[int, float]) -> str:
+    return ", ".join(f"{number(speed)} ({batch})" for batch, speed in items_per_s.items()) or UNKNOWN
 
 
 def recall_change(before: "Retrieval", after: "Retrieval") -> str:
@@ -154,12 +158,11 @@ def show_search(search: "Search") -> None:
         rows = []
         for trial in trials:
             check, after = trial.check, trial.after
-            speeds = ", ".join(
-                f"{number(speed)} ({batch})" for batch, speed in ((check and check.items_per_s) or {}).items()
-            )
+            speeds = show_speeds((check and check.items_per_s) or {})
             state = "kept" if trial is search.chosen[tower] else trial.problem or "slower, not needed"
             cosine = f"{check.min_cosine:.4f}" if check else UNKNOWN
             size, recall = file_size(check.bytes) if check else UNKNOWN, percent(after.mean_r1) if after else UNKNOWN
-            rows.append((trial.recipe.name, size, cosine, recall, speeds or UNKNOWN, state))
+            rows.append((trial.recipe.name, size, cosine, recall, speeds, state))
+        rows.append(("fp32, for comparison", UNKNOWN, UNKNOWN, UNKNOWN, show_speeds(search.fp32[tower]), ""))
         columns = ("recipe", "size", "min. cosine", "mean R@1", "items/s (batch)", "")
         show_rows(f"\nINT8 recipes for the {tower} encoder, beside the other one in fp32", columns, rows)

@@ -47,6 +47,7 @@ from m1clip.targets import TARGETS, find_misfit
 MANIFEST = "export.json"
 COREML_TARGETS = ("coreml", "queryable")
 VAL_SIZE, GENERIC = 1_000, "synthetic:1000"
+BUSY = 0.2  # share of the CPU that others use, from which speeds are not to be trusted
 UNKNOWN_LICENSE = "unknown: see where the weights come from"
 LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime", "coremltools", "transformers", "open_clip_torch", "timm")
 
@@ -269,8 +270,12 @@ def export_model(
         require_extras(chosen)
     is_quick = not {*ONNX_LAYOUTS, *COREML_TARGETS} & set(chosen)  # the same weights: a sample shows whether they fit
     reference = open_reference(model, source, data, min(val_size, SAMPLE) if is_quick else val_size, console)
+    load = sensors.BackgroundLoad()
     with Exporter(reference, options, start_weights(source, model), console) as exporter:
-        return [exporter.export(target, folder) for target, folder in folders.items()]
+        results = [exporter.export(target, folder) for target, folder in folders.items()]
+    if (share := load.share()) > BUSY:
+        console.warn(f"other programs used {share:.0%} of the CPU: the measured speeds are not those of this machine")
+    return results
 
 
 def check_replaceable(folder: Path, overwrite: bool) -> None:

@@ -76,7 +76,7 @@ def make_encoders(model: CLIP, finite_masks: bool = False) -> Encoders:
             make_plain(tower)
         if finite_masks:
             use_finite_masks(tower)
-    return Encoders(ImageEncoder(model), TextEncoder(model))
+    return Encoders(ImageEncoder(model).eval(), TextEncoder(model).eval())
 
 
 def use_finite_masks(tower: nn.Module) -> None:

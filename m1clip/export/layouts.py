@@ -50,7 +50,7 @@ class Layout:
         tokenizer = self.model.tokenizer
         assert tokenizer is not None
         if isinstance(tokenizer, HFTokenizer):
-            return json.loads(tokenizer.core.to_str())  # type: ignore[no-any-return]
+            return json.loads(tokenizer.core.to_str())
         return tokenizer.to_clip_json()
 
     @property

@@ -86,6 +86,7 @@ class Search:
 
     trials: dict[Tower, list[Trial]]
     chosen: dict[Tower, Trial]
+    fp32: dict[Tower, dict[int, float]]  # items per second by batch size, measured beside the trials
 
     def record(self) -> dict[str, Any]:
         trials = [trial.record() for of_tower in self.trials.values() for trial in of_tower]
@@ -102,15 +103,15 @@ def find_int8(
     recipes: Sequence[Recipe] = RECIPES,
 ) -> Search:
     """The fastest recipe of each encoder whose recall, beside the other encoder in fp32, is within `max_loss`."""
-    trials, chosen = dict[Tower, list[Trial]](), dict[Tower, Trial]()
+    trials, chosen, fp32 = dict[Tower, list[Trial]](), dict[Tower, Trial](), dict[Tower, dict[int, float]]()
     for tower in TOWERS:
         path = source.vision if tower == "vision" else source.text
         made = [
             make_trial(path, tower, recipe, number, reference, folder, load) for number, recipe in enumerate(recipes)
         ]
-        tried = time_trials(made, load(path), tower, reference)
+        tried, fp32[tower] = time_trials(made, load(path), tower, reference)
         chosen[tower], trials[tower] = choose(tried, reference, max_loss, console)
-    return Search(trials, chosen)
+    return Search(trials, chosen, fp32)
 
 
 def make_trial(
@@ -134,15 +135,17 @@ def make_trial(
     return replace(trial, check=check, encode=encode)
 
 
-def time_trials(trials: Sequence[Trial], fp32: Encode, tower: Tower, reference: Reference) -> list[Trial]:
-    """The trials with their speeds, measured in turn beside each other; the fastest first."""
+def time_trials(
+    trials: Sequence[Trial], fp32: Encode, tower: Tower, reference: Reference
+) -> tuple[list[Trial], dict[int, float]]:
+    """The trials with their speeds, the fastest first, and the speeds of fp32: all measured in turn."""
     encoders = {trial.recipe.name: trial.encode for trial in trials if trial.encode}
     speeds = compare_speed({"fp32": fp32, **encoders}, tower, reference)
     timed = [
         replace(trial, check=replace(trial.check, items_per_s=speeds[trial.recipe.name])) if trial.check else trial
         for trial in trials
     ]
-    return sorted(timed, key=lambda trial: -trial.speed)
+    return sorted(timed, key=lambda trial: -trial.speed), speeds["fp32"]
 
 
 def choose(

@@ -241,7 +241,7 @@ def torch_encoder(model: CLIP, tower: Tower) -> Encode:
 
     @torch.inference_mode()
     def encode(batch: Array) -> Array:
-        return embed(torch.from_numpy(batch)).numpy()  # type: ignore[no-any-return]
+        return embed(torch.from_numpy(batch)).numpy()
 
     return encode
 
@@ -260,6 +260,6 @@ def load_session(path: Path, pad_id: int = 0) -> Encode:
     def encode(batch: Array) -> Array:
         if length > batch.shape[1]:
             batch = np.pad(batch, ((0, 0), (0, length - batch.shape[1])), constant_values=pad_id)
-        return session.run(None, {node.name: np.ascontiguousarray(batch, DTYPES[node.type])})[0]  # type: ignore[no-any-return]
+        return session.run(None, {node.name: np.ascontiguousarray(batch, DTYPES[node.type])})[0]
 
     return encode

@@ -75,7 +75,7 @@ def load_open_clip(folder: Path, model: CLIP) -> tuple[Encode, Encode]:
     length = model.config.text.context_length
 
     def encode_text(ids_BL: Tensor) -> Tensor:
-        return theirs.encode_text(F.pad(their_ids(model, ids_BL), (0, length - ids_BL.shape[1])))  # type: ignore[no-any-return]
+        return theirs.encode_text(F.pad(their_ids(model, ids_BL), (0, length - ids_BL.shape[1])))
 
     return encoder(theirs.encode_image), encoder(encode_text)
 
@@ -100,7 +100,7 @@ def encoder(embed: Callable[[Tensor], Tensor]) -> Encode:
 
     @torch.inference_mode()
     def encode(batch: Array) -> Array:
-        return F.normalize(embed(torch.from_numpy(batch)), dim=-1).numpy()  # type: ignore[no-any-return]
+        return F.normalize(embed(torch.from_numpy(batch)), dim=-1).numpy()
 
     return encode
 
