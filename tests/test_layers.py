@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent / "m1clip"
 FILES = sorted(ROOT.rglob("*.py"))
 
 BOTTOM = {"config", "run", "files", "format", "console", "devices", "sensors", "losses", "images", "decode", "parity"}
-BOTTOM |= {"hub", "signals", "status", "prompts", "errors"}
+BOTTOM |= {"targets", "hub", "signals", "status", "prompts", "errors"}
 # What a sub-package or file may import of ours, beside itself. "" is the package: version and lazy names.
 MAY_IMPORT = {
     **{name: {"files", "format", "config"} - {name} for name in BOTTOM},
@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "settings": {"config"},
     "document": {"format", "files"},
     "data": BOTTOM,
-    "model": BOTTOM,
+    "model": BOTTOM | {"export"},  # only inside CLIP.export
     "evals": BOTTOM | {"model", "data", "document"},
     "training": BOTTOM | {"evals", "model", "data", ""},
     "onnx_model": {"config", "errors", "files", "images", "model"},  # never torch
@@ -35,9 +35,22 @@ MAY_IMPORT = {
     "api": BOTTOM | {"settings", "training", "inference", "model", "data"},
     "evaluation": BOTTOM | {"api", "inference", "settings", "evals", "model", "data"},
     "bench": BOTTOM | {"training", "evals", "model", "data", "document", ""},
+    "export": BOTTOM | {"evaluation", "onnx_model", "settings", "evals", "model", "data", ""},
     "monitor": {"config", "run", "files", "format", "document"},  # never torch
     "commands": BOTTOM
-    | {"api", "evaluation", "inference", "onnx_model", "monitor", "bench", "training", "evals", "model", "data"}
+    | {
+        "api",
+        "evaluation",
+        "inference",
+        "onnx_model",
+        "monitor",
+        "bench",
+        "export",
+        "training",
+        "evals",
+        "model",
+        "data",
+    }
     | {"document", ""},
     "cli": {"format", "signals", "commands", ""},
     "__main__": {"cli"},
@@ -123,15 +136,16 @@ def test_help_monitoring_decoding_and_onnx_start_without_torch():
 
 # Lines of Python by part. Growth is a decision: raise a budget in the commit that needs it.
 BUDGETS = {
-    "commands": 2_080,
-    "model": 3_250,
+    "commands": 2_190,
+    "model": 3_310,
     "data": 4_210,
-    "training": 3_500,
+    "training": 3_510,
     "evals": 1_760,
     "bench": 480,
+    "export": 2_160,
     "monitor": 1_860,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 4_390, 21_550, 118
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 4_520, 23_940, 128
 
 
 def test_every_part_stays_within_its_size():
@@ -167,13 +181,13 @@ def test_functions_fit_a_screen():
 
 
 def test_the_number_of_settings_and_flags_is_bounded():
-    assert len(fields(TrainConfig)) <= 57  # 56 and `model`, which has fields of its own
+    assert len(fields(TrainConfig)) <= 58  # 57 and `model`, which has fields of its own
     done = subprocess.run(
         [sys.executable, "-m", "m1clip", "train", "--help"], capture_output=True, text=True, check=True
     )
     flags = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("│ --")}
     assert {"--lr", "--batch-size", "--model.vision.width"} <= flags
-    assert len(flags) <= 75
+    assert len(flags) <= 76
 
 
 TRACE = """
@@ -203,8 +217,8 @@ def test_few_files_lead_from_the_command_to_the_first_gradient(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     executed, loaded = ast.literal_eval(done.stderr.splitlines()[-1])
     assert f"{ROOT}/training/loop.py" in executed
-    assert len(executed) <= 38, executed
-    assert len(loaded) <= 48, loaded
+    assert len(executed) <= 39, executed
+    assert len(loaded) <= 49, loaded
 
 
 def test_the_training_loop_fits_a_screen():

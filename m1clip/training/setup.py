@@ -117,8 +117,6 @@ def prepare(
         config, reason = choose_settings(config, given, is_final, init, sources, console)
     config = fit_vocabulary(config, init)
     check_recipe(config, init)
-    has_openai_tokenizer = init.tokenizer.is_openai if init.tokenizer else is_clip_vocabulary(config.tokenizer)
-    check_targets(config.ship_to, config.model, has_openai_tokenizer)
     check_disk_space(config, init, runs, resumed)
     before = read_resumed_data(resumed, len(sources), console.warn) if resumed else {}
     evaluated = config.model.vision.preprocess
@@ -289,6 +287,9 @@ def frozen_towers(config: TrainConfig, init: InitModel) -> tuple[str, ...]:
 
 
 def check_recipe(config: TrainConfig, init: InitModel) -> None:
+    """Refuse settings that contradict the recipe, and models that cannot be shipped to where they are meant for."""
+    has_openai_tokenizer = init.tokenizer.is_openai if init.tokenizer else is_clip_vocabulary(config.tokenizer)
+    check_targets(config.ship_to, config.model, has_openai_tokenizer)
     if config.wise_ft < 1 and (not init or config.vision or config.text):
         raise ValueError("--wise-ft averages a CLIP given by --init with its fine-tuned weights; there is no --init")
     if config.recipe == "scratch" and init:
