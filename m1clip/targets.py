@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from m1clip.config import ModelConfig, Target, TextConfig, VisionConfig
+from m1clip.config import OPENAI_MEAN, OPENAI_STD, ModelConfig, Target, TextConfig, VisionConfig
 
 # What is written, and how it is opened; {} is the folder.
 TARGETS: dict[Target, tuple[str, str]] = {
@@ -30,7 +30,8 @@ TARGETS: dict[Target, tuple[str, str]] = {
 }
 TRANSFORMERS_FOLDERS = ("transformers", "infinity", "sentence-transformers")
 OPENAI_VOCAB_SIZE = 49408
-# immich refuses names that it does not know, so a model takes the name of a known one with the same embedding size.
+# immich refuses names that it does not know, so a model takes the name of a known one: that with the next larger
+# embedding, which is filled with zeros.
 IMMICH_NAMES = {
     512: "ViT-B-32__openai",
     640: "ViT-B-16-plus-240__laion400m_e31",
@@ -61,8 +62,10 @@ def find_misfit(target: str, model: ModelConfig, has_openai_tokenizer: bool) -> 
     """Why a product cannot use a model, and the flags to train one with that it can; None if it can."""
     if target in (*TRANSFORMERS_FOLDERS, "open_clip"):
         return find_library_misfit(target, model)
+    if reason := find_input_misfit(target, model):
+        return reason
     required = dict(SHAPES.get(target, {}))
-    if target == "immich" and model.embed_dim not in IMMICH_NAMES:
+    if target == "immich" and model.embed_dim > max(IMMICH_NAMES):
         required = {"embed_dim": 512}
     found = {"image_size": model.vision.image_size, "context_length": model.text.context_length}
     found["embed_dim"] = model.embed_dim
@@ -79,6 +82,23 @@ def find_misfit(target: str, model: ModelConfig, has_openai_tokenizer: bool) -> 
     if "image_size" in wrong and not isinstance(model.vision, VisionConfig):
         return f"{target} needs {', '.join(needs)}; train without --vision and with {' '.join(flags)}"
     return f"{target} needs {', '.join(needs)}; train with {' '.join(flags)}"
+
+
+def find_input_misfit(target: str, model: ModelConfig) -> str | None:
+    """Why a product cannot prepare the images or captions of a model that was trained by others."""
+    settings = model.vision.preprocess
+    known = {"rclip": ("shortest",), "immich": ("shortest", "squash")}
+    known |= dict.fromkeys(("fastembed", "transformers-js"), ("shortest", "squash"))
+    if settings.resize_mode not in known.get(target, (settings.resize_mode,)):
+        return f"{target} cannot resize images by {settings.resize_mode}, as this model needs"
+    if target in ("rclip", "immich") and settings.crop_pct != 1:
+        return f"{target} cannot crop images to {settings.crop_pct:g} of their size, as this model needs"
+    if target == "rclip" and (model.vision.mean, model.vision.std) != (OPENAI_MEAN, OPENAI_STD):
+        return "rclip normalizes images with OpenAI's mean and standard deviation, and this model has others"
+    is_fixed = not isinstance(model.text, TextConfig) and model.text.tokenizer.fixed_length
+    if target in ("fastembed", "transformers-js") and is_fixed:
+        return f"{target} pads captions to the longest, and this text encoder needs them at their full length"
+    return None
 
 
 def find_library_misfit(library: str, model: ModelConfig) -> str | None:

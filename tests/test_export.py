@@ -60,7 +60,7 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run exported to all layouts of ONNX that it fits, in INT8."""
     out = tmp_path_factory.mktemp("exported") / "out"
     model = m1clip.load(run)
-    targets = ["onnx", "fastembed", "transformers-js"]
+    targets = ["onnx", "fastembed", "transformers-js", "immich"]
     results = export_model(model, targets, out, Options(int8=True, max_loss=100), console=QuietConsole())
     assert not [result.problems for result in results if result.failed]
     return out
@@ -246,6 +246,15 @@ def test_the_joint_graph_of_transformers_js_has_the_logits_of_torch(exported, ru
     assert json.loads((folder.parent / "config.json").read_text())["model_type"] == "clip"
 
 
+def test_embeddings_for_immich_are_filled_with_zeros_to_a_width_that_it_knows(exported, run):
+    model, folder = m1clip.load(run), exported / "immich" / "clip" / "ViT-B-32__openai"
+    pixels = torch.randn(2, 3, 32, 32)
+    found = onnxruntime.InferenceSession(folder / "visual" / "model.onnx").run(None, {"image": pixels.numpy()})[0]
+    assert found.shape == (2, 512)
+    assert not found[:, model.config.embed_dim :].any()
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+
+
 def test_fastembed_opens_its_folder(exported, run, tmp_path):
     fastembed = pytest.importorskip("fastembed", reason="benchmarks/products.py installs it in a venv of its own")
     found = fastembed.TextEmbedding(
@@ -306,7 +315,6 @@ def test_folders_of_libraries_are_loaded_by_the_library(openai_model, tmp_path, 
             "rclip",
             "--model.vision.image-size 256 --model.text.context-length 77 --model.embed-dim 512 --tokenizer openai",
         ),
-        ("immich", "--model.embed-dim 512"),
         ("queryable", "--tokenizer openai"),
         ("transformers", "--preset small"),
         ("open_clip", "--preset small"),
@@ -339,5 +347,5 @@ def test_all_targets_that_fit_are_exported_and_the_others_are_named(run, tmp_pat
     monkeypatch.setattr(FakeExporter, "__enter__", lambda self: self)
     monkeypatch.setattr(FakeExporter, "__exit__", lambda *args: None)
     export_model(m1clip.load(run), ["all"], tmp_path / "out")
-    assert calls == ["onnx", "coreml", "fastembed", "transformers-js"]
+    assert calls == ["onnx", "coreml", "immich", "fastembed", "transformers-js"]
     assert "rclip needs" in capsys.readouterr().err

@@ -92,10 +92,13 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_graph(source: Path, target: Path, input_name: str = "", output_name: str = "", int32: bool = False) -> None:
-    """Copy an ONNX file, with other names of its input and output if any are given."""
+def write_graph(
+    source: Path, target: Path, input_name: str = "", output_name: str = "", int32: bool = False, width: int = 0
+) -> None:
+    """Copy an ONNX file, with other names of its input and output, and a larger width, if they are given."""
     target.parent.mkdir(parents=True, exist_ok=True)
     model = onnx.load_model(source)
+    model = onnx.pad_output(model, width) if width else model
     onnx.save_model(onnx.rename(model, input_name, output_name, int32) if input_name else model, target)
 
 
@@ -131,16 +134,20 @@ def write_rclip(layout: Layout, folder: Path) -> list[Written]:
 
 def write_immich(layout: Layout, folder: Path) -> list[Written]:
     config = layout.model.config
-    name, size = f"clip/{IMMICH_NAMES[config.embed_dim]}", config.vision.image_size
+    width = min(width for width in IMMICH_NAMES if width >= config.embed_dim)
+    name, size = f"clip/{IMMICH_NAMES[width]}", config.vision.image_size
     model = folder / name
-    write_graph(layout.shipped.vision, model / "visual" / "model.onnx", "image", "image_embeds")
-    write_graph(layout.shipped.text, model / "textual" / "model.onnx", "text", "text_embeds", int32=True)
+    write_graph(layout.shipped.vision, model / "visual" / "model.onnx", "image", "image_embeds", width=width)
+    write_graph(layout.shipped.text, model / "textual" / "model.onnx", "text", "text_embeds", int32=True, width=width)
     text_cfg = {"context_length": config.text.context_length, "vocab_size": config.text.vocab_size}
-    open_clip_cfg = {"embed_dim": config.embed_dim, "vision_cfg": {"image_size": size}, "text_cfg": text_cfg}
+    open_clip_cfg = {"embed_dim": width, "vision_cfg": {"image_size": size}, "text_cfg": text_cfg}
     write_json(model / "config.json", open_clip_cfg)
     colors = {"mean": list(config.vision.mean), "std": list(config.vision.std)}
     preprocess = {"size": [size, size], "mode": "RGB", **colors, "interpolation": config.vision.interpolation}
-    write_json(model / "visual" / "preprocess_cfg.json", {**preprocess, "resize_mode": "shortest", "fill_color": 0})
+    write_json(
+        model / "visual" / "preprocess_cfg.json",
+        {**preprocess, "resize_mode": config.vision.resize_mode, "fill_color": 0},
+    )
     write_json(model / "textual" / "tokenizer.json", layout.tokenizer_json)
     write_json(model / "textual" / "tokenizer_config.json", layout.tokenizer_config)
     precision = layout.shipped.precision

@@ -112,6 +112,25 @@ def rename(model: "ModelProto", input_name: str, output_name: str, int32: bool =
     return model
 
 
+def pad_output(model: "ModelProto", width: int) -> "ModelProto":
+    """A copy whose embeddings are filled with zeros, which change no cosine, for a product with a fixed width."""
+    import numpy as np
+    from onnx import helper, numpy_helper
+
+    model = copy_of(model)
+    output = model.graph.output[0]
+    missing = width - output.type.tensor_type.shape.dim[1].dim_value
+    if not missing:
+        return model
+    for node in model.graph.node:
+        node.output[:] = [f"{name}_unpadded" if name == output.name else name for name in node.output]
+        node.input[:] = [f"{name}_unpadded" if name == output.name else name for name in node.input]
+    model.graph.initializer.append(numpy_helper.from_array(np.array([0, 0, 0, missing]), "padding"))
+    model.graph.node.append(helper.make_node("Pad", [f"{output.name}_unpadded", "padding"], [output.name]))
+    output.type.tensor_type.shape.dim[1].dim_value = width
+    return model
+
+
 def join(vision: "ModelProto", text: "ModelProto", logit_scale: float, logit_bias: float | None) -> "ModelProto":
     """Both encoders and their logits in one graph, as transformers.js reads it."""
     import numpy as np

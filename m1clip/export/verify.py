@@ -162,6 +162,18 @@ def check_encoder(
     return check, found, encode
 
 
+def check_joint(path: Path, reference: Reference, is_int8: bool) -> None:
+    """Compare the logits of a graph of both encoders, for different numbers of images and texts."""
+    session, (scale, bias) = make_session(path), reference.model.scale_and_bias
+    inputs = {"pixel_values": reference.inputs("vision", 0, 3), "input_ids": reference.inputs("text", 0, 5)}
+    names = [output.name for output in session.get_outputs()]
+    found = dict(zip(names, session.run(None, inputs), strict=True))["logits_per_image"]
+    cosine_BT = (found - (bias or 0.0)) / scale
+    expected_BT = reference.image_NE[:3] @ reference.text_KE[:5].T
+    if found.shape != expected_BT.shape or np.abs(cosine_BT - expected_BT).max() > (0.2 if is_int8 else 1e-4):
+        raise ExportFailed(f"{path.name}: the logits differ from those of torch")
+
+
 def repeated(items: Array, count: int) -> Array:
     """`count` items, also of fewer."""
     return np.resize(items, (count, *items.shape[1:]))
@@ -246,8 +258,11 @@ def torch_encoder(model: CLIP, tower: Tower) -> Encode:
     return encode
 
 
-def load_session(path: Path, pad_id: int = 0) -> Encode:
-    """An ONNX file as a function, with the options that a shipped model runs with; its batch must be symbolic."""
+def load_session(path: Path, pad_id: int = 0, width: int | None = None) -> Encode:
+    """An ONNX file as a function, with the options that a shipped model runs with; its batch must be symbolic.
+
+    Of embeddings that are padded with zeros, only `width` numbers are returned.
+    """
     try:
         session = make_session(path)
     except Exception as error:  # its errors have no common class
@@ -260,6 +275,9 @@ def load_session(path: Path, pad_id: int = 0) -> Encode:
     def encode(batch: Array) -> Array:
         if length > batch.shape[1]:
             batch = np.pad(batch, ((0, 0), (0, length - batch.shape[1])), constant_values=pad_id)
-        return session.run(None, {node.name: np.ascontiguousarray(batch, DTYPES[node.type])})[0]
+        found_BE = session.run(None, {node.name: np.ascontiguousarray(batch, DTYPES[node.type])})[0]
+        if width and found_BE[:, width:].any():
+            raise ExportFailed(f"{path.name}: the embeddings are longer than {width}, and not filled with zeros")
+        return found_BE[:, :width]
 
     return encode
