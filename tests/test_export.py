@@ -176,7 +176,7 @@ def test_a_model_without_known_data_is_compared_on_generic_images(tmp_path, caps
     CLIP(tiny_config(), Tokenizer.characters()).save(tmp_path / "model")
     assert cli.run_command(["export", str(tmp_path / "model"), "--to", "m1clip", "--out", str(tmp_path / "out")]) == 0
     assert "generic images" in capsys.readouterr().err
-    assert "generic images" in json.loads((tmp_path / "out" / "export.json").read_text())["checked_on"]
+    assert "generic images" in json.loads((tmp_path / "out" / "export.json").read_text())["compared_on"]
 
 
 def text_reference(model: CLIP) -> Reference:

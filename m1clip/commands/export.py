@@ -114,7 +114,9 @@ def show_export(result: "Exported") -> None:
     what, opened = TARGETS[result.target]
     show_rows(f"\n{result.target}: {what}", COLUMNS, [file_row(check) for check in result.checks])
     if result.before and result.after:
-        print(f"R@1 {recall_change(result.before, result.after)}")
+        print("\n".join(recall_lines(result.before, result.after)))
+    if result.checks:
+        print(f"compared with torch by {result.checks[0].checked_by} on {result.compared_on}")
     for note in result.notes:
         print(note)
     for problem in result.problems:
@@ -126,7 +128,7 @@ def show_export(result: "Exported") -> None:
         print(f"{result.folder}\n{opened.format(result.folder)}")
 
 
-COLUMNS = ("file", "size", "min. cosine", "max. difference", "cold start", "items/s (batch)", "× torch", "checked by")
+COLUMNS = ("file", "size", "min. cosine", "max. diff.", "load + 1", "items/s (batch)", "× torch")
 
 
 def file_row(check: "FileCheck") -> Sequence[str]:
@@ -134,22 +136,21 @@ def file_row(check: "FileCheck") -> Sequence[str]:
     speeds = show_speeds(ours)
     ratios = ", ".join(f"{speed / theirs[batch]:.1f}" for batch, speed in ours.items() if batch in theirs) or UNKNOWN
     cosine, difference = f"{check.min_cosine:.7f}", f"{check.max_difference:.1e}"
-    row = (check.file, file_size(check.bytes), cosine, difference, milliseconds(check.cold_start_ms), speeds, ratios)
-    return (*row, check.checked_by)
+    return (check.file, file_size(check.bytes), cosine, difference, milliseconds(check.cold_start_ms), speeds, ratios)
 
 
 def show_speeds(items_per_s: Mapping[int, float]) -> str:
     return ", ".join(f"{number(speed)} ({batch})" for batch, speed in items_per_s.items()) or UNKNOWN
 
 
-def recall_change(before: "Retrieval", after: "Retrieval") -> str:
+def recall_lines(before: "Retrieval", after: "Retrieval") -> list[str]:
     """Both directions before and after, with intervals."""
     directions = (("image→text", "image_to_text", before.images), ("text→image", "text_to_image", before.captions))
-    parts = []
+    lines = []
     for name, direction, count in directions:
         old, new = (getattr(scores, direction).r1 for scores in (before, after))
-        parts.append(f"{name} {with_interval(old, count)} → {with_interval(new, count)}")
-    return f"{'; '.join(parts)}; chance {percent(before.chance_r1)}"
+        lines.append(f"R@1 {name} {with_interval(old, count)} → {with_interval(new, count)}")
+    return [*lines[:-1], f"{lines[-1]}, chance {percent(before.chance_r1)}"]
 
 
 def show_search(search: "Search") -> None:

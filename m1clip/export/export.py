@@ -74,6 +74,7 @@ class Exported:
     search: Search | None = None  # the INT8 recipes
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    compared_on: str = ""  # which images
 
     @property
     def failed(self) -> bool:
@@ -112,6 +113,7 @@ class Exporter:
         try:
             with atomic_folder(folder) as partial_folder:
                 result = self.write(target, partial_folder, folder)
+                result.compared_on = result.compared_on or self.reference.description
                 self.write_manifest(result, partial_folder)
                 if result.failed and not self.options.force:
                     raise ExportFailed("; ".join(result.problems))
@@ -127,7 +129,9 @@ class Exporter:
 
             precision: Literal["fp16", "fp32", "int8"] = "int8" if self.options.int8 else self.options.precision
             checks, after, reference, notes = write_packages(target, self.reference, precision, folder, self.console)
-            return self.judge(Exported(target, final, checks, reference.recall, after, notes=notes), reference)
+            result = Exported(target, final, checks, reference.recall, after, notes=notes)
+            result.compared_on = reference.description
+            return self.judge(result, reference)
         from m1clip.export.weights import write_weights
 
         return self.judge(Exported(target, final, write_weights(target, self.reference, folder)), self.reference)
@@ -216,7 +220,7 @@ class Exporter:
             "passed": not result.problems,
             "problems": result.problems,
             "notes": result.notes,
-            "checked_on": self.reference.description,
+            "compared_on": result.compared_on,
             "checks": [check.record() for check in result.checks],
             "recall": recall,
             "int8": result.search and result.search.record(),

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 ImageInput = Union[str, os.PathLike[str], bytes, bytearray, memoryview, BinaryIO, Image.Image, NDArray[Any], "Tensor"]
 ENCODED = (str, os.PathLike, bytes, bytearray, memoryview)  # files, still to be decoded
+# Large JPEGs are decoded at this multiple of the image size or more. With 4, embeddings of 20 photographs have a
+# minimum cosine of 0.99995 to those of full decoding, with 2 of 0.9976 (nano); 12 megapixels for 224 px are decoded
+# and resized 4 times as fast as in full.
+DECODE_SCALE = 4
 THREADS = min(4, os.cpu_count() or 1)
 T = TypeVar("T")
 R = TypeVar("R", bound=Sized)  # rows of embeddings: a tensor or an array
@@ -90,7 +94,7 @@ def read_image(index: int, image: ImageInput, settings: Preprocess) -> Pixels:
     path = image if isinstance(image, str | os.PathLike) else getattr(image, "filename", "")
     name = f"image {index} ({os.fspath(path)})" if path else f"image {index}"
     try:
-        return preprocess(open_image(image, 2 * settings.size), settings)
+        return preprocess(open_image(image, DECODE_SCALE * settings.size), settings)
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
     except OSError as error:
