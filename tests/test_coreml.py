@@ -1,5 +1,6 @@
 """Core ML packages: the saved program, run op by op, gives the embeddings of torch."""
 
+import json
 import logging
 import shutil
 import sys
@@ -15,7 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from conftest import tiny_config
+from helpers import QuietConsole
+from m1clip import cli
+from m1clip.export.apple import write_packages
 from m1clip.export.coreml import convert_image, convert_text
+from m1clip.export.export import open_reference
 from m1clip.export.graph import Encoders, ImageEncoder, TextEncoder, make_encoders
 from m1clip.export.mil import OPS, Feature, MILProgram, NativeProgram
 from m1clip.model.clip import CLIP
@@ -255,3 +260,30 @@ def test_core_ml_gives_the_embeddings_of_the_interpreter(encoders, text_package,
 def test_prediction_by_core_ml_is_refused_without_macos(text_package):
     with pytest.raises(ValueError, match="macOS only"):
         NativeProgram(text_package)
+
+
+def test_an_export_has_packages_for_one_item_and_for_eight_and_says_how_they_were_checked(tmp_path, capsys):
+    torch.manual_seed(0)
+    CLIP(tiny_config(), Tokenizer.characters()).save(tmp_path / "model")
+    argv = ["export", str(tmp_path / "model"), "--to", "coreml", "--out", str(tmp_path / "out"), "--val-size", "8"]
+    assert cli.run_command(argv) == 0
+    printed = capsys.readouterr().out
+    assert "executing the saved MIL program op by op" in printed
+    assert ("need macOS" in printed) == (sys.platform != "darwin")
+    manifest = json.loads((tmp_path / "out" / "export.json").read_text())
+    lowest = {check["file"]: check["min_cosine"] for check in manifest["checks"]}
+    assert len(lowest) == 4
+    assert min(lowest.values()) >= LIMITS["fp16"]
+    assert MILProgram(tmp_path / "out" / "ImageEncoderBatch8.mlpackage").inputs["pixels"].shape == (8, 3, 32, 32)
+    weights = next((tmp_path / "out").rglob("weight.bin"))
+    assert str(weights.relative_to(tmp_path / "out")) in manifest["files"]
+
+
+def test_the_package_of_rclip_takes_eight_normalized_images(encoders, tmp_path):
+    model = encoders.image.model
+    reference = open_reference(model, None, "", 8, QuietConsole())
+    checks, _, _, _ = write_packages("rclip", reference, "fp32", tmp_path, QuietConsole())
+    assert checks[0].min_cosine >= LIMITS["fp32"]
+    program = MILProgram(tmp_path / checks[0].file)
+    assert (*program.inputs, *program.outputs) == ("input", "output")
+    assert program.inputs["input"].shape[0] == 8

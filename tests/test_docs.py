@@ -1,7 +1,8 @@
 """README and docs: every snippet is executed or parsed, every flag, file, table and link is checked.
 
 Fences: ```python is executed; in ```sh every command is parsed by its own parser, and cheap ones are run;
-```text is program output, and code of other programs is left alone. All of it happens in a folder with a small trained run and a few photos.
+```text is program output; code for other programs is left alone. All of it happens in a folder with a small trained
+run and a few photos.
 """
 
 import contextlib

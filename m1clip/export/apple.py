@@ -16,7 +16,7 @@ from m1clip.console import Console
 from m1clip.evals.retrieval import Retrieval
 from m1clip.export.coreml import CoreMLPrecision, PixelInput, convert_image, convert_text
 from m1clip.export.graph import make_encoders
-from m1clip.export.layouts import Layout, write_json, write_tokenizer
+from m1clip.export.layouts import RCLIP_MODEL, Layout, write_json, write_tokenizer
 from m1clip.export.mil import MILProgram, NativeProgram
 from m1clip.export.verify import SAMPLE, Array, Encode, FileCheck, Reference, Tower, check_encoder
 
@@ -44,6 +44,8 @@ PACKAGES: dict[str, tuple[Package, ...]] = {
         Package("ImageEncoderBatch8.mlpackage", "vision", 8, "pixels", "image_embeds", pixels="bytes"),
         Package("TextEncoderBatch8.mlpackage", "text", 8, "input_ids", "text_embeds"),
     ),
+    # What rclip prefers on macOS, beside its ONNX files.
+    "rclip": (Package(f"{RCLIP_MODEL}/visual.mlpackage", "vision", 8, "input", "output", pixels="normalized"),),
     # The names of the files, inputs and outputs that the app's source has.
     "queryable": (
         Package("ImageEncoder_mobileCLIP_s2.mlpackage", "vision", 1, "colorImage", "embOutput"),
@@ -74,13 +76,15 @@ def write_packages(
         check, embeddings, _ = check_encoder(*arguments, batches=BATCHES, limit=None if is_first else SAMPLE)
         found.setdefault(package.tower, embeddings)
         checks.append(replace(check, checked_by="MIL program, op by op"))
-    notes = ["checked by executing the saved MIL program op by op with its declared types"]
+    notes = ["Core ML: checked by executing the saved MIL program op by op with its declared types"]
     if sys.platform == "darwin":
         notes.append("and by Core ML's own predictions: " + check_native(packages, reference, folder))
     else:
         notes.append(f"not by Core ML's own predictions, which need macOS (this is {sys.platform})")
-    write_tokenizer_files(target, reference, folder)
-    return checks, reference.retrieval(found["vision"], found["text"]), reference, ["; ".join(notes)]
+    if target != "rclip":
+        write_tokenizer_files(target, reference, folder)
+    after = reference.retrieval(found["vision"], found.get("text", reference.text_KE))
+    return checks, after, reference, ["; ".join(notes)]
 
 
 def load_package(path: Path, package: Package, reference: Reference) -> Encode:

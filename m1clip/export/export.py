@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -153,16 +154,31 @@ class Exporter:
             result.checks.append(self.check_copy(folder / one.file, one, whole))
         for path in sorted((folder / "onnx").glob("model*.onnx")):  # the joint graphs of transformers.js
             check_joint(path, self.reference, self.options.int8)
+        if target == "rclip":
+            self.add_rclip_package(result, folder)
         result.problems += [problem for check in result.checks if (problem := find_problem(check, self.reference))]
         return result
+
+    def add_rclip_package(self, result: Exported, folder: Path) -> None:
+        """The Core ML package that rclip looks for on macOS, where coremltools is installed."""
+        if find_spec("coremltools") is None:
+            missing = "without pip install 'm1clip[coreml]' there is no Core ML package"
+            result.notes.append(f"{missing}: on macOS, set RCLIP_USE_ONNX_ON_MACOS=1")
+            return
+        from m1clip.export.apple import write_packages
+
+        checks, _, _, notes = write_packages("rclip", self.reference, "fp32", folder, self.console)
+        result.checks += checks
+        result.notes += notes
 
     def check_copy(self, path: Path, one: Written, whole: FileCheck) -> FileCheck:
         """Run a sample of the items; the rest was measured with the graph that it is a copy of."""
         arguments = (path, one.file, one.tower, one.precision, self.load, self.reference)
         check, _, _ = check_encoder(*arguments, limit=SAMPLE)
-        worst = {"min_cosine": min(check.min_cosine, whole.min_cosine)}
-        worst["max_difference"] = max(check.max_difference, whole.max_difference)
-        return replace(whole, file=one.file, bytes=check.bytes, cold_start_ms=check.cold_start_ms, **worst)
+        lowest = min(check.min_cosine, whole.min_cosine)
+        largest = max(check.max_difference, whole.max_difference)
+        copied = replace(whole, file=one.file, bytes=check.bytes, cold_start_ms=check.cold_start_ms)
+        return replace(copied, min_cosine=lowest, max_difference=largest)
 
     @cached_property
     def load(self) -> Any:
