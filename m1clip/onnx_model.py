@@ -24,6 +24,7 @@ from m1clip.model.tokenizer import TokenArray, Tokenizer, load_tokenizer
 
 EXPORT = "export.json"
 AGAIN = "export it again"
+SMALL_GRAPH, SMALL_BATCH = 8_000_000, 4  # bytes and items
 DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
 
 
@@ -37,37 +38,37 @@ class OnnxGraph:
         self.path, self.shape, self.width = folder / name, shape, width
         # Beside the graph itself, weights that do not fit into it: vision_model.onnx.data.
         self.files = {folder / file: files[file] for file in files if file.startswith(name)}
-        self._session: Any = None
+        self._sessions: Sessions | None = None
         self._loading = Lock()
 
-    @property
-    def session(self) -> Any:
+    def session(self, batch: int = 1) -> Any:
         with self._loading:  # or two threads would load it twice
-            if self._session is None:
-                self._session = self._load()
-        return self._session
+            if self._sessions is None:
+                self._sessions = self._load()
+            return self._sessions.for_batch(batch)
 
-    def _load(self) -> Any:
+    def _load(self) -> "Sessions":
         for path, record in self.files.items():
             check_file(path, record)
         with untrusted_input(f"{self.path} cannot be loaded, {AGAIN}"):
-            session = make_session(self.path)
+            sessions = Sessions(self.path)
+            session = sessions.for_batch(1)
         inputs = session.get_inputs()
         shape = inputs[0].shape if len(inputs) == 1 and inputs[0].type in DTYPES else []
         sizes = zip(shape, self.shape, strict=False)
         if len(shape) != len(self.shape) or any(isinstance(a, int) and b and a != b for a, b in sizes):
             found = ", ".join(f"{one.name} {one.type} {one.shape}" for one in inputs)
             raise ValueError(f"{self.path} does not fit config.json: its input is {found}; {AGAIN}")
-        return session
+        return sessions
 
     @property
     def length(self) -> int | None:
         """The only number of tokens that it accepts; None if it accepts any."""
-        length = self.session.get_inputs()[0].shape[1]
+        length = self.session().get_inputs()[0].shape[1]
         return length if isinstance(length, int) else None
 
     def __call__(self, batch: NDArray[Any]) -> Floats:
-        session = self.session
+        session = self.session(len(batch))
         (declared,), output = session.get_inputs(), session.get_outputs()[0].name
         with untrusted_input(f"{self.path} cannot be run, {AGAIN}"):
             values = session.run([output], {declared.name: batch.astype(DTYPES[declared.type], copy=False)})[0]
@@ -188,11 +189,26 @@ def check_file(path: Path, record: Mapping[str, Any]) -> None:
         raise ValueError(f"{path} is missing: {AGAIN}") from None
 
 
-def make_session(path: Path) -> Any:
+class Sessions:
+    """The sessions of one graph. A small graph runs small batches on one thread: to wake others takes longer than they
+    save (nano, one image, 2 cores: 1.0 instead of 1.5 ms). Larger batches get a session with all cores.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.is_small, self._sessions = path, path.stat().st_size < SMALL_GRAPH, dict[int, Any]()
+
+    def for_batch(self, size: int) -> Any:
+        threads = 1 if self.is_small and size <= SMALL_BATCH else usable_cores()
+        if threads not in self._sessions:
+            self._sessions[threads] = make_session(self.path, threads)
+        return self._sessions[threads]
+
+
+def make_session(path: Path, threads: int) -> Any:
     import onnxruntime  # slow to import, and most models of a process are not ONNX
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = usable_cores()
+    options.intra_op_num_threads = threads
     # Threads that wait by spinning take the cores of others: under load, 40 queries took 90 s.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 4  # its errors are raised, too

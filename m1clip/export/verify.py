@@ -23,7 +23,7 @@ from m1clip.evals.retrieval import Relevance, Retrieval, retrieval
 from m1clip.format import percent, wilson_interval
 from m1clip.model.clip import CLIP
 from m1clip.model.inputs import fold_texts
-from m1clip.onnx_model import DTYPES, make_session
+from m1clip.onnx_model import DTYPES, Sessions
 
 Array = NDArray[Any]
 Encode = Callable[[Array], Array]  # a batch of normalized pixels or token ids to unit vectors
@@ -170,7 +170,7 @@ def cosines(found: Array, expected: Array) -> Array:
 
 def check_joint(path: Path, reference: Reference, is_int8: bool) -> None:
     """Compare the logits of a graph of both encoders, for different numbers of images and texts."""
-    session, (scale, bias) = make_session(path), reference.model.scale_and_bias
+    session, (scale, bias) = Sessions(path).for_batch(1), reference.model.scale_and_bias
     inputs = {"pixel_values": reference.inputs("vision", 0, 3), "input_ids": reference.inputs("text", 0, 5)}
     names = [output.name for output in session.get_outputs()]
     found = dict(zip(names, session.run(None, inputs), strict=True))["logits_per_image"]
@@ -270,10 +270,10 @@ def load_session(path: Path, pad_id: int = 0, width: int | None = None) -> Encod
     Of embeddings that are padded with zeros, only `width` numbers are returned.
     """
     try:
-        session = make_session(path)
+        sessions = Sessions(path)
+        node = sessions.for_batch(1).get_inputs()[0]
     except Exception as error:  # its errors have no common class
         raise ExportFailed(f"{path.name} cannot be loaded: {short_error(error)[:200]}") from None
-    node = session.get_inputs()[0]
     if not isinstance(node.shape[0], str):
         raise ExportFailed(f"{path.name} has a fixed batch of {node.shape[0]}")
     length = node.shape[1] if len(node.shape) == 2 and isinstance(node.shape[1], int) else 0
@@ -281,6 +281,7 @@ def load_session(path: Path, pad_id: int = 0, width: int | None = None) -> Encod
     def encode(batch: Array) -> Array:
         if length > batch.shape[1]:
             batch = np.pad(batch, ((0, 0), (0, length - batch.shape[1])), constant_values=pad_id)
+        session = sessions.for_batch(len(batch))
         found_BE = session.run(None, {node.name: np.ascontiguousarray(batch, DTYPES[node.type])})[0]
         if width and found_BE[:, width:].any():
             raise ExportFailed(f"{path.name}: the embeddings are longer than {width}, and not filled with zeros")
