@@ -131,7 +131,7 @@ RUN = """
 import sys, m1clip
 model = m1clip.load(sys.argv[1])
 model.encode_text("a cat")
-assert model.vision._session is None
+assert model.vision._sessions is None
 model.classify(sys.argv[2], "cat,dog")
 from m1clip.cli import run_command
 assert run_command(["classify", *sys.argv[1:], "--labels", "cat,dog"]) == 0

@@ -4,15 +4,15 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from m1clip import __version__, sensors
@@ -40,7 +40,7 @@ from m1clip.export.verify import (
     load_session,
     torch_encoder,
 )
-from m1clip.files import atomic_folder, json_safe
+from m1clip.files import atomic_folder, json_safe, remove_partial
 from m1clip.model.clip import CLIP
 from m1clip.model.pretrained import require_extra
 from m1clip.settings import DataSettings
@@ -96,17 +96,11 @@ class Verified:
 class Exporter:
     """Exports one model; graphs that several targets share are made and verified once."""
 
-    def __init__(self, reference: Reference, options: Options, facts: dict[str, Any], console: Console):
+    def __init__(
+        self, reference: Reference, options: Options, facts: dict[str, Any], workspace: Path, console: Console
+    ):
         self.reference, self.options, self.facts, self.console = reference, options, facts, console
-        self.model = reference.model
-        self.stack = ExitStack()
-
-    def __enter__(self) -> "Exporter":
-        self.workspace = Path(self.stack.enter_context(TemporaryDirectory(prefix="m1clip-export-")))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stack.close()
+        self.model, self.workspace = reference.model, workspace
 
     def export(self, target: Target, folder: Path) -> Exported:
         """Write a target's folder. If a check fails, nothing is left of it, unless the export is forced."""
@@ -293,11 +287,30 @@ def export_model(
     is_quick = not {*ONNX_LAYOUTS, *COREML_TARGETS} & set(chosen)  # the same weights: a sample shows whether they fit
     reference = open_reference(model, source, data, min(val_size, SAMPLE) if is_quick else val_size, console)
     load = sensors.BackgroundLoad()
-    with Exporter(reference, options, start_weights(source, model), console) as exporter:
+    with workspace_beside(out) as workspace:
+        exporter = Exporter(reference, options, start_weights(source, model), workspace, console)
         results = [exporter.export(target, folder) for target, folder in folders.items()]
     if (share := load.share()) > BUSY:
         console.warn(f"other programs used {share:.0%} of the CPU: the measured speeds are not those of this machine")
     return results
+
+
+@contextmanager
+def workspace_beside(out: Path) -> Iterator[Path]:
+    """A hidden folder on the same disk; what a killed process left of an earlier one is removed."""
+    parents = [parent for parent in out.parents if not parent.exists()]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    name = f"{out.name}-graphs"
+    remove_partial(out.parent, name)
+    workspace = out.parent / f".{name}.{os.getpid()}.new"
+    try:
+        workspace.mkdir()
+        yield workspace
+    finally:
+        shutil.rmtree(workspace, ignore_errors=True)
+        with suppress(OSError):  # of those that are not empty
+            for parent in parents:
+                parent.rmdir()
 
 
 def check_replaceable(folder: Path, overwrite: bool) -> None:

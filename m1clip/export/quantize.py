@@ -106,25 +106,22 @@ def find_int8(
     trials, chosen, fp32 = dict[Tower, list[Trial]](), dict[Tower, Trial](), dict[Tower, dict[int, float]]()
     for tower in TOWERS:
         path = source.vision if tower == "vision" else source.text
-        made = [
-            make_trial(path, tower, recipe, number, reference, folder, load) for number, recipe in enumerate(recipes)
-        ]
+        made = list[Trial]()
+        with console.progress(f"quantizing the {tower} encoder", len(recipes)) as advance:
+            for recipe in recipes:
+                target = folder / f"{tower}-int8-{len(made)}.onnx"
+                made.append(make_trial(path, target, tower, recipe, reference, load))
+                advance(1)
         tried, fp32[tower] = time_trials(made, load(path), tower, reference)
         chosen[tower], trials[tower] = choose(tried, reference, max_loss, console)
     return Search(trials, chosen, fp32)
 
 
 def make_trial(
-    source: Path,
-    tower: Tower,
-    recipe: Recipe,
-    number: int,
-    reference: Reference,
-    folder: Path,
-    load: Callable[[Path], Encode],
+    source: Path, target: Path, tower: Tower, recipe: Recipe, reference: Reference, load: Callable[[Path], Encode]
 ) -> Trial:
     """Quantize, and run a sample; a recipe that onnxruntime cannot apply or run is a trial with a problem."""
-    trial = Trial(tower, recipe, folder / f"{tower}-int8-{number}.onnx")
+    trial = Trial(tower, recipe, target)
     batches = [reference.inputs(tower, start, start + CHUNK) for start in range(0, CALIBRATION_ITEMS, CHUNK)]
     try:
         quantize(source, trial.path, recipe, [batch for batch in batches if len(batch)])
