@@ -135,8 +135,9 @@ def file_row(check: "FileCheck") -> Sequence[str]:
     ours, theirs = check.items_per_s or {}, check.torch_items_per_s or {}
     speeds = show_speeds(ours)
     ratios = ", ".join(f"{speed / theirs[batch]:.1f}" for batch, speed in ours.items() if batch in theirs) or UNKNOWN
+    cold_start = UNKNOWN if check.cold_start_ms is None else milliseconds(check.cold_start_ms)
     cosine, difference = f"{check.min_cosine:.7f}", f"{check.max_difference:.1e}"
-    return (check.file, file_size(check.bytes), cosine, difference, milliseconds(check.cold_start_ms), speeds, ratios)
+    return (check.file, file_size(check.bytes), cosine, difference, cold_start, speeds, ratios)
 
 
 def show_speeds(items_per_s: Mapping[int, float]) -> str:

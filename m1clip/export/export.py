@@ -129,7 +129,9 @@ class Exporter:
             return self.judge(result, reference)
         from m1clip.export.weights import write_weights
 
-        return self.judge(Exported(target, final, write_weights(target, self.reference, folder)), self.reference)
+        reference = self.reference.first(SAMPLE)  # the same weights: a sample shows whether they are in their places
+        result = Exported(target, final, write_weights(target, reference, folder), compared_on=reference.description)
+        return self.judge(result, self.reference)
 
     def judge(self, result: Exported, reference: Reference) -> Exported:
         """Add what is wrong with the files of a target."""

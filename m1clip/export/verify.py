@@ -123,7 +123,7 @@ class FileCheck:
     mean_cosine: float
     max_difference: float
     items: int
-    cold_start_ms: float
+    cold_start_ms: float | None  # to load it and to encode the first item
     items_per_s: dict[int, float] | None = None  # by batch size
     torch_items_per_s: dict[int, float] | None = None
     checked_by: str = "onnxruntime"

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m1clip.export.verify import SAMPLE, TOWERS, Array, Encode, FileCheck, Reference, check_encoder
+from m1clip.export.verify import TOWERS, Array, Encode, FileCheck, Reference, check_encoder
 from m1clip.model.clip import CLIP
 from m1clip.model.interop import with_end_last, write_clip
 from m1clip.model.pretrained_clip import import_clip
@@ -55,8 +55,9 @@ def write_weights(target: str, reference: Reference, folder: Path) -> list[FileC
     checks = []
     for tower, encode in zip(TOWERS, (image, text), strict=True):
         name, load_again = WEIGHTS.get(target, "model.safetensors"), partial(lambda path, encode: encode, encode=encode)
-        check, _, _ = check_encoder(folder / name, name, tower, "fp32", load_again, reference, limit=SAMPLE)
-        checks.append(replace(check, checked_by=checked_by))
+        label = f"{name} ({tower})"
+        check, _, _ = check_encoder(folder / name, label, tower, "fp32", load_again, reference)
+        checks.append(replace(check, checked_by=checked_by, cold_start_ms=None))
     return checks
 
 
