@@ -211,6 +211,27 @@ def test_int8_of_all_operators_destroys_a_text_encoder_and_the_gate_sees_it(text
     assert found.chosen["text"].path.stat().st_size < 0.5 * path.stat().st_size
 
 
+def test_int8_stores_the_weights_of_convolutions_and_matrices_as_bytes(exported):
+    graph = onnx.load_model(exported / "onnx" / "vision_model_int8.onnx").graph
+    shapes = [list(tensor.dims) for tensor in graph.initializer if tensor.data_type == 1]  # float
+    assert any(node.op_type == "Conv" for node in graph.node)
+    assert max(np.prod(shape) for shape in shapes) <= 3 * 32  # biases, norms, positions
+
+
+def test_a_tokenizer_that_gives_other_tokens_is_refused(text_graph, tmp_path):
+    reference, _ = text_graph
+    wrong, right = tmp_path / "wrong.json", tmp_path / "right.json"
+    right.write_text(json.dumps(reference.model.tokenizer.to_clip_json()))
+    assert verify.find_token_difference(right, reference) is None
+    state = json.loads(right.read_text())
+    state["normalizer"] = None
+    state["post_processor"] = None  # no start and end tokens
+    wrong.write_text(json.dumps(state))
+    assert "does not give the tokens of the model to 128 of 128 captions" in verify.find_token_difference(
+        wrong, reference
+    )
+
+
 def test_a_caption_that_was_cut_without_its_end_token_ends_at_its_last_token(text_graph):
     reference, path = text_graph
     model = reference.model

@@ -37,6 +37,7 @@ from m1clip.export.verify import (
     compare_speed,
     find_loss,
     find_problem,
+    find_token_difference,
     load_session,
     torch_encoder,
 )
@@ -126,12 +127,18 @@ class Exporter:
             checks, after, reference, notes = write_packages(target, self.reference, precision, folder, self.console)
             result = Exported(target, final, checks, reference.recall, after, notes=notes)
             result.compared_on = reference.description
+            self.judge_tokenizers(result, folder)
             return self.judge(result, reference)
         from m1clip.export.weights import write_weights
 
         reference = self.reference.first(SAMPLE)  # the same weights: a sample shows whether they are in their places
         result = Exported(target, final, write_weights(target, reference, folder), compared_on=reference.description)
         return self.judge(result, self.reference)
+
+    def judge_tokenizers(self, result: Exported, folder: Path) -> None:
+        for path in folder.rglob("tokenizer.json"):
+            if problem := find_token_difference(path, self.reference):
+                result.problems.append(problem)
 
     def judge(self, result: Exported, reference: Reference) -> Exported:
         """Add what is wrong with the files of a target."""
@@ -152,6 +159,8 @@ class Exporter:
             check_joint(path, self.reference, self.options.int8)
         if target == "rclip":
             self.add_rclip_package(result, folder)
+        if target != "onnx":  # where the tokenizer is ours, and start and end tokens are added by m1clip
+            self.judge_tokenizers(result, folder)
         result.problems += [problem for check in result.checks if (problem := find_problem(check, self.reference))]
         return result
 

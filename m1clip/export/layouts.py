@@ -1,11 +1,16 @@
 """Folders that products open: the ONNX encoders with the names, tokenizer and preprocessing files that each expects."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from string import punctuation
 from typing import Any
+
+import tokenizers
+from tokenizers import Regex, normalizers
 
 from m1clip.config import to_json
 from m1clip.export import onnx
@@ -15,6 +20,15 @@ from m1clip.model.tokenizer import END, START, HFTokenizer, find_openai_vocabula
 from m1clip.targets import IMMICH_NAMES
 
 RCLIP_MODEL = "ViT-B-32-256-datacomp_s34b_b86k"  # the one name that rclip knows
+# Steps of open_clip's cleaning of captions that a tokenizer.json can have, and which of them each cleaning takes.
+CLEANING = (
+    ("space", normalizers.Replace(Regex(r"\s+"), " ")),
+    ("strip", normalizers.Strip()),
+    ("lower", normalizers.Lowercase()),
+    ("punctuation", normalizers.Replace(Regex(f"[{re.escape(punctuation)}]"), "")),
+)
+CLEANED_BY = {"none": (), "whitespace": ("space", "strip"), "lower": ("space", "strip", "lower")}
+CLEANED_BY |= dict.fromkeys(("canonicalize", "strip_punctuation"), ("space", "strip", "lower", "punctuation"))
 RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}  # Pillow's numbers
 
 
@@ -49,9 +63,12 @@ class Layout:
         """Adds the special tokens and cleans the text by itself, as far as the tokenizers library can."""
         tokenizer = self.model.tokenizer
         assert tokenizer is not None
-        if isinstance(tokenizer, HFTokenizer):
-            return json.loads(tokenizer.core.to_str())
-        return tokenizer.to_clip_json()
+        if not isinstance(tokenizer, HFTokenizer):
+            return tokenizer.to_clip_json()
+        core = tokenizers.Tokenizer.from_str(tokenizer.core.to_str())
+        steps = [step for name, step in CLEANING if name in CLEANED_BY[tokenizer.settings.clean]]
+        core.normalizer = normalizers.Sequence([*steps, *([core.normalizer] if core.normalizer else [])])
+        return json.loads(core.to_str())
 
     @property
     def tokenizer_config(self) -> dict[str, Any]:
@@ -102,6 +119,10 @@ def write_graph(
     onnx.save_model(onnx.rename(model, input_name, output_name, int32) if input_name else model, target)
 
 
+def written_pair(vision: str, text: str, encoders: Encoders) -> list[Written]:
+    return [Written(vision, "vision", encoders.precision), Written(text, "text", encoders.precision)]
+
+
 def write_onnx(layout: Layout, folder: Path) -> list[Written]:
     """What m1clip.load opens without torch, with transformers' files for other programs."""
     suffix = "" if layout.shipped.precision == "fp32" else f"_{layout.shipped.precision}"
@@ -112,10 +133,7 @@ def write_onnx(layout: Layout, folder: Path) -> list[Written]:
     (folder / "config.json").write_text(to_json(layout.model.config))
     layout.model.tokenizer.save(folder / "tokenizer.json")
     write_json(folder / "preprocessor_config.json", layout.preprocessor_config)
-    return [
-        Written(files["vision"], "vision", layout.shipped.precision),
-        Written(files["text"], "text", layout.shipped.precision),
-    ]
+    return written_pair(files["vision"], files["text"], layout.shipped)
 
 
 def write_rclip(layout: Layout, folder: Path) -> list[Written]:
@@ -125,11 +143,7 @@ def write_rclip(layout: Layout, folder: Path) -> list[Written]:
     (folder / "tokenizer").mkdir()
     vocabulary = find_openai_vocabulary()
     shutil.copyfile(vocabulary, folder / "tokenizer" / vocabulary.name)
-    precision = layout.shipped.precision
-    return [
-        Written(f"{RCLIP_MODEL}/visual.onnx", "vision", precision),
-        Written(f"{RCLIP_MODEL}/textual.onnx", "text", precision),
-    ]
+    return written_pair(f"{RCLIP_MODEL}/visual.onnx", f"{RCLIP_MODEL}/textual.onnx", layout.shipped)
 
 
 def write_immich(layout: Layout, folder: Path) -> list[Written]:
@@ -150,11 +164,7 @@ def write_immich(layout: Layout, folder: Path) -> list[Written]:
     )
     write_json(model / "textual" / "tokenizer.json", layout.tokenizer_json)
     write_json(model / "textual" / "tokenizer_config.json", layout.tokenizer_config)
-    precision = layout.shipped.precision
-    return [
-        Written(f"{name}/visual/model.onnx", "vision", precision),
-        Written(f"{name}/textual/model.onnx", "text", precision),
-    ]
+    return written_pair(f"{name}/visual/model.onnx", f"{name}/textual/model.onnx", layout.shipped)
 
 
 def write_fastembed(layout: Layout, folder: Path) -> list[Written]:
@@ -164,8 +174,7 @@ def write_fastembed(layout: Layout, folder: Path) -> list[Written]:
         write_json(folder / tower / "config.json", config)
     write_json(folder / "vision" / "preprocessor_config.json", layout.preprocessor_config)
     write_tokenizer(layout, folder / "text")
-    precision = layout.shipped.precision
-    return [Written("vision/model.onnx", "vision", precision), Written("text/model.onnx", "text", precision)]
+    return written_pair("vision/model.onnx", "text/model.onnx", layout.shipped)
 
 
 def write_tokenizer(layout: Layout, folder: Path) -> None:
@@ -185,10 +194,7 @@ def write_transformers_js(layout: Layout, folder: Path) -> list[Written]:
         graphs = (onnx.load_model(encoders.vision), onnx.load_model(encoders.text))
         joint = onnx.join(*graphs, *model.scale_and_bias)
         onnx.save_model(joint, folder / "onnx" / f"model{suffix}.onnx")
-        written += [
-            Written(names["vision"], "vision", encoders.precision),
-            Written(names["text"], "text", encoders.precision),
-        ]
+        written += written_pair(names["vision"], names["text"], encoders)
     config, size = model.config, model.config.vision.image_size
     text = {"model_type": "clip_text_model", "max_position_embeddings": config.text.context_length}
     vision = {"model_type": "clip_vision_model", "image_size": size}

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any, Literal
 
 import numpy as np
+import tokenizers
 import torch
 from numpy.typing import NDArray
 
@@ -37,6 +38,9 @@ MIN_COSINE = {"fp32": 0.9999, "fp16": 0.999, "int8": 0.0}
 MIN_COSINE_WITHOUT_RECALL = 0.95
 SPEED_S, SPEED_ROUNDS = 0.2, 5  # of one timing, and timings per contestant
 SLOW_S, SMALL_CHUNK = 0.03, 8  # an encoder that takes longer for one item is timed with smaller batches
+
+
+MAX_TOKEN_DIFFERENCES = 0.01  # of the captions: tokenizers cannot fix broken encodings, as ftfy does
 
 
 class ExportFailed(RuntimeError):  # noqa: N818 - a sentence about the file, not about the program
@@ -178,6 +182,22 @@ def check_joint(path: Path, reference: Reference, is_int8: bool) -> None:
     expected_BT = reference.image_NE[:3] @ reference.text_KE[:5].T
     if found.shape != expected_BT.shape or np.abs(cosine_BT - expected_BT).max() > (0.2 if is_int8 else 1e-4):
         raise ExportFailed(f"{path.name}: the logits differ from those of torch")
+
+
+def find_token_difference(path: Path, reference: Reference) -> str | None:
+    """Why a tokenizer.json fails: it must give our tokens to all captions but a few with odd characters."""
+    model, texts = reference.model, reference.texts
+    assert model.tokenizer is not None
+    theirs = tokenizers.Tokenizer.from_file(str(path))
+    length = model.config.text.context_length
+    theirs.enable_truncation(length)
+    ours = model.tokenizer.encode(texts, length)
+    encoded = theirs.encode_batch(texts)
+    different = [text for text, ids, found in zip(texts, ours, encoded, strict=True) if ids != found.ids]
+    if len(different) <= MAX_TOKEN_DIFFERENCES * len(texts):
+        return None
+    few = f"{len(different):,} of {len(texts):,} captions"
+    return f"{path.name} does not give the tokens of the model to {few}, such as {different[0][:80]!r}"
 
 
 def repeated(items: Array, count: int) -> Array:

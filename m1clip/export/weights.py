@@ -64,6 +64,7 @@ def write_weights(target: str, reference: Reference, folder: Path) -> list[FileC
 def load_transformers(folder: Path, model: CLIP) -> tuple[Encode, Encode]:
     import transformers
 
+    transformers.logging.disable_progress_bar()
     theirs = transformers.CLIPModel.from_pretrained(folder, local_files_only=True).eval()
     image = encoder(lambda pixels: theirs.get_image_features(pixel_values=pixels).pooler_output)
     return image, encoder(lambda ids: theirs.get_text_features(input_ids=their_ids(model, ids)).pooler_output)
