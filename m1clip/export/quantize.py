@@ -36,10 +36,11 @@ from m1clip.export.verify import (
 )
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
+    from onnx import ModelProto, NodeProto
 
 MATMULS = ("MatMul", "Gemm", "Gather")
 CALIBRATION_ITEMS = 64
+COLORS = 3  # input channels of a first convolution
 MAX_SIZE = 0.6  # of the fp32 file; int8 weights alone would be 0.25
 
 
@@ -205,14 +206,17 @@ def quantize(source: Path, target: Path, recipe: Recipe, calibration: Sequence[A
 def store_int8_weights(model: "ModelProto") -> "ModelProto":
     """Store the weights of convolutions as int8 with a scale per output channel; they are computed in fp32.
 
-    Dynamic INT8 convolutions are slower than fp32. Cast and Mul, unlike DequantizeLinear, are folded when the file
+    The first one and depthwise ones are small and sensitive, and stay as they are: EfficientNet-lite0's minimum cosine
+    is 0.992 instead of 0.978 on 200 photographs. Dynamic INT8 convolutions are slower than fp32. Cast and Mul, unlike DequantizeLinear, are folded when the file
     is loaded, so that nothing is computed twice.
     """
     from onnx import TensorProto, helper, numpy_helper
 
     graph, nodes = model.graph, []
-    weights = {node.input[1] for node in graph.node if node.op_type == "Conv"}
+    weights = {node.input[1] for node in graph.node if node.op_type == "Conv" and group_of(node) == 1}
     for tensor in [one for one in graph.initializer if one.name in weights and one.data_type == TensorProto.FLOAT]:
+        if tensor.dims[1] <= COLORS:
+            continue
         weight, name = numpy_helper.to_array(tensor), tensor.name
         largest = np.abs(weight).max(axis=tuple(range(1, weight.ndim)), keepdims=True)
         scale = np.maximum(largest / 127, np.finfo(np.float32).tiny).astype(np.float32)
@@ -224,6 +228,10 @@ def store_int8_weights(model: "ModelProto") -> "ModelProto":
     for node in reversed(nodes):
         graph.node.insert(0, node)
     return model
+
+
+def group_of(node: "NodeProto") -> int:
+    return next((attribute.i for attribute in node.attribute if attribute.name == "group"), 1)
 
 
 class Calibration:
