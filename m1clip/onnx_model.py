@@ -149,8 +149,7 @@ def load_onnx(folder: Path) -> OnnxCLIP:
     """Load a folder that `m1clip export` wrote; each encoder is read when it is first used."""
     export = check_export(folder / EXPORT, read_json(folder / EXPORT))
     for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder / name} is missing: {AGAIN}")
+        check_file(folder / name, export["files"].get(name) or {})
     config = from_json(ModelConfig, folder / "config.json")
     return OnnxCLIP(folder, config, load_tokenizer(config, folder / "tokenizer.json"), export)
 
@@ -195,13 +194,18 @@ class Sessions:
     """
 
     def __init__(self, path: Path):
-        self.path, self.is_small, self._sessions = path, path.stat().st_size < SMALL_GRAPH, dict[int, Any]()
+        self.path, self.is_small, self._sessions = path, graph_bytes(path) < SMALL_GRAPH, dict[int, Any]()
 
     def for_batch(self, size: int) -> Any:
         threads = 1 if self.is_small and size <= SMALL_BATCH else usable_cores()
         if threads not in self._sessions:
             self._sessions[threads] = make_session(self.path, threads)
         return self._sessions[threads]
+
+
+def graph_bytes(path: Path) -> int:
+    """The size of a graph with its weights, which are in a second file if they are large."""
+    return sum(file.stat().st_size for file in (path, path.with_name(f"{path.name}.data")) if file.exists())
 
 
 def make_session(path: Path, threads: int) -> Any:

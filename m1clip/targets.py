@@ -60,10 +60,10 @@ def check_targets(targets: Sequence[str], model: ModelConfig, has_openai_tokeniz
 
 def find_misfit(target: str, model: ModelConfig, has_openai_tokenizer: bool) -> str | None:
     """Why a product cannot use a model, and the flags to train one with that it can; None if it can."""
-    if target in (*TRANSFORMERS_FOLDERS, "open_clip"):
-        return find_library_misfit(target, model)
     if reason := find_input_misfit(target, model):
         return reason
+    if target in (*TRANSFORMERS_FOLDERS, "open_clip"):
+        return find_library_misfit(target, model)
     required = dict(SHAPES.get(target, {}))
     if target == "immich" and model.embed_dim > max(IMMICH_NAMES):
         required = {"embed_dim": 512}
@@ -86,13 +86,15 @@ def find_misfit(target: str, model: ModelConfig, has_openai_tokenizer: bool) -> 
 
 def find_input_misfit(target: str, model: ModelConfig) -> str | None:
     """Why a product cannot prepare the images or captions of a model that was trained by others."""
-    settings = model.vision.preprocess
-    known = {"rclip": ("shortest",), "immich": ("shortest", "squash")}
-    known |= dict.fromkeys(("fastembed", "transformers-js"), ("shortest", "squash"))
-    if settings.resize_mode not in known.get(target, (settings.resize_mode,)):
-        return f"{target} cannot resize images by {settings.resize_mode}, as this model needs"
-    if target in ("rclip", "immich") and settings.crop_pct != 1:
-        return f"{target} cannot crop images to {settings.crop_pct:g} of their size, as this model needs"
+    settings, needs = model.vision.preprocess, "which this model needs"
+    if target in ("rclip", "immich") and (settings.resize_mode, settings.interpolation) != ("shortest", "bicubic"):
+        return f"{target} resizes the shortest edge by bicubic interpolation, not {settings.resize_mode} by " + (
+            f"{settings.interpolation}, {needs}"
+        )
+    if settings.resize_mode == "longest" and target not in ("onnx", "coreml", "open_clip", "m1clip"):
+        return f"{target} cannot resize the longest edge and pad, {needs}"
+    if settings.crop_pct != 1 and target in ("rclip", "immich", "open_clip"):
+        return f"{target} cannot crop images to {settings.crop_pct:g} of their size, {needs}"
     if target == "rclip" and (model.vision.mean, model.vision.std) != (OPENAI_MEAN, OPENAI_STD):
         return "rclip normalizes images with OpenAI's mean and standard deviation, and this model has others"
     is_fixed = not isinstance(model.text, TextConfig) and model.text.tokenizer.fixed_length

@@ -32,7 +32,7 @@ def write_export(model: CLIP, folder: Path, **changes: object) -> None:
     """export.json of the graphs that are in the folder, with some keys changed."""
     scale, bias = model.scale_and_bias
     files = {}
-    for path in folder.glob("*.onnx*"):
+    for path in [*folder.glob("*.onnx*"), folder / "config.json", folder / "tokenizer.json"]:
         data = path.read_bytes()
         files[path.name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
     record = {"format": "onnx", **GRAPHS, "logit_scale": scale, "logit_bias": bias, "files": files, "opset": 20}

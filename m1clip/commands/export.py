@@ -90,6 +90,7 @@ def main(args: Args) -> int:
     options = Options(args.int8, args.precision, args.opset, args.max_loss, args.force)
     settings: dict[str, Any] = {"data": args.data, "val_size": args.val_size, "overwrite": args.overwrite}
     out = args.out or default_out(args, run)
+    settings["spec"] = args.model or ""
     results = export_model(model, args.to, out, options, source=folder, console=console, **settings)
     search = next((result.search for result in results if result.search), None)
     if search:
@@ -121,14 +122,13 @@ def show_export(result: "Exported") -> None:
         print(note)
     for problem in result.problems:
         print(f"FAILED {problem}")
-    kept = result.folder.exists()
-    if result.failed and not kept:
-        print("nothing was written; --force keeps files that fail")
+    if not result.is_written:
+        print(f"{result.folder} was not written; --force keeps files that fail")
     else:
         print(f"{result.folder}\n{opened.format(result.folder)}")
 
 
-COLUMNS = ("file", "size", "min. cosine", "max. diff.", "load + 1", "items/s (batch)", "× torch")
+COLUMNS = ("file", "size", "min. cosine", "max. diff.", "cold start", "items/s (batch)", "× torch")
 
 
 def file_row(check: "FileCheck") -> Sequence[str]:
@@ -167,4 +167,5 @@ def show_search(search: "Search") -> None:
             rows.append((trial.recipe.name, size, cosine, recall, speeds, state))
         rows.append(("fp32, for comparison", UNKNOWN, UNKNOWN, UNKNOWN, show_speeds(search.fp32[tower]), ""))
         columns = ("recipe", "size", "min. cosine", "mean R@1", "items/s (batch)", "")
-        show_rows(f"\nINT8 recipes for the {tower} encoder, beside the other one in fp32", columns, rows)
+        beside = "the text encoder in fp32" if tower == "vision" else "the vision encoder in INT8"
+        show_rows(f"\nINT8 recipes for the {tower} encoder, beside {beside}", columns, rows)

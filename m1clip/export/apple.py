@@ -4,6 +4,7 @@ Shapes: B items, L tokens, C colors, H W pixels, E embedding.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -78,7 +79,8 @@ def write_packages(
         checks.append(replace(check, checked_by="MIL program, op by op"))
     notes = ["Core ML: checked by executing the saved MIL program op by op with its declared types"]
     if sys.platform == "darwin":
-        notes.append("and by Core ML's own predictions: " + check_native(packages, reference, folder))
+        checks += check_native(packages, reference, precision, folder)
+        notes.append("and by Core ML's own predictions")
     else:
         notes.append(f"not by Core ML's own predictions, which need macOS (this is {sys.platform})")
     if target != "rclip":
@@ -107,15 +109,18 @@ def adapt(embed: Encode, package: Package, reference: Reference) -> Encode:
     return encode
 
 
-def check_native(packages: tuple[Package, ...], reference: Reference, folder: Path) -> str:
-    """The lowest cosine of Core ML's own predictions on this Mac, for each package."""
-    lowest = []
+def check_native(
+    packages: Sequence[Package], reference: Reference, precision: CoreMLPrecision, folder: Path
+) -> list[FileCheck]:
+    """Core ML's own predictions on this Mac, compared like those of the program."""
+    checks = []
     for package in packages:
         encode = adapt(NativeProgram(folder / package.file).embed, package, reference)
-        arguments = (folder / package.file, package.file, package.tower, "fp16", lambda _, encode=encode: encode)
-        check, _, _ = check_encoder(*arguments, reference, batches=BATCHES, limit=SAMPLE)
-        lowest.append(f"{package.file} minimum cosine {check.min_cosine:.6f}")
-    return ", ".join(lowest)
+        load = partial(lambda path, encode: encode, encode=encode)
+        arguments = (folder / package.file, package.file, package.tower, precision, load, reference)
+        check, _, _ = check_encoder(*arguments, batches=BATCHES, limit=SAMPLE)
+        checks.append(replace(check, checked_by="Core ML"))
+    return checks
 
 
 def write_tokenizer_files(target: Target, reference: Reference, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Export a model to one or several targets: write, load again, compare with torch, and keep only what passes."""
 
+import copy
 import hashlib
 import io
 import json
@@ -20,7 +21,7 @@ from m1clip.config import Target, TimmConfig, TrainConfig
 from m1clip.console import Console
 from m1clip.data.splits import Split
 from m1clip.evals.retrieval import Retrieval
-from m1clip.evaluation import eval_config, open_eval_data, trained_config
+from m1clip.evaluation import eval_config, is_part_of, open_eval_data, trained_config
 from m1clip.export.graph import make_encoders
 from m1clip.export.layouts import ONNX_LAYOUTS, Encoders, Layout, Written
 from m1clip.export.onnx import OPSET, export_onnx, require_onnx
@@ -39,6 +40,7 @@ from m1clip.export.verify import (
     find_problem,
     find_token_difference,
     load_session,
+    require_any_length,
     torch_encoder,
 )
 from m1clip.files import atomic_folder, json_safe, remove_partial
@@ -77,6 +79,7 @@ class Exported:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     compared_on: str = ""  # which images
+    is_written: bool = False
 
     @property
     def failed(self) -> bool:
@@ -113,6 +116,7 @@ class Exporter:
                 self.write_manifest(result, partial_folder)
                 if result.failed and not self.options.force:
                     raise ExportFailed("; ".join(result.problems))
+            result.is_written = True
         except (ExportFailed, ValueError) as error:  # such as an operator that Core ML does not have
             result.problems = result.problems or [str(error)]
         return result
@@ -155,8 +159,10 @@ class Exporter:
         for one in written:
             whole = (self.fp32 if one.precision == "fp32" else verified).checks[one.tower]
             result.checks.append(self.check_copy(folder / one.file, one, whole))
+        if target in ("fastembed", "transformers-js"):  # which pad captions to the longest of a batch
+            require_any_length([folder / one.file for one in written if one.tower == "text"])
         for path in sorted((folder / "onnx").glob("model*.onnx")):  # the joint graphs of transformers.js
-            check_joint(path, self.reference, self.options.int8)
+            check_joint(path, self.reference, is_int8="quantized" in path.name)
         if target == "rclip":
             self.add_rclip_package(result, folder)
         if target != "onnx":  # where the tokenizer is ours, and start and end tokens are added by m1clip
@@ -233,7 +239,7 @@ class Exporter:
         recall = {"before": result.before and result.before.record(), "after": result.after and result.after.record()}
         scale, bias = self.model.scale_and_bias
         manifest = {
-            "format": "onnx" if result.target == "onnx" else result.target,
+            "format": result.target,
             **(by_tower if result.target == "onnx" else {}),
             "logit_scale": scale,
             "logit_bias": bias,
@@ -280,26 +286,28 @@ def export_model(
     val_size: int = VAL_SIZE,
     overwrite: bool = False,
     source: Path | None = None,
+    spec: str = "",
     console: Console | None = None,
 ) -> list[Exported]:
-    """Export to `out`, or to a folder in it for each of several targets; `source` is the model's own folder.
+    """Export to `out`, or to a folder in it for each of several targets.
+
+    `source` is the model's own folder, `spec` what the user called it.
 
     The result of a target that fails has `problems`, and its folder is not written unless `options.force` is set.
     """
     console, source = console or Console(), source or model.folder
+    model = copy.deepcopy(model).cpu().eval()  # everything is compared with the CPU
     chosen, misfits = fitting_targets(targets, model)
     for target, reason in misfits.items():
         console.print_fact("skipped", f"{target}: {reason}")
     folders = {target: out / target if len(targets) > 1 or "all" in targets else out for target in chosen}
     for folder in folders.values():
         check_replaceable(folder, overwrite)
-    if not set(chosen) <= {"m1clip"}:
-        require_extras(chosen)
     is_quick = not {*ONNX_LAYOUTS, *COREML_TARGETS} & set(chosen)  # the same weights: a sample shows whether they fit
     reference = open_reference(model, source, data, min(val_size, SAMPLE) if is_quick else val_size, console)
     load = sensors.BackgroundLoad()
     with workspace_beside(out) as workspace:
-        exporter = Exporter(reference, options, start_weights(source, model), workspace, console)
+        exporter = Exporter(reference, options, start_weights(source, spec, model), workspace, console)
         results = [exporter.export(target, folder) for target, folder in folders.items()]
     if (share := load.share()) > BUSY:
         console.warn(f"other programs used {share:.0%} of the CPU: the measured speeds are not those of this machine")
@@ -320,8 +328,8 @@ def workspace_beside(out: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
         with suppress(OSError):  # of those that are not empty
-            for parent in parents:
-                parent.rmdir()
+            for folder in (out, *parents):
+                folder.rmdir()
 
 
 def check_replaceable(folder: Path, overwrite: bool) -> None:
@@ -344,7 +352,8 @@ def open_reference(model: CLIP, source: Path | None, data: str, val_size: int, c
     else:
         generic = ""
     try:
-        config = eval_config(trained, settings, is_other := bool(settings))
+        is_own = bool(run_data) and is_part_of(data or run_data, run_data)
+        config = eval_config(trained, settings, is_other := not is_own)
         found, split = open_eval_data(config, trained, is_other, False, "auto", model, console)
     except (FileNotFoundError, ValueError) as error:
         if data:
@@ -362,29 +371,34 @@ def open_reference(model: CLIP, source: Path | None, data: str, val_size: int, c
     return Reference.encode(model, pairs, description, console.progress)
 
 
-def start_weights(source: Path | None, model: CLIP) -> dict[str, Any]:
-    """Where the model comes from: its folder, the weights that its training started from, and their licence."""
-    facts: dict[str, Any] = {"model": str(source) if source else None}
+def start_weights(source: Path | None, spec: str, model: CLIP) -> dict[str, Any]:
+    """Where the model comes from: its folder or name, the weights that its training started from, and their licence."""
+    facts: dict[str, Any] = {"model": str(source or spec) or None}
     config = trained_config(source, True, Console(io.StringIO()))
-    started_from = {name: spec for name in ("init", "vision", "text") if (spec := getattr(config, name))}
-    vision = model.config.vision
-    licenses = {}
-    if isinstance(vision, TimmConfig):
+    started_from = {name: value for name in ("init", "vision", "text") if (value := getattr(config, name))}
+    if spec and source is None:  # a CLIP of another library
+        started_from["init"] = spec
+    vision, licenses = model.config.vision, dict[str, str]()
+    if isinstance(vision, TimmConfig) and not config.vision.endswith("?weights=none"):
         import timm
 
         known = timm.get_pretrained_cfg(vision.timm, allow_unregistered=True)
         licenses[f"timm:{vision.timm}"] = (known and known.license) or UNKNOWN_LICENSE
-    for spec in started_from.values():
-        licenses.setdefault(spec.partition("?")[0], UNKNOWN_LICENSE)
+    for weights in started_from.values():
+        licenses.setdefault(weights.partition("?")[0], UNKNOWN_LICENSE)
     return {**facts, "start_weights": started_from or None, "licenses": licenses or None}
 
 
-def require_extras(targets: Sequence[str]) -> None:
-    """Refuse at once what cannot be written, before the reference is encoded."""
-    if set(targets) & set(ONNX_LAYOUTS):
-        require_onnx()
-    if set(targets) & set(COREML_TARGETS):
-        require_extra("coremltools", "coreml", "a Core ML export")
+def missing_extra(target: str) -> str | None:
+    """Why a target cannot be written here; known before the reference is encoded."""
+    try:
+        if target in ONNX_LAYOUTS:
+            require_onnx()
+        if target in COREML_TARGETS:
+            require_extra("coremltools", "coreml", "a Core ML export")
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def fitting_targets(requested: Sequence[str], model: CLIP) -> tuple[list[Target], dict[str, str]]:
@@ -393,15 +407,15 @@ def fitting_targets(requested: Sequence[str], model: CLIP) -> tuple[list[Target]
     has_openai = model.tokenizer.is_openai
     if "all" not in requested:
         chosen = list(dict.fromkeys(requested))
-        reasons = {target: find_misfit(target, model.config, has_openai) for target in chosen}
-        if reason := next((reason for reason in reasons.values() if reason), None):
-            raise ValueError(reason)
+        for target in chosen:
+            if reason := find_misfit(target, model.config, has_openai) or missing_extra(target):
+                raise ValueError(reason)
         return chosen, {}  # type: ignore[return-value]
     fitting, misfits = list[Target](), dict[str, str]()
     for target in TARGETS:
         if target == "m1clip":
             continue
-        if reason := find_misfit(target, model.config, has_openai):
+        if reason := find_misfit(target, model.config, has_openai) or missing_extra(target):
             misfits[target] = reason
         else:
             fitting.append(target)

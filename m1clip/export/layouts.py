@@ -16,20 +16,22 @@ from m1clip.config import to_json
 from m1clip.export import onnx
 from m1clip.export.verify import Tower
 from m1clip.model.clip import CLIP
-from m1clip.model.tokenizer import END, START, HFTokenizer, find_openai_vocabulary
+from m1clip.model.interop import RESAMPLE, preprocessor_config
+from m1clip.model.tokenizer import END, START, HFTokenizer, Tokenizer, find_openai_vocabulary
 from m1clip.targets import IMMICH_NAMES
 
 RCLIP_MODEL = "ViT-B-32-256-datacomp_s34b_b86k"  # the one name that rclip knows
 # Steps of open_clip's cleaning of captions that a tokenizer.json can have, and which of them each cleaning takes.
 CLEANING = (
-    ("space", normalizers.Replace(Regex(r"\s+"), " ")),
-    ("strip", normalizers.Strip()),
+    ("underscore", normalizers.Replace("_", " ")),
     ("lower", normalizers.Lowercase()),
     ("punctuation", normalizers.Replace(Regex(f"[{re.escape(punctuation)}]"), "")),
+    ("space", normalizers.Replace(Regex(r"\s+"), " ")),
+    ("space", normalizers.Strip()),
 )
-CLEANED_BY = {"none": (), "whitespace": ("space", "strip"), "lower": ("space", "strip", "lower")}
-CLEANED_BY |= dict.fromkeys(("canonicalize", "strip_punctuation"), ("space", "strip", "lower", "punctuation"))
-RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}  # Pillow's numbers
+CLEANED_BY: dict[str, tuple[str, ...]] = {"none": (), "whitespace": ("space",), "lower": ("space", "lower")}
+CLEANED_BY["strip_punctuation"] = ("lower", "punctuation", "space")
+CLEANED_BY["canonicalize"] = ("underscore", *CLEANED_BY["strip_punctuation"])
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,15 @@ class Layout:
     def tokenizer_config(self) -> dict[str, Any]:
         tokenizer, length = self.model.tokenizer, self.model.config.text.context_length
         assert tokenizer is not None
+        settings = tokenizer.settings
         kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
+        kind |= {"padding_side": "left" if settings.pad_left else "right"}
+        pad = tokenizer.core.id_to_token(settings.pad_id)
         if isinstance(tokenizer, HFTokenizer):
-            return {**kind, "pad_token": tokenizer.core.id_to_token(tokenizer.settings.pad_id)}
-        pad = tokenizer.core.id_to_token(tokenizer.settings.pad_id)
-        return {**kind, "bos_token": START, "eos_token": END, "pad_token": END if tokenizer.is_openai else pad}
+            return {**kind, "pad_token": pad}
+        # OpenAI pads with the end token; a tower that attends to padding needs the token that it was trained with.
+        pad = END if tokenizer.is_openai and not settings.fixed_length else pad
+        return {**kind, "bos_token": START, "eos_token": END, "pad_token": pad}
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -87,21 +93,7 @@ class Layout:
     @property
     def preprocessor_config(self) -> dict[str, Any]:
         """The image processor of transformers."""
-        vision = self.model.config.vision
-        settings, square = vision.preprocess, {"height": vision.image_size, "width": vision.image_size}
-        edge = {"shortest_edge": round(settings.size / settings.crop_pct)}
-        resize = {"size": square if settings.resize_mode == "squash" else edge, "crop_size": square}
-        steps = ("resize", "rescale", "normalize", "convert_rgb")
-        return {
-            "image_processor_type": "CLIPImageProcessor",
-            **{f"do_{step}": True for step in steps},
-            "do_center_crop": settings.resize_mode != "squash",
-            **resize,
-            "resample": RESAMPLE[settings.interpolation],
-            "rescale_factor": 1 / 255,
-            "image_mean": list(vision.mean),
-            "image_std": list(vision.std),
-        }
+        return preprocessor_config(self.model.config.vision)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -142,6 +134,9 @@ def write_rclip(layout: Layout, folder: Path) -> list[Written]:
     write_graph(layout.shipped.text, model / "textual.onnx", "input", "output")
     (folder / "tokenizer").mkdir()
     vocabulary = find_openai_vocabulary()
+    ours = layout.model.tokenizer
+    if ours is None or ours.core.get_vocab() != Tokenizer.from_clip_vocabulary(vocabulary).core.get_vocab():
+        raise ValueError("rclip needs OpenAI's vocabulary, and this model has another one of the same size")
     shutil.copyfile(vocabulary, folder / "tokenizer" / vocabulary.name)
     return written_pair(f"{RCLIP_MODEL}/visual.onnx", f"{RCLIP_MODEL}/textual.onnx", layout.shipped)
 
@@ -168,7 +163,9 @@ def write_immich(layout: Layout, folder: Path) -> list[Written]:
 
 
 def write_fastembed(layout: Layout, folder: Path) -> list[Written]:
+    assert layout.model.tokenizer is not None
     config = {"model_type": "clip", "projection_dim": layout.model.config.embed_dim}
+    config["pad_token_id"] = layout.model.tokenizer.core.token_to_id(layout.tokenizer_config["pad_token"])
     for tower, source in (("vision", layout.shipped.vision), ("text", layout.shipped.text)):
         write_graph(source, folder / tower / "model.onnx")
         write_json(folder / tower / "config.json", config)
@@ -200,8 +197,11 @@ def write_transformers_js(layout: Layout, folder: Path) -> list[Written]:
     vision = {"model_type": "clip_vision_model", "image_size": size}
     clip = {"architectures": ["CLIPModel"], "model_type": "clip", "projection_dim": config.embed_dim}
     write_json(folder / "config.json", {**clip, "text_config": text, "vision_config": vision})
-    # Its bicubic resize has no antialiasing, so Lanczos is nearer to everybody else's bicubic.
-    write_json(folder / "preprocessor_config.json", {**layout.preprocessor_config, "resample": RESAMPLE["lanczos"]})
+    preprocessor = layout.preprocessor_config
+    if config.vision.interpolation == "bicubic":
+        # Its bicubic resize has no antialiasing, so Lanczos is nearer to everybody else's bicubic.
+        preprocessor["resample"] = RESAMPLE["lanczos"]
+    write_json(folder / "preprocessor_config.json", preprocessor)
     write_tokenizer(layout, folder)
     return written
 

@@ -19,7 +19,7 @@ from m1clip.model.pretrained import require_extra
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-OPSET, FAST_OPSET = 18, 23  # 18 is what every runtime reads; 23 has an Attention operator, 12 to 20 % faster (ORT 1.31)
+OPSET = 18  # every runtime reads it; 23 has an Attention operator, 12 to 20 % faster (onnxruntime 1.31)
 MAX_BATCH = 2**20
 MAX_FILE_BYTES = 2_000_000_000  # of a protobuf; the weights of larger models are in a second file
 

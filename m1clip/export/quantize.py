@@ -34,6 +34,7 @@ from m1clip.export.verify import (
     find_loss,
     find_problem,
 )
+from m1clip.onnx_model import graph_bytes
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -66,7 +67,7 @@ RECIPES = (
 
 @dataclass(frozen=True)
 class Trial:
-    """One recipe for one encoder. `after` is the recall beside the other encoder in fp32, once it was needed."""
+    """One recipe for one encoder. `after` is its recall, if it was needed."""
 
     tower: Tower
     recipe: Recipe
@@ -75,6 +76,7 @@ class Trial:
     after: Retrieval | None = None
     problem: str | None = None
     encode: Encode | None = None
+    embeddings: Array | None = None
 
     @property
     def speed(self) -> float:
@@ -110,7 +112,10 @@ def find_int8(
     console: Console,
     recipes: Sequence[Recipe] = RECIPES,
 ) -> Search:
-    """The fastest recipe of each encoder whose recall, beside the other encoder in fp32, is within `max_loss`."""
+    """The fastest recipe of each encoder whose recall is within `max_loss`.
+
+    The vision encoder is judged beside the text encoder in fp32, the text encoder beside the chosen vision encoder.
+    """
     trials, chosen, fp32 = dict[Tower, list[Trial]](), dict[Tower, Trial](), dict[Tower, dict[int, float]]()
     for tower in TOWERS:
         path = source.vision if tower == "vision" else source.text
@@ -121,7 +126,8 @@ def find_int8(
                 made.append(make_trial(path, target, tower, recipe, reference, load))
                 advance(1)
         tried, fp32[tower] = time_trials(made, load(path), tower, reference)
-        chosen[tower], trials[tower] = choose(tried, reference, max_loss, console)
+        image_NE = chosen["vision"].embeddings if "vision" in chosen else None
+        chosen[tower], trials[tower] = choose(tried, reference, image_NE, max_loss, console)
     return Search(trials, chosen, fp32)
 
 
@@ -133,7 +139,7 @@ def make_trial(
     batches = [reference.inputs(tower, start, start + CHUNK) for start in range(0, CALIBRATION_ITEMS, CHUNK)]
     try:
         quantize(source, trial.path, recipe, [batch for batch in batches if len(batch)])
-        share = trial.path.stat().st_size / source.stat().st_size
+        share = graph_bytes(trial.path) / graph_bytes(source)
         if share > MAX_SIZE:
             return replace(trial, problem=f"{share:.0%} of the size of fp32: it leaves most weights as they are")
         arguments = (trial.path, recipe.name, tower, "int8", load, reference)
@@ -157,13 +163,13 @@ def time_trials(
 
 
 def choose(
-    trials: Sequence[Trial], reference: Reference, max_loss: float, console: Console
+    trials: Sequence[Trial], reference: Reference, image_NE: Array | None, max_loss: float, console: Console
 ) -> tuple[Trial, list[Trial]]:
     """The first trial that passes; slower ones need not be judged. If none passes, the one that loses least."""
     judged, chosen = list[Trial](), None
     for trial in trials:
         if chosen is None and trial.encode is not None:
-            trial = judge(trial, reference, max_loss, console)
+            trial = judge(trial, reference, image_NE, max_loss, console)
             chosen = None if trial.problem else trial
         judged.append(trial)
     if chosen is None:
@@ -174,18 +180,20 @@ def choose(
     return chosen, judged
 
 
-def judge(trial: Trial, reference: Reference, max_loss: float, console: Console) -> Trial:
-    """Run a trial on the whole reference."""
+def judge(trial: Trial, reference: Reference, image_NE: Array | None, max_loss: float, console: Console) -> Trial:
+    """Run a trial on the whole reference; `image_NE` are the embeddings of the vision encoder beside a text encoder."""
     assert trial.encode is not None
     assert trial.check is not None
     encode, speeds = trial.encode, trial.check.items_per_s
     arguments = (trial.path, trial.recipe.name, trial.tower, "int8", lambda path: encode, reference, console.progress)
     check, found, _ = check_encoder(*arguments)
     check = replace(check, items_per_s=speeds, cold_start_ms=trial.check.cold_start_ms)
-    is_vision = trial.tower == "vision"
-    after = reference.retrieval(found if is_vision else reference.image_NE, reference.text_KE if is_vision else found)
+    if trial.tower == "vision":
+        after = reference.retrieval(found, reference.text_KE)
+    else:
+        after = reference.retrieval(reference.image_NE if image_NE is None else image_NE, found)
     problem = find_problem(check, reference) or find_loss(after, reference, max_loss)
-    return replace(trial, check=check, after=after, problem=problem)
+    return replace(trial, check=check, after=after, problem=problem, embeddings=found)
 
 
 def quantize(source: Path, target: Path, recipe: Recipe, calibration: Sequence[Array]) -> None:
@@ -207,8 +215,8 @@ def store_int8_weights(model: "ModelProto") -> "ModelProto":
     """Store the weights of convolutions as int8 with a scale per output channel; they are computed in fp32.
 
     The first one and depthwise ones are small and sensitive, and stay as they are: EfficientNet-lite0's minimum cosine
-    is 0.992 instead of 0.978 on 200 photographs. Dynamic INT8 convolutions are slower than fp32. Cast and Mul, unlike DequantizeLinear, are folded when the file
-    is loaded, so that nothing is computed twice.
+    is 0.992 instead of 0.978 on 200 photographs. Dynamic INT8 convolutions are slower than fp32. Cast and Mul, unlike
+    DequantizeLinear, are folded when the file is loaded, so that nothing is computed twice.
     """
     from onnx import TensorProto, helper, numpy_helper
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m1clip.config import ModelConfig, TextConfig, VisionConfig
+from m1clip.config import LibraryVisionConfig, ModelConfig, TextConfig, TimmConfig, VisionConfig
 from m1clip.files import atomic_folder
 from m1clip.model import safe_load
 from m1clip.model.clip import CLIP
@@ -18,6 +18,7 @@ from m1clip.targets import find_library_misfit
 
 # The weight names of both libraries, and the keys and values of an open_clip configuration that our towers know.
 TABLES = json.loads(Path(__file__).with_name("interop.json").read_text())
+RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}  # Pillow's numbers
 Weights = Mapping[str, Tensor]
 Files = dict[str, dict[str, Any]]
 
@@ -128,18 +129,32 @@ def transformers_files(config: ModelConfig, vision: VisionConfig, text: TextConf
     size, pad_id = vision.image_size, tokenizer.end_id if tokenizer.is_openai else 0
     ids = {"bos_token_id": tokenizer.start_id, "eos_token_id": tokenizer.end_id, "pad_token_id": pad_id}
     tokens = {"vocab_size": text.vocab_size, "max_position_embeddings": text.context_length, **ids}
-    scaling = {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
-    colors = {"image_mean": list(vision.mean), "image_std": list(vision.std)}
     length = {"max_length": text.context_length}  # infinity would cut captions at 20 tokens
-    # transformers has these defaults; others, such as fastembed, do only what is written here.
-    steps = {f"do_{step}": True for step in ("resize", "center_crop", "rescale", "normalize", "convert_rgb")}
     towers = {
         "vision_config": {**tower("clip_vision_model", vision), "image_size": size, "patch_size": vision.patch_size},
         "text_config": {**tower("clip_text_model", text), **tokens},
     }
     return {
         "config.json": {"architectures": ["CLIPModel"], "model_type": "clip", **projection, **length, **towers},
-        "preprocessor_config.json": {"image_processor_type": "CLIPImageProcessor", **steps, **scaling, **colors},
+        "preprocessor_config.json": preprocessor_config(vision),
+    }
+
+
+def preprocessor_config(vision: VisionConfig | TimmConfig | LibraryVisionConfig) -> dict[str, Any]:
+    """The image processor of transformers, with its defaults: others, such as fastembed, do only what is written."""
+    settings, square = vision.preprocess, {"height": vision.image_size, "width": vision.image_size}
+    is_cropped = settings.resize_mode != "squash"
+    edge = {"shortest_edge": round(settings.size / settings.crop_pct)}
+    return {
+        "image_processor_type": "CLIPImageProcessor",
+        **{f"do_{step}": True for step in ("resize", "rescale", "normalize", "convert_rgb")},
+        "do_center_crop": is_cropped,
+        "size": edge if is_cropped else square,
+        "crop_size": square,
+        "resample": RESAMPLE[settings.interpolation],
+        "rescale_factor": 1 / 255,
+        "image_mean": list(vision.mean),
+        "image_std": list(vision.std),
     }
 
 
@@ -159,5 +174,8 @@ def open_clip_config(model: CLIP, vision: VisionConfig, text: TextConfig, tokeni
     bias = {} if model.logit_bias is None else {"init_logit_bias": model.logit_bias.item()}
     return {
         "model_cfg": {**settings, "vision_cfg": vision_cfg, "text_cfg": text_cfg, **bias},
-        "preprocess_cfg": {"mean": list(vision.mean), "std": list(vision.std)},
+        "preprocess_cfg": {
+            **{"mean": list(vision.mean), "std": list(vision.std)},
+            **{"interpolation": vision.interpolation, "resize_mode": vision.resize_mode},
+        },
     }

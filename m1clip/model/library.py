@@ -94,7 +94,7 @@ def naflex_patches(pixels_BCHW: Tensor, patch: int) -> dict[str, Tensor]:
     B, C, H, W = pixels_BCHW.shape
     patches = pixels_BCHW.unfold(2, patch, patch).unfold(3, patch, patch)  # B, C, rows, columns, height, width
     patches_BLX = patches.permute(0, 2, 3, 4, 5, 1).reshape(B, -1, patch * patch * C)
-    grid = torch.tensor([[H // patch, W // patch]] * B, device=pixels_BCHW.device)
+    grid = torch.tensor([[H // patch, W // patch]], device=pixels_BCHW.device).expand(B, 2)
     mask = torch.ones(patches_BLX.shape[:2], dtype=torch.int32, device=pixels_BCHW.device)
     return {"pixel_values": patches_BLX, "pixel_attention_mask": mask, "spatial_shapes": grid}
 
