@@ -327,8 +327,8 @@ def workspace_beside(out: Path) -> Iterator[Path]:
         yield workspace
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
-        with suppress(OSError):  # of those that are not empty
-            for folder in (out, *parents):
+        for folder in (out, *parents):
+            with suppress(OSError):  # not empty, or never made
                 folder.rmdir()
 
 
