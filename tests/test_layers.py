@@ -136,16 +136,16 @@ def test_help_monitoring_decoding_and_onnx_start_without_torch():
 
 # Lines of Python by part. Growth is a decision: raise a budget in the commit that needs it.
 BUDGETS = {
-    "commands": 2_190,
-    "model": 3_310,
+    "commands": 2_200,
+    "model": 3_330,
     "data": 4_210,
     "training": 3_510,
     "evals": 1_760,
     "bench": 480,
-    "export": 2_160,
+    "export": 2_390,
     "monitor": 1_860,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 4_520, 23_940, 128
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 4_560, 24_230, 128
 
 
 def test_every_part_stays_within_its_size():

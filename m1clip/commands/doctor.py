@@ -37,7 +37,13 @@ KNOWN_BUGS = {  # of PyTorch on macOS
 EXTRAS = {  # of pyproject.toml, and a module of each
     **{"timm": "timm", "hf": "transformers", "openclip": "open_clip", "lora": "peft", "heic": "pillow_heif"},
     **{"eval": "sklearn", "energy": "zeus"},
-    **{"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"},
+    **{
+        "tensorboard": "tensorboard",
+        "wandb": "wandb",
+        "trackio": "trackio",
+        "export": "onnxscript",
+        "coreml": "coremltools",
+    },
 }
 STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 Check = tuple[str, str, str]  # name, status (ok, warn or fail), result

@@ -192,7 +192,7 @@ def judge(trial: Trial, reference: Reference, image_NE: Array | None, max_loss: 
         after = reference.retrieval(found, reference.text_KE)
     else:
         after = reference.retrieval(reference.image_NE if image_NE is None else image_NE, found)
-    problem = find_problem(check, reference) or find_loss(after, reference, max_loss)
+    problem = find_loss(after, reference, max_loss) or find_problem(check, reference)
     return replace(trial, check=check, after=after, problem=problem, embeddings=found)
 
 

@@ -251,11 +251,11 @@ def find_problem(check: FileCheck, reference: Reference) -> str | None:
     """Why a file fails by its cosine alone; None if it does not."""
     lowest = MIN_COSINE[check.precision]
     lowest = lowest if reference.is_above_chance else max(lowest, MIN_COSINE_WITHOUT_RECALL)
+    if check.min_cosine < lowest:
+        return f"{check.file}: the minimum cosine to torch is {check.min_cosine:.4f}, below {lowest}"
     if check.mean_cosine < MIN_MEAN_COSINE:
         return f"{check.file}: the mean cosine to torch is {check.mean_cosine:.4f}, below {MIN_MEAN_COSINE}"
-    if check.min_cosine >= lowest:
-        return None
-    return f"{check.file}: the minimum cosine to torch is {check.min_cosine:.4f}, below {lowest}"
+    return None
 
 
 def find_loss(after: Retrieval, reference: Reference, max_loss: float) -> str | None:
