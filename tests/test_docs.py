@@ -27,6 +27,7 @@ from PIL import Image
 
 from m1clip import cli
 from m1clip.config import PRESETS
+from m1clip.export import verify
 from m1clip.model.clip import CLIP
 
 ROOT = Path(__file__).parent.parent
@@ -92,6 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(verify, "SPEED_S", 0.001)  # exports of the documents are not for their speeds
     monkeypatch.chdir(folder)
     return folder
 
