@@ -17,14 +17,14 @@ import torch
 import m1clip
 from conftest import tiny_config, tiny_run_config
 from helpers import QuietConsole, train_run
-from m1clip import cli
+from m1clip import cli, sensors
 from m1clip.config import ModelConfig, TextConfig, VisionConfig
 from m1clip.evals.retrieval import Relevance
 from m1clip.export import export as exporting
 from m1clip.export import onnx, quantize, verify
 from m1clip.export.export import Exporter, Options, export_model, open_reference
 from m1clip.export.graph import make_encoders
-from m1clip.export.layouts import Encoders
+from m1clip.export.layouts import OnnxEncoders
 from m1clip.export.quantize import RECIPES, find_int8
 from m1clip.export.verify import ExportFailed, Reference, load_session
 from m1clip.model.clip import CLIP
@@ -89,7 +89,7 @@ def test_the_manifest_has_checksums_versions_and_the_recall_that_onnxruntime_alo
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == record["sha256"]
     assert {path.name for path in folder.iterdir()} == {*manifest["files"], "export.json"}
     assert {"torch", "onnx", "onnxruntime", "m1clip"} <= manifest["versions"].keys()
-    assert manifest["cpu_flags"] is not None
+    assert manifest["cpu_flags"] == sensors.cpu_flags()
     # Recall by a plain loop over validation scenes, without our evaluation code.
     model, reference = m1clip.load(run), open_reference(m1clip.load(run), run / "model", "", 1000, QuietConsole())
     vision, text = (onnxruntime.InferenceSession(folder / manifest[tower]) for tower in ("vision", "text"))
@@ -120,7 +120,12 @@ def test_a_file_that_differs_from_torch_is_not_left_behind(run, exported, tmp_pa
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ExportFailed, match="minimum cosine"):
         m1clip.load(run).export("onnx", out)
-    assert cli.run_command(["export", str(run), "--out", str(out), "--force"]) == 1
+    out.mkdir()
+    (out / "export.json").write_text("earlier")
+    assert cli.run_command(["export", str(run), "--out", str(out), "--overwrite"]) == 1
+    assert "was not written" in capsys.readouterr().out
+    assert (out / "export.json").read_text() == "earlier"
+    assert cli.run_command(["export", str(run), "--out", str(out), "--force", "--overwrite"]) == 1
     assert json.loads((out / "export.json").read_text())["passed"] is False
 
 
@@ -201,7 +206,7 @@ def text_graph(tmp_path_factory: pytest.TempPathFactory) -> tuple[Reference, Pat
 def test_int8_of_all_operators_destroys_a_text_encoder_and_the_gate_sees_it(text_graph, tmp_path, monkeypatch):
     reference, path = text_graph
     monkeypatch.setattr(quantize, "TOWERS", ("text",))
-    arguments = (Encoders(path, path), reference, 0.5, tmp_path, load_session, QuietConsole())
+    arguments = (OnnxEncoders(path, path), reference, 0.5, tmp_path, load_session, QuietConsole())
     broken = find_int8(*arguments, recipes=[recipe for recipe in RECIPES if recipe.name == "static, all operators"])
     (trial,) = broken.trials["text"]
     assert "R@1 falls from 100.0 %" in str(trial.problem)

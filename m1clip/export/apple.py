@@ -17,7 +17,7 @@ from m1clip.console import Console
 from m1clip.evals.retrieval import Retrieval
 from m1clip.export.coreml import CoreMLPrecision, PixelInput, convert_image, convert_text
 from m1clip.export.graph import make_encoders
-from m1clip.export.layouts import RCLIP_MODEL, Layout, write_json, write_tokenizer
+from m1clip.export.layouts import RCLIP_MODEL, ProductLayout, write_json, write_tokenizer
 from m1clip.export.mil import MILProgram, NativeProgram
 from m1clip.export.verify import SAMPLE, Array, Encode, FileCheck, Reference, Tower, check_encoder
 
@@ -125,7 +125,7 @@ def check_native(
 
 def write_tokenizer_files(target: Target, reference: Reference, folder: Path) -> None:
     """tokenizer.json for swift-transformers; for Queryable, the vocabulary and merges of OpenAI's tokenizer."""
-    layout = Layout(reference.model)
+    layout = ProductLayout(reference.model)
     if target == "coreml":
         write_tokenizer(layout, folder)
         write_json(folder / "preprocessor_config.json", layout.preprocessor_config)

@@ -23,7 +23,7 @@ from m1clip.data.splits import Split
 from m1clip.evals.retrieval import Retrieval
 from m1clip.evaluation import eval_config, is_part_of, open_eval_data, trained_config
 from m1clip.export.graph import make_encoders
-from m1clip.export.layouts import ONNX_LAYOUTS, Encoders, Layout, Written
+from m1clip.export.layouts import ONNX_LAYOUTS, OnnxEncoders, ProductLayout, Written
 from m1clip.export.onnx import OPSET, export_onnx, require_onnx
 from m1clip.export.quantize import Search, find_int8
 from m1clip.export.verify import (
@@ -90,7 +90,7 @@ class Exported:
 class Verified:
     """ONNX encoders that were run on the whole reference."""
 
-    encoders: Encoders
+    encoders: OnnxEncoders
     checks: dict[Tower, FileCheck]
     after: Retrieval
     problems: list[str]
@@ -153,7 +153,7 @@ class Exporter:
 
     def write_onnx_layout(self, target: Target, folder: Path, final: Path) -> Exported:
         verified = self.int8 if self.options.int8 else self.fp32
-        written = ONNX_LAYOUTS[target](Layout(self.model, self.fp32.encoders, verified.encoders), folder)
+        written = ONNX_LAYOUTS[target](ProductLayout(self.model, self.fp32.encoders, verified.encoders), folder)
         result = Exported(target, final, problems=list(verified.problems), search=verified.search)
         result.before, result.after = self.reference.recall, verified.after
         for one in written:
@@ -205,17 +205,17 @@ class Exporter:
             for encoder, path in ((traced.image, paths["vision"]), (traced.text, paths["text"])):
                 export_onnx(encoder, path, self.options.opset)
                 advance(1)
-        return self.verify(Encoders(paths["vision"], paths["text"], "fp32"))
+        return self.verify(OnnxEncoders(paths["vision"], paths["text"], "fp32"))
 
     @cached_property
     def int8(self) -> Verified:
         search = find_int8(
             self.fp32.encoders, self.reference, self.options.max_loss, self.workspace, self.load, self.console
         )
-        verified = self.verify(Encoders(search.chosen["vision"].path, search.chosen["text"].path, "int8"))
+        verified = self.verify(OnnxEncoders(search.chosen["vision"].path, search.chosen["text"].path, "int8"))
         return replace(verified, search=search)
 
-    def verify(self, encoders: Encoders) -> Verified:
+    def verify(self, encoders: OnnxEncoders) -> Verified:
         """Run both files on the whole reference, beside torch."""
         checks, found = dict[Tower, FileCheck](), dict[Tower, Array]()
         towers: list[tuple[Tower, Path]] = [("vision", encoders.vision), ("text", encoders.text)]

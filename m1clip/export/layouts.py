@@ -35,7 +35,7 @@ CLEANED_BY["canonicalize"] = ("underscore", *CLEANED_BY["strip_punctuation"])
 
 
 @dataclass(frozen=True)
-class Encoders:
+class OnnxEncoders:
     """The ONNX files of one precision."""
 
     vision: Path = Path()
@@ -53,12 +53,12 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ProductLayout:
     """What a folder is made of; `shipped` is the precision that was asked for."""
 
     model: CLIP
-    fp32: Encoders = Encoders()
-    shipped: Encoders = Encoders()
+    fp32: OnnxEncoders = OnnxEncoders()
+    shipped: OnnxEncoders = OnnxEncoders()
 
     @property
     def tokenizer_json(self) -> dict[str, Any]:
@@ -111,11 +111,11 @@ def write_graph(
     onnx.save_model(onnx.rename(model, input_name, output_name, int32) if input_name else model, target)
 
 
-def written_pair(vision: str, text: str, encoders: Encoders) -> list[Written]:
+def written_pair(vision: str, text: str, encoders: OnnxEncoders) -> list[Written]:
     return [Written(vision, "vision", encoders.precision), Written(text, "text", encoders.precision)]
 
 
-def write_onnx(layout: Layout, folder: Path) -> list[Written]:
+def write_onnx(layout: ProductLayout, folder: Path) -> list[Written]:
     """What m1clip.load opens without torch, with transformers' files for other programs."""
     suffix = "" if layout.shipped.precision == "fp32" else f"_{layout.shipped.precision}"
     files = {"vision": f"vision_model{suffix}.onnx", "text": f"text_model{suffix}.onnx"}
@@ -128,7 +128,7 @@ def write_onnx(layout: Layout, folder: Path) -> list[Written]:
     return written_pair(files["vision"], files["text"], layout.shipped)
 
 
-def write_rclip(layout: Layout, folder: Path) -> list[Written]:
+def write_rclip(layout: ProductLayout, folder: Path) -> list[Written]:
     model = folder / RCLIP_MODEL
     write_graph(layout.shipped.vision, model / "visual.onnx", "input", "output")
     write_graph(layout.shipped.text, model / "textual.onnx", "input", "output")
@@ -141,7 +141,7 @@ def write_rclip(layout: Layout, folder: Path) -> list[Written]:
     return written_pair(f"{RCLIP_MODEL}/visual.onnx", f"{RCLIP_MODEL}/textual.onnx", layout.shipped)
 
 
-def write_immich(layout: Layout, folder: Path) -> list[Written]:
+def write_immich(layout: ProductLayout, folder: Path) -> list[Written]:
     config = layout.model.config
     width = min(width for width in IMMICH_NAMES if width >= config.embed_dim)
     name, size = f"clip/{IMMICH_NAMES[width]}", config.vision.image_size
@@ -162,7 +162,7 @@ def write_immich(layout: Layout, folder: Path) -> list[Written]:
     return written_pair(f"{name}/visual/model.onnx", f"{name}/textual/model.onnx", layout.shipped)
 
 
-def write_fastembed(layout: Layout, folder: Path) -> list[Written]:
+def write_fastembed(layout: ProductLayout, folder: Path) -> list[Written]:
     assert layout.model.tokenizer is not None
     config = {"model_type": "clip", "projection_dim": layout.model.config.embed_dim}
     config["pad_token_id"] = layout.model.tokenizer.core.token_to_id(layout.tokenizer_config["pad_token"])
@@ -174,13 +174,13 @@ def write_fastembed(layout: Layout, folder: Path) -> list[Written]:
     return written_pair("vision/model.onnx", "text/model.onnx", layout.shipped)
 
 
-def write_tokenizer(layout: Layout, folder: Path) -> None:
+def write_tokenizer(layout: ProductLayout, folder: Path) -> None:
     write_json(folder / "tokenizer.json", layout.tokenizer_json)
     write_json(folder / "tokenizer_config.json", layout.tokenizer_config)
     write_json(folder / "special_tokens_map.json", layout.special_tokens)
 
 
-def write_transformers_js(layout: Layout, folder: Path) -> list[Written]:
+def write_transformers_js(layout: ProductLayout, folder: Path) -> list[Written]:
     """Two encoders and both in one graph, in fp32 and, for browsers, as *_quantized.onnx."""
     model, written = layout.model, list[Written]()
     for encoders in {layout.fp32.precision: layout.fp32, layout.shipped.precision: layout.shipped}.values():
@@ -206,7 +206,7 @@ def write_transformers_js(layout: Layout, folder: Path) -> list[Written]:
     return written
 
 
-ONNX_LAYOUTS: dict[str, Callable[[Layout, Path], list[Written]]] = {
+ONNX_LAYOUTS: dict[str, Callable[[ProductLayout, Path], list[Written]]] = {
     "onnx": write_onnx,
     "rclip": write_rclip,
     "immich": write_immich,

@@ -18,7 +18,7 @@ import numpy as np
 from m1clip.console import Console
 from m1clip.errors import short_error
 from m1clip.evals.retrieval import Retrieval
-from m1clip.export.layouts import Encoders
+from m1clip.export.layouts import OnnxEncoders
 from m1clip.export.onnx import load_model, save_model
 from m1clip.export.verify import (
     CHUNK,
@@ -104,7 +104,7 @@ class Search:
 
 
 def find_int8(
-    source: Encoders,
+    source: OnnxEncoders,
     reference: Reference,
     max_loss: float,
     folder: Path,
