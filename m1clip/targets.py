@@ -8,7 +8,7 @@ from m1clip.config import OPENAI_MEAN, OPENAI_STD, ModelConfig, Target, TextConf
 TARGETS: dict[Target, tuple[str, str]] = {
     "onnx": ("two ONNX encoders for onnxruntime", 'm1clip.load("{}")  # without torch'),
     "coreml": ("Core ML packages for macOS and iOS", "docs/export.md has the Swift code"),
-    "rclip": ("the data folder of rclip", "RCLIP_DATADIR={} rclip -n 'a red car'"),
+    "rclip": ("the data folder of rclip", "RCLIP_DATADIR={} rclip -t 3 'a red car'"),
     "immich": ("the model cache of immich's machine learning", "copy {}/clip into immich's model-cache volume"),
     "fastembed": (
         "a folder for each encoder",
