@@ -100,8 +100,8 @@ class OnnxCLIP:
         tokens_BL, settings = self.tokenize(texts), self.tokenizer.settings
         missing = (self.text.length or 0) - tokens_BL.shape[1]
         if missing > 0:
-            sides = (missing, 0) if settings.pad_left else (0, missing)
-            tokens_BL = np.pad(tokens_BL, ((0, 0), sides), constant_values=settings.pad_id)
+            padding = (missing, 0) if settings.pad_left else (0, missing)
+            tokens_BL = np.pad(tokens_BL, ((0, 0), padding), constant_values=settings.pad_id)
         return self.text(tokens_BL)
 
     def encode_image(

@@ -36,8 +36,8 @@ from m1clip.export.verify import (
     check_encoder,
     check_joint,
     compare_speed,
+    find_difference,
     find_loss,
-    find_problem,
     find_token_difference,
     load_session,
     require_any_length,
@@ -146,7 +146,7 @@ class Exporter:
 
     def judge(self, result: Exported, reference: Reference) -> Exported:
         """Add what is wrong with the files of a target."""
-        result.problems += [problem for check in result.checks if (problem := find_problem(check, reference))]
+        result.problems += [problem for check in result.checks if (problem := find_difference(check, reference))]
         if result.after and (loss := find_loss(result.after, reference, self.options.max_loss)):
             result.problems.append(loss)
         return result
@@ -167,7 +167,7 @@ class Exporter:
             self.add_rclip_package(result, folder)
         if target != "onnx":  # where the tokenizer is ours, and start and end tokens are added by m1clip
             self.judge_tokenizers(result, folder)
-        result.problems += [problem for check in result.checks if (problem := find_problem(check, self.reference))]
+        result.problems += [problem for check in result.checks if (problem := find_difference(check, self.reference))]
         return result
 
     def add_rclip_package(self, result: Exported, folder: Path) -> None:
@@ -226,7 +226,7 @@ class Exporter:
             speeds = compare_speed({"torch": torch_encoder(self.model, tower), "onnx": encode}, tower, self.reference)
             checks[tower] = replace(check, items_per_s=speeds["onnx"], torch_items_per_s=speeds["torch"])
         after = self.reference.retrieval(found["vision"], found["text"])
-        problems = [problem for check in checks.values() if (problem := find_problem(check, self.reference))]
+        problems = [problem for check in checks.values() if (problem := find_difference(check, self.reference))]
         if loss := find_loss(after, self.reference, self.options.max_loss):
             problems.append(loss)
         return Verified(encoders, checks, after, problems)

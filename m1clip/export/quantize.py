@@ -31,8 +31,8 @@ from m1clip.export.verify import (
     Tower,
     check_encoder,
     compare_speed,
+    find_difference,
     find_loss,
-    find_problem,
 )
 from m1clip.onnx_model import graph_bytes
 
@@ -127,7 +127,7 @@ def find_int8(
                 advance(1)
         tried, fp32[tower] = time_trials(made, load(path), tower, reference)
         image_NE = chosen["vision"].embeddings if "vision" in chosen else None
-        chosen[tower], trials[tower] = choose(tried, reference, image_NE, max_loss, console)
+        chosen[tower], trials[tower] = choose_trial(tried, reference, image_NE, max_loss, console)
     return Search(trials, chosen, fp32)
 
 
@@ -162,7 +162,7 @@ def time_trials(
     return sorted(timed, key=lambda trial: -trial.speed), speeds["fp32"]
 
 
-def choose(
+def choose_trial(
     trials: Sequence[Trial], reference: Reference, image_NE: Array | None, max_loss: float, console: Console
 ) -> tuple[Trial, list[Trial]]:
     """The first trial that passes; slower ones need not be judged. If none passes, the one that loses least."""
@@ -192,7 +192,7 @@ def judge(trial: Trial, reference: Reference, image_NE: Array | None, max_loss: 
         after = reference.retrieval(found, reference.text_KE)
     else:
         after = reference.retrieval(reference.image_NE if image_NE is None else image_NE, found)
-    problem = find_loss(after, reference, max_loss) or find_problem(check, reference)
+    problem = find_loss(after, reference, max_loss) or find_difference(check, reference)
     return replace(trial, check=check, after=after, problem=problem, embeddings=found)
 
 

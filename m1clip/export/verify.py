@@ -247,7 +247,7 @@ def encode_all(
     return np.concatenate(parts)
 
 
-def find_problem(check: FileCheck, reference: Reference) -> str | None:
+def find_difference(check: FileCheck, reference: Reference) -> str | None:
     """Why a file fails by its cosine alone; None if it does not."""
     lowest = MIN_COSINE[check.precision]
     lowest = lowest if reference.is_above_chance else max(lowest, MIN_COSINE_WITHOUT_RECALL)
