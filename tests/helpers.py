@@ -23,6 +23,7 @@ from m1clip.run import Run, create_run, is_run
 from m1clip.training.loop import TrainResult, fit
 from m1clip.training.setup import prepare
 from m1clip.training.step import TrainState
+from m1clip.web.server import create_server, listen
 
 
 class QuietConsole(Console):
@@ -78,9 +79,9 @@ def make_state(config: TrainConfig, chunk: int | None = None) -> TrainState:
 @contextmanager
 def serve_in_thread(runs: web.RunCache) -> Iterator[str]:
     """The web monitor in this process; yields its address."""
-    server = web.create_server(web.create_app(runs))
+    server = create_server(web.create_app(runs))
     runs.is_closing = lambda: server.should_exit
-    with web.listen("127.0.0.1", 18465) as listener:
+    with listen("127.0.0.1", 18465) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:

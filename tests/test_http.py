@@ -18,8 +18,9 @@ from starlette.testclient import TestClient
 
 from helpers import serve_in_thread
 from long_log import write_run
-from m1clip.monitor import access, web
+from m1clip.monitor import web
 from m1clip.monitor.log import Log
+from m1clip.web import access, server
 
 TOKEN = "a-Secret"
 SCHEMA_CHECKS = [
@@ -349,7 +350,7 @@ RAW_REQUESTS = {
 
 @pytest.mark.parametrize("kind", RAW_REQUESTS)
 def test_a_strange_request_gets_an_answer_and_logs_nothing(address, capfd, monkeypatch, kind):
-    monkeypatch.setattr(web, "IDLE_S", 0.5)
+    monkeypatch.setattr(server, "IDLE_S", 0.5)
     data, status = RAW_REQUESTS[kind]
     assert exchange(address, data).partition(b" ")[2].startswith(status)
     assert capfd.readouterr().err == ""
@@ -357,5 +358,5 @@ def test_a_strange_request_gets_an_answer_and_logs_nothing(address, capfd, monke
 
 @pytest.mark.parametrize("data", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET /api"])
 def test_a_connection_without_a_complete_request_is_closed(address, monkeypatch, data):
-    monkeypatch.setattr(web, "IDLE_S", 0.1)
+    monkeypatch.setattr(server, "IDLE_S", 0.1)
     assert exchange(address, data).startswith(b"HTTP/1.1 200" if b"localhost" in data else b"")

@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "evaluation": BOTTOM | {"api", "inference", "settings", "evals", "model", "data"},
     "bench": BOTTOM | {"training", "evals", "model", "data", "document", ""},
     "export": BOTTOM | {"evaluation", "onnx_model", "settings", "evals", "model", "data", ""},
-    "monitor": {"config", "run", "files", "format", "document"},  # never torch
+    "web": set[str](),
+    "monitor": {"config", "run", "files", "format", "document", "web"},  # never torch
     "commands": BOTTOM
     | {
         "api",
@@ -51,7 +52,7 @@ MAY_IMPORT = {
         "model",
         "data",
     }
-    | {"document", ""},
+    | {"document", "web", ""},
     "cli": {"format", "signals", "commands", ""},
     "__main__": {"cli"},
     "": {"api", "evaluation", "inference", "model"},
@@ -120,6 +121,7 @@ def test_only_devices_names_a_backend_and_only_cli_imports_by_string(path):
 WITHOUT_TORCH = [
     *("m1clip", "m1clip.cli", "m1clip.config", "m1clip.run", "m1clip.sensors", "m1clip.console"),
     *(f"m1clip.commands.{path.stem}" for path in sorted((ROOT / "commands").glob("[a-z]*.py"))),
+    *("m1clip.web.access", "m1clip.web.server"),
     *(f"m1clip.monitor.{path.stem}" for path in sorted((ROOT / "monitor").glob("[a-z]*.py"))),
     *("m1clip.data.splits", "m1clip.data.check", "m1clip.data.convert"),
     *("m1clip.onnx_model", "m1clip.inference"),
@@ -136,16 +138,17 @@ def test_help_monitoring_decoding_and_onnx_start_without_torch():
 
 # Lines of Python by part. Growth is a decision: raise a budget in the commit that needs it.
 BUDGETS = {
-    "commands": 2_200,
+    "commands": 2_700,
     "model": 3_330,
     "data": 4_210,
     "training": 3_510,
     "evals": 1_760,
     "bench": 480,
     "export": 2_390,
-    "monitor": 1_860,
+    "monitor": 1_640,
+    "web": 280,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 4_560, 24_230, 128
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 4_560, 24_300, 131
 
 
 def test_every_part_stays_within_its_size():

@@ -15,6 +15,9 @@ from typing import Annotated, Any, NoReturn
 import tyro
 from tyro import _errors  # where tyro reports a wrong flag; the public interface only prints a box
 
+from m1clip.config import require
+from m1clip.web import LOOPBACK_HOSTS, Address
+
 RunName = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")]
 KINDS = {"INT": "a whole number", "FLOAT": "a number"}  # of values, by tyro's words in the help
 
@@ -23,6 +26,37 @@ KINDS = {"INT": "a whole number", "FLOAT": "a number"}  # of values, by tyro's w
 class RunsFolder:
     runs: Path = Path("runs")
     """Folder of all runs."""
+
+
+@dataclass(frozen=True)
+class ServerFlags:
+    """Where to listen. Fields that a command has only with --web are refused without it by `check_server`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; any but this machine's own needs --token."""
+    port: int = 8265
+    """Port; if it is taken, one of the next twenty."""
+    token: str | None = None
+    """Secret that clients need; `auto` generates one."""
+    open: bool = False
+    """Open the browser."""
+
+    def check_server(self, shows: str, is_server: bool = True) -> None:
+        is_ascii = self.token is None or re.fullmatch(r"[!-~]+", self.token) is not None
+        require(is_ascii, "--token must be ASCII without spaces; `auto` generates one")
+        default = {
+            field.name: field.default for field in fields(type(self)) if field.name in ServerFlags.__annotations__
+        }
+        are_default = all(getattr(self, name) == value for name, value in default.items())
+        require(is_server or are_default, "--host, --port, --token and --open need --web")
+        is_safe = self.host in LOOPBACK_HOSTS or bool(self.token)
+        danger = f"--host {self.host} shows {shows} to other machines"
+        require(is_safe, f"{danger}: it needs a --token (--token auto generates one)")
+        require(0 < self.port < 65536, f"--port must be 1–65535, not {self.port}")
+
+    @property
+    def address(self) -> Address:
+        return Address(self.host, self.port, self.token, self.open)
 
 
 def parse_flags(kind: Any, program: str, argv: Sequence[str]) -> Any:

@@ -1,17 +1,15 @@
 """m1clip monitor: follow a run from a second process, in the terminal or in the browser."""
 
 import json
-import re
 import signal
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from m1clip.commands import RunName, RunsFolder
+from m1clip.commands import RunName, RunsFolder, ServerFlags
 from m1clip.config import require
 from m1clip.console import Console, command
 from m1clip.files import json_safe
-from m1clip.monitor import LOOPBACK_HOSTS
 from m1clip.run import Run, open_run
 
 if TYPE_CHECKING:
@@ -23,7 +21,7 @@ ASCII |= {ord(char): plain for char, plain in {"–": "-", "→": ">", "…": "~
 
 
 @dataclass(frozen=True)
-class Args(RunsFolder):
+class Args(ServerFlags, RunsFolder):
     """Follow a run, without disturbing it.
 
     m1clip monitor                  the newest run, in the terminal; keys: 5 all runs, space compare, q quit
@@ -38,28 +36,13 @@ class Args(RunsFolder):
     json: bool = False
     """With --once: print the state and the last record of each kind as one line of JSON."""
     web: bool = False
-    """Serve a web page."""
-    host: str = "127.0.0.1"
-    """With --web: address to listen on; any but this machine's own needs --token."""
-    port: int = 8265
-    """With --web: port; if it is taken, one of the next twenty."""
-    token: str | None = None
-    """With --web: secret that visitors need; `auto` generates one."""
-    open: bool = False
-    """With --web: open the browser."""
+    """Serve a web page; --host, --port, --token and --open say where and to whom."""
 
     def check(self) -> None:
         require(self.once or not self.json, "--json needs --once")
         exclusive = "--once and --web exclude each other: --once prints text, --web serves a page"
         require(not (self.once and self.web), exclusive)
-        is_ascii = self.token is None or re.fullmatch(r"[!-~]+", self.token) is not None
-        require(is_ascii, "--token must be ASCII without spaces; `auto` generates one")
-        are_default = all(getattr(self, name) == getattr(Args, name) for name in ("host", "port", "token", "open"))
-        require(self.web or are_default, "--host, --port, --token and --open need --web")
-        danger = f"--host {self.host} shows your runs and images to other machines"
-        is_safe = self.host in LOOPBACK_HOSTS or bool(self.token)
-        require(is_safe, f"{danger}: it needs a --token (--token auto generates one)")
-        require(0 < self.port < 65536, f"--port must be 1–65535, not {self.port}")
+        self.check_server("your runs and images", self.web)
 
 
 def main(args: Args) -> None:
@@ -67,7 +50,7 @@ def main(args: Args) -> None:
         from m1clip.monitor import web
 
         start = open_run(args.runs, args.run) if args.run else None
-        web.serve(args.runs, start, args.host, args.port, args.token, args.open)
+        web.serve(args.runs, start, args.address)
         return
     run = open_run(args.runs, args.run)
     if args.once:

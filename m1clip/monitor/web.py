@@ -3,39 +3,33 @@
 import asyncio
 import json
 import re
-import secrets
 import shlex
-import socket
 import threading
 import time
-import webbrowser
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import quote
 
 import numpy as np
-import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from m1clip.files import json_safe
-from m1clip.monitor import LOOPBACK_HOSTS
-from m1clip.monitor.access import Access, secured_app
 from m1clip.monitor.curves import CURVES, PAGE, Curve, downsample, gradient_norms
 from m1clip.monitor.log import PART_BYTES, RECENT_STEPS, STEP_PHASES, Log, RunView, event_text, number_or_none
 from m1clip.monitor.schema import CurvePoints, Event, GradientFlow, Retrievals, RunDescription, RunList, RunRow
 from m1clip.run import Run, is_run, run_summaries
+from m1clip.web import Address
+from m1clip.web.access import Access, secured_app
+from m1clip.web.server import run_server
 
 POLL_S = 1.0
-MAX_CONNECTIONS, MAX_LIVE = 256, 64  # of those, open streams of events
-IDLE_S = 10.0  # then a connection without a complete request is closed
+MAX_LIVE = 64  # open streams of events
 MAX_WAITING, MAX_WAIT_S = 8, 10.0  # requests for a run that is being read
 FORGET_S = 600.0  # then a run that nobody asks for is dropped from memory
 CSV_ROWS = 10_000  # at a time
@@ -305,54 +299,11 @@ async def live_events(request: Request, runs: RunCache) -> AsyncIterator[str]:
         await asyncio.sleep(POLL_S)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket on the port, or on one of the next twenty if it is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for candidate in range(port, min(port + 20, 65536)):
-        try:
-            return socket.create_server((host, candidate), family=family)
-        except OSError as error:
-            reason = error.strerror
-    raise OSError(f"cannot listen on {host}, ports {port} to {candidate}: {reason}")
-
-
-class Connection(H11Protocol):
-    """Closed when no complete request came for IDLE_S, whether nothing was sent or a byte now and then."""
-
-    last_cycle: Any = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.loop.call_later(IDLE_S, self._close_if_idle)
-
-    def _close_if_idle(self) -> None:
-        is_idle = self.cycle is None or self.cycle.response_complete
-        if is_idle and self.cycle is self.last_cycle:
-            self.transport.close()
-        elif not self.transport.is_closing():
-            self.last_cycle = self.cycle
-            self.loop.call_later(IDLE_S, self._close_if_idle)
-
-
-def create_server(app: FastAPI) -> uvicorn.Server:
-    """Only errors are logged: malformed requests of others would fill the terminal."""
-    options: dict[str, Any] = {"http": Connection, "ws": "none", "limit_concurrency": MAX_CONNECTIONS}
-    return uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=3, **options))
-
-
-def serve(folder: Path, start: Run | None, host: str, port: int, token: str | None, browse: bool) -> None:
-    token = secrets.token_urlsafe(12) if token == "auto" else token
+def serve(folder: Path, start: Run | None, address: Address) -> None:
     runs = RunCache(start.path.parent if start else folder, start)
-    with listen(host, port) as server_socket:
-        port = server_socket.getsockname()[1]
-        name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-        address = f"http://{name}:{port}/" + (f"?token={quote(token, safe='')}" if token else "")
-        print(f"monitoring {runs.folder}/ at {address}  (Ctrl-C stops)", flush=True)
-        if host in LOOPBACK_HOSTS:
-            print(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}", flush=True)
-        if browse:
-            webbrowser.open(address)
-        server = create_server(create_app(runs, token))
-        runs.is_closing = lambda: server.should_exit
-        with suppress(KeyboardInterrupt):
-            server.run(sockets=[server_socket])
+
+    def make_app(token: str | None, is_closing: Callable[[], bool]) -> FastAPI:
+        runs.is_closing = is_closing
+        return create_app(runs, token)
+
+    run_server(f"monitoring {runs.folder}/", make_app, address)

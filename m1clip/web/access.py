@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response, Security
 from fastapi.responses import PlainTextResponse, RedirectResponse
 from fastapi.security import HTTPBearer
 
-from m1clip.monitor import LOOPBACK_HOSTS
+from m1clip.web import LOOPBACK_HOSTS
 
 HEADERS = {
     # Nothing is loaded from or sent to other hosts; plotly sets inline styles.
@@ -28,7 +28,7 @@ HEADERS = {
 # Wrong tokens: at once, and seconds until one more is allowed.
 CLIENT_LIMIT, TOTAL_LIMIT = (10, 6.0), (100, 0.5)
 MAX_CLIENTS = 1000
-BEARER = HTTPBearer(auto_error=False, description="The token that `m1clip monitor` printed; a browser has a cookie.")
+BEARER = HTTPBearer(auto_error=False, description="The token that was printed at the start; a browser has a cookie.")
 
 
 class RateLimit:
@@ -122,7 +122,7 @@ def client_name(request: Request) -> str:
 
 def refuse_token(status: int, headers: dict[str, str] | None = None) -> Response:
     reasons = {401: "a token is needed", 429: "too many wrong tokens; wait a moment"}
-    text = f"{reasons[status]}: open the address that `m1clip monitor` printed"
+    text = f"{reasons[status]}: open the address that was printed at the start"
     return PlainTextResponse(
         text, status, {"WWW-Authenticate": "Bearer", "Cache-Control": "no-store", **(headers or {})}
     )

@@ -1,0 +1,15 @@
+"""What all HTTP servers share: who may ask, sockets, connections. Never imports torch."""
+
+from dataclasses import dataclass
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens, and the secret that its clients need; the token `auto` is replaced by a random one."""
+
+    host: str
+    port: int
+    token: str | None = None
+    browse: bool = False  # open the browser
