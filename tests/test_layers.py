@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent / "m1clip"
 FILES = sorted(ROOT.rglob("*.py"))
 
 BOTTOM = {"config", "run", "files", "format", "console", "devices", "sensors", "losses", "images", "decode", "parity"}
-BOTTOM |= {"targets", "hub", "signals", "status", "prompts", "errors"}
+BOTTOM |= {"targets", "hub", "signals", "status", "prompts", "errors", "workers", "perceptual_hash"}
 # What a sub-package or file may import of ours, beside itself. "" is the package: version and lazy names.
 MAY_IMPORT = {
     **{name: {"files", "format", "config"} - {name} for name in BOTTOM},
@@ -140,7 +140,7 @@ def test_help_monitoring_decoding_and_onnx_start_without_torch():
 BUDGETS = {
     "commands": 2_700,
     "model": 3_330,
-    "data": 4_210,
+    "data": 4_060,
     "training": 3_510,
     "evals": 1_760,
     "bench": 480,
@@ -148,7 +148,7 @@ BUDGETS = {
     "monitor": 1_640,
     "web": 280,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 4_560, 24_300, 131
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 4_760, 24_400, 133
 
 
 def test_every_part_stays_within_its_size():
@@ -220,8 +220,8 @@ def test_few_files_lead_from_the_command_to_the_first_gradient(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     executed, loaded = ast.literal_eval(done.stderr.splitlines()[-1])
     assert f"{ROOT}/training/loop.py" in executed
-    assert len(executed) <= 39, executed
-    assert len(loaded) <= 49, loaded
+    assert len(executed) <= 40, executed
+    assert len(loaded) <= 50, loaded
 
 
 def test_the_training_loop_fits_a_screen():
