@@ -22,6 +22,10 @@ class WorkerDied(RuntimeError):  # noqa: N818 - what happened, not a fault of th
     """A worker process was killed, by the system for lack of memory or by a file that crashes the decoder."""
 
 
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def row_chunks(rows: int, size: int) -> list[range]:
     return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
 
@@ -42,8 +46,7 @@ class WorkerPool(Generic[T]):
     """
 
     def __init__(self, function: Callable[[Rows], T], workers: int):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        self.workers = workers or cores or 1
+        self.workers = workers or usable_cores()
         context = multiprocessing.get_context("spawn")
         with safe_path():  # its queues start multiprocessing's resource tracker
             self.executor = ProcessPoolExecutor(self.workers, context, _start_worker, (function,))
