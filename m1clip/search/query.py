@@ -21,6 +21,7 @@ QUOTED = r"""(?:"[^"]*"|'[^']*'|“[^”]*”|„[^“”]*[“”]|«[^»]*»)"
 OPERATOR = re.compile(rf"({QUOTED})|\s+([+-])\s+")
 TERM = re.compile(rf"\s*(?:(\d+(?:\.\d+)?)\s*[*×]\s*)?(?:({QUOTED})|(.*?))\s*", re.S)
 MAX_QUERY = 10_000  # characters
+UNKNOWN_TOKENS = ("<|unknown|>", "[UNK]", "<unk>")
 CHUNK = 65_536  # rows that are multiplied at once
 
 
@@ -69,13 +70,15 @@ def encode_query(model: OnnxCLIP, terms: Sequence[Term], like: Sequence[ImageInp
 
 
 def find_unknown_script(model: OnnxCLIP, terms: Sequence[Term]) -> str | None:
-    """A term that the tokenizer has no tokens for but single bytes or `unknown`: the model never learned it."""
+    """A term in letters that the tokenizer knows only as single bytes or not at all: the model never learned it."""
+    core = model.tokenizer.core
+    unknown = {core.token_to_id(name) for name in UNKNOWN_TOKENS} - {None}
     for term in terms:
-        letters = [letter for letter in term.text if letter.isalpha()]
-        if not letters or all(letter.isascii() for letter in letters):
+        letters = "".join(filter(str.isalpha, term.text))
+        if letters.isascii():
             continue
-        tokens = model.tokenizer.encode([term.text], model.config.text.context_length)[0]
-        if len(tokens) - 2 >= len("".join(letters).encode()):
+        ids = core.encode(letters.lower(), add_special_tokens=False).ids
+        if set(ids) <= unknown or len(ids) >= len(letters.encode()) > len(letters):
             return term.text
     return None
 
