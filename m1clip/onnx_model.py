@@ -7,7 +7,6 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from m1clip.calibration import Calibration, read_calibration
+from m1clip.calibration import read_calibration
 from m1clip.config import ModelConfig, from_json
 from m1clip.errors import untrusted_input
 from m1clip.files import open_regular, read_json
@@ -25,7 +24,7 @@ from m1clip.model.inputs import ImageInput, encode_images, encode_texts
 from m1clip.model.tokenizer import TokenArray, Tokenizer, load_tokenizer
 from m1clip.workers import usable_cores
 
-EXPORT, CALIBRATION = "export.json", "calibration.npy"
+EXPORT = "export.json"
 AGAIN = "export it again"
 SMALL_GRAPH, SMALL_BATCH = 8_000_000, 4  # bytes and items
 DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
@@ -90,21 +89,9 @@ class OnnxCLIP:
         self.text = OnnxGraph(folder, export["text"], files, (None, None), width)
         colors = (np.array(color, np.float32).reshape(3, 1, 1) for color in (config.vision.mean, config.vision.std))
         self.mean_C11, self.std_C11 = (np.float32(255) * color_C11 for color_C11 in colors)  # in units of bytes
-        self._files = files
         self.vision_key: str = files[export["vision"]].get("sha256", "")  # of what image embeddings depend on
-        self.folder, self._calibration = folder, export.get("calibration")
+        self.calibration = read_calibration(export.get("calibration"))  # of search
         self.scale_and_bias: tuple[float, float | None] = export["logit_scale"], export.get("logit_bias")
-
-    @cached_property
-    def calibration(self) -> Calibration | None:
-        """How probable matches are, if that could be measured when the model was exported."""
-        if self._calibration is None:
-            return None
-        path, record = self.folder / CALIBRATION, self._files.get(CALIBRATION) or {}
-        check_file(path, record)
-        with untrusted_input(f"{path} cannot be read, {AGAIN}"):
-            text_KE = np.load(path, allow_pickle=False)
-            return read_calibration(self._calibration, text_KE, self.config.embed_dim)
 
     def embed_pixels(self, images_BHWC: Pixels) -> Floats:
         """Unit vectors of preprocessed images."""

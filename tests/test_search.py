@@ -534,7 +534,7 @@ def test_search_never_imports_torch(photos, exported):
 # Vectors for other programs
 
 
-def test_vectors_are_exported_for_numpy_parquet_and_qdrant(photos, model, exported, run, tmp_path, capsys):
+def test_vectors_are_exported_for_numpy_parquet_and_qdrant(photos, model, exported, run, tmp_path):
     run("a cat", photos)
     names = [f"000{number}.jpg" for number in range(3)] + [f"trip/000{number}.jpg" for number in (3, 4, 5)]
     expected = model.encode_image([photos / name for name in names])

@@ -14,7 +14,7 @@ import tyro
 from m1clip.commands import RunsFolder, ServerFlags
 from m1clip.config import require
 from m1clip.console import Console
-from m1clip.format import percent, plural, printable
+from m1clip.format import plural, printable
 
 if TYPE_CHECKING:
     from m1clip.onnx_model import OnnxCLIP
@@ -177,8 +177,7 @@ def write_text(query: str, answer: "Answer", args: Args) -> None:
         print(printable(f"nothing like it among {plural(answer.images, 'image')}{nearest}"))
     for hit in answer.hits:
         copies = f"  (+ {plural(len(hit.files) - 1, 'copy').replace('copys', 'copies')})" if len(hit.files) > 1 else ""
-        probability = "" if hit.probability is None else f"  {percent(hit.probability):>7}"
-        print(f"{hit.score:6.3f}{probability}  {printable(shown_path(hit.file.path))}{copies}")
+        print(f"{hit.score:6.3f}  {printable(shown_path(hit.file.path))}{copies}")
 
 
 def write_json(query: str, answer: "Answer", args: Args) -> None:
@@ -186,7 +185,6 @@ def write_json(query: str, answer: "Answer", args: Args) -> None:
         {
             "path": str(hit.file.path),
             "score": round(hit.score, 6),
-            "probability": None if hit.probability is None else round(hit.probability, 4),
             **describe_file(hit.file),
             "copies": [str(file.path) for file in hit.files[1:]],
         }

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -16,10 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from m1clip import __version__, sensors
-from m1clip.calibration import MIN_QUERIES, calibrate, word_queries
+from m1clip.calibration import MIN_QUERIES, Calibration, calibrate, word_queries
 from m1clip.config import Target, TimmConfig, TrainConfig
 from m1clip.console import Console
 from m1clip.data.splits import Split
@@ -50,7 +48,6 @@ from m1clip.export.verify import (
 from m1clip.files import atomic_folder, json_safe, remove_partial
 from m1clip.model.clip import CLIP
 from m1clip.model.pretrained import require_extra
-from m1clip.onnx_model import CALIBRATION
 from m1clip.settings import DataSettings
 from m1clip.targets import TARGETS, find_misfit
 
@@ -83,7 +80,7 @@ class Exported:
     search: Search | None = None  # the INT8 recipes
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    calibration: Mapping[str, Any] | None = None  # of search
+    calibration: Calibration | None = None  # of search
     compared_on: str = ""  # which images
     is_written: bool = False
 
@@ -172,25 +169,21 @@ class Exporter:
         if target == "rclip":
             self.add_rclip_package(result, folder)
         if target == "onnx":
-            result.calibration = self.write_calibration(folder)
+            result.calibration = self.calibrate_search()
         if target != "onnx":  # where the tokenizer is ours, and start and end tokens are added by m1clip
             self.judge_tokenizers(result, folder)
         result.problems += [problem for check in result.checks if (problem := find_difference(check, self.reference))]
         return result
 
-    def write_calibration(self, folder: Path) -> Mapping[str, Any] | None:
-        """For search: how probable it is that an image fits a query; None without images that the model knows."""
+    def calibrate_search(self) -> Calibration | None:
+        """When a library has nothing like a query; None without images like those that the model knows."""
         if self.reference.is_generic or not self.reference.is_above_chance:
             return None
         queries, has_QN = word_queries(self.reference.captions())
         if len(queries) < MIN_QUERIES:
             return None
         text_QE = Embedder(self.model, self.console.progress).texts(queries).numpy()
-        calibration = calibrate(queries, has_QN, text_QE, self.reference.image_NE)
-        if calibration is None:
-            return None
-        np.save(folder / CALIBRATION, calibration.text_KE.astype(np.float32))
-        return calibration.record
+        return calibrate(text_QE, has_QN, self.reference.image_NE)
 
     def add_rclip_package(self, result: Exported, folder: Path) -> None:
         """The Core ML package that rclip looks for on macOS, where coremltools is installed."""
@@ -273,7 +266,7 @@ class Exporter:
             "checks": [check.record() for check in result.checks],
             "recall": recall,
             "int8": result.search and result.search.record(),
-            "calibration": result.calibration,
+            "calibration": result.calibration and result.calibration.record(),
             **self.facts,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "versions": {"m1clip": __version__, **library_versions()},

@@ -5,7 +5,7 @@ Shapes: N images, R rows of the index, E embedding.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +89,6 @@ class Hit:
 
     score: float  # cosine similarity
     files: Sequence[ImageFile]
-    probability: float | None = None  # that it fits the query; None if the model has no calibration, or for images
 
     @property
     def file(self) -> ImageFile:
@@ -174,25 +173,12 @@ class Searcher:
         query_E = encode_query(self.model, terms, like)
         scores_N = self.library.scores(query_E)
         hits = self.library.hits(best_first(scores_N, top_k), scores_N)
-        if terms and not like:
-            hits = self.add_probabilities(hits, scores_N)
         if min_score is not None:
             found = [hit for hit in hits if hit.score >= min_score]
         else:
-            found = hits if not self.is_nothing(hits) else []
-        return Answer(found, len(self.library), not found, hits[0] if hits and not found else None)
+            is_text = bool(terms) and not like
+            found = [] if is_text and self.is_nothing(hits[0].score, float(scores_N.mean())) else hits
+        return Answer(found, len(self.library), not found, None if found else hits[0])
 
-    def add_probabilities(self, hits: Sequence[Hit], scores_N: Floats) -> list[Hit]:
-        if self.calibration is None:
-            return list(hits)
-        statistics = float(scores_N.mean()), float(scores_N.std()), len(scores_N)
-        vectors_RE = self.library.vectors_RE
-        return [
-            replace(hit, probability=self.calibration.probability(hit.score, *statistics, vectors_RE[hit.file.row]))
-            for hit in hits
-        ]
-
-    def is_nothing(self, hits: Sequence[Hit]) -> bool:
-        threshold = self.calibration.threshold if self.calibration else None
-        probabilities = [hit.probability for hit in hits if hit.probability is not None]
-        return threshold is not None and bool(probabilities) and probabilities[0] < threshold
+    def is_nothing(self, best: float, mean: float) -> bool:
+        return self.calibration is not None and self.calibration.is_nothing(best, mean)
