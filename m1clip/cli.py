@@ -25,6 +25,7 @@ COMMANDS = {
     "eval": "zero-shot accuracy, retrieval, probes and robustness of a model, with chance",
     "classify": "label images with a trained model: zero-shot, with probabilities",
     "export": "export a model to ONNX, INT8, Core ML, and to the products and libraries that open it",
+    "serve": "serve embeddings over HTTP: the APIs of OpenAI, Cohere, Hugging Face, immich and others",
     "models": "list the pretrained models that training can start from, and the extra each needs",
     "info": "list presets: parameters, FLOPs per pair, memory of a batch",
     "bench": "benchmark this machine's devices on real training steps; tables, figures, report",

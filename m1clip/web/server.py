@@ -1,7 +1,6 @@
 """Sockets, connections and the event loop of a server."""
 
 import asyncio
-import secrets
 import socket
 import webbrowser
 from collections.abc import Callable
@@ -12,12 +11,14 @@ from urllib.parse import quote
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.supervisors import Multiprocess
 
 from m1clip.web import LOOPBACK_HOSTS, Address
 
 MAX_CONNECTIONS = 256
 MAX_HEAD_BYTES = 65_536  # of a request line with its headers
 IDLE_S = 10.0  # then a connection without a complete request is closed
+START_S = 60.0  # for a worker to be ready
 STALLED_S = 60.0  # then a client that still sends the same request, or does not read its response, is disconnected
 
 
@@ -44,6 +45,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # asyncio does it only for sockets whose protocol number is given: without it, a response waits 40 ms for an ACK.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.loop.call_later(IDLE_S, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
@@ -76,29 +79,61 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
 
-def create_server(app: FastAPI) -> uvicorn.Server:
+def server_config(app: Any, **options: Any) -> uvicorn.Config:
     """Only errors are logged: malformed requests of others would fill the terminal."""
-    options: dict[str, Any] = {
-        "http": Connection,
-        "loop": "asyncio",
-        "ws": "none",
-        "limit_concurrency": MAX_CONNECTIONS,
-    }
-    return uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=3, **options))
+    protocol: dict[str, Any] = {"http": Connection, "loop": "asyncio", "ws": "none", "log_level": "error"}
+    limits = {"limit_concurrency": MAX_CONNECTIONS, "timeout_graceful_shutdown": 3}
+    return uvicorn.Config(app, **{**protocol, **limits, **options})
 
 
-def run_server(what: str, make_app: Callable[[str | None, Callable[[], bool]], FastAPI], address: Address) -> None:
+def create_server(app: FastAPI, **options: Any) -> uvicorn.Server:
+    return uvicorn.Server(server_config(app, **options))
+
+
+def announce(what: str, address: Address, port: int) -> None:
+    host, token = address.host, address.token
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    url = f"http://{name}:{port}/" + (f"?token={quote(token, safe='')}" if token else "")
+    print(f"{what} at {url}  (Ctrl-C stops)", flush=True)
+    if host in LOOPBACK_HOSTS:
+        print(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}", flush=True)
+    if address.browse:
+        webbrowser.open(url)
+
+
+def run_server(
+    what: str, make_app: Callable[[str | None, Callable[[], bool]], FastAPI], address: Address, **options: Any
+) -> None:
     """Serve until Ctrl-C. `make_app` gets the token, and a function that tells whether the server is closing."""
-    host, token = address.host, secrets.token_urlsafe(12) if address.token == "auto" else address.token
-    with listen(host, address.port) as server_socket:
-        port = server_socket.getsockname()[1]
-        name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-        url = f"http://{name}:{port}/" + (f"?token={quote(token, safe='')}" if token else "")
-        print(f"{what} at {url}  (Ctrl-C stops)", flush=True)
-        if host in LOOPBACK_HOSTS:
-            print(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}", flush=True)
-        if address.browse:
-            webbrowser.open(url)
-        server = create_server(make_app(token, lambda: server.should_exit))
+    address = address.with_token()
+    with listen(address.host, address.port) as server_socket:
+        server = create_server(make_app(address.token, lambda: server.should_exit), **options)
+        announce(what, address, server_socket.getsockname()[1])
         with suppress(KeyboardInterrupt):
             server.run(sockets=[server_socket])
+
+
+class Workers(Multiprocess):
+    """Processes that accept the connections of one socket; one that dies is replaced."""
+
+    is_ready = False
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, on_ready: Callable[[], None]):
+        super().__init__(config, [listener])
+        self.on_ready = on_ready
+
+    def init_processes(self) -> None:
+        super().init_processes()
+        self.is_ready = all(process.wait_until_ready(START_S, self.should_exit) for process in self.processes)
+        self.on_ready() if self.is_ready else self.should_exit.set()
+
+
+def run_workers(what: str, make_app: Callable[[], FastAPI], address: Address, count: int, **options: Any) -> None:
+    """Serve in several processes until Ctrl-C. Each of them calls `make_app`, which it gets as a pickle."""
+    with listen(address.host, address.port) as listener:
+        config = server_config(make_app, factory=True, workers=count, **options)
+        port = listener.getsockname()[1]
+        workers = Workers(config, listener, lambda: announce(what, address, port))
+        workers.run()
+    if not workers.is_ready:
+        raise RuntimeError("the workers could not be started")
