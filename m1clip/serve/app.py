@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +14,9 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartParser
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from m1clip.model.classify import Floats
 from m1clip.serve import RequestError, schema
@@ -61,17 +63,35 @@ class SearchIndex(Protocol):
 class JsonRoute(APIRoute):
     """A route whose endpoint takes the request and a body, which orjson parses and pydantic validates.
 
-    FastAPI reads the published schema from the endpoint; its own dependencies would take 100 µs of each request.
+    FastAPI reads the published schema from the endpoint. Its dependencies, exit stacks and serialization are left out:
+    they take half of the time of a small request.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        endpoint, kind = self.endpoint, get_type_hints(self.endpoint)["body"]
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any):
+        super().__init__(path, endpoint, **options)
+        self.app, self.kind = self.answer, get_type_hints(endpoint)["body"]
 
-        async def handle(request: Request) -> Response:
-            response: Response = await endpoint(request, parse_body(kind, await request.body()))
-            return response
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            response: Response = await self.endpoint(request, parse_body(self.kind, await request.body()))
+        except (RequestError, ClientDisconnect) as error:
+            response = await answer_error(request, error)
+        await response(scope, receive, send)
 
-        return handle
+
+class DirectRoutes:
+    """Middleware that leads to the JSON routes past FastAPI's own, which take 40 µs and are of no use to them."""
+
+    def __init__(self, app: ASGIApp, routes: Mapping[str, JsonRoute]):
+        self.app, self.routes = app, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self.routes.get(scope.get("path", "")) if scope.get("method") == "POST" else None
+        if route is None:
+            return await self.app(scope, receive, send)
+        scope["route"] = route
+        await route.answer(scope, receive, send)
 
 
 class Service:
@@ -163,11 +183,14 @@ def embedding_app(
         yield
         service.engine.close()
 
-    app = secured_app("m1clip serve", access, lifespan=lifespan)
     limits = service.engine.limits
-    app.add_middleware(RequestMiddleware, limits=limits, metrics=service.metrics, log=log)
     MultiPartParser.spool_max_size = limits.max_bytes  # in memory, not in a temporary file
+    routes = dict[str, JsonRoute]()
+    middleware = [Middleware(DirectRoutes, routes=routes)]
+    app = secured_app("m1clip serve", access, lifespan=lifespan, middleware=middleware)
+    app.add_middleware(RequestMiddleware, limits=limits, metrics=service.metrics, log=log)
     add_routes(app, service)
+    routes |= {route.path: route for route in app.routes if isinstance(route, JsonRoute)}
     for kind in (RequestError, HTTPException, RequestValidationError, ClientDisconnect):
         app.add_exception_handler(kind, answer_error)
     return app

@@ -54,7 +54,7 @@ class BatchQueue(Generic[T, R]):
         if self.queued + len(items) > self.max_queue:
             raise busy(f"{self.queued:,} items are waiting", self.queued * self.item_s)
         loop = asyncio.get_running_loop()
-        job = Job[T, R](items, loop.create_future())
+        job: Job[T, R] = Job(items, loop.create_future())
         self.jobs.append(job)
         self.queued += len(items)
         if self.runner is None:
@@ -72,7 +72,8 @@ class BatchQueue(Generic[T, R]):
 
     def _take(self) -> Parts[T, R]:
         """The next batch; a job that is not finished by it goes to the end of the queue."""
-        parts, free = Parts[T, R](), self.max_batch
+        parts: Parts[T, R] = []
+        free = self.max_batch
         while self.jobs and free:
             job = self.jobs.popleft()
             part = job.items[job.taken : job.taken + free]

@@ -60,7 +60,7 @@ class Engine:
         encoded = await self.texts.run(texts) if texts else []  # type: ignore[arg-type]
         text_rows = (row_E for row_E, _ in encoded)
         rows = [next(image_rows if isinstance(each, ImageSource) else text_rows) for each in inputs]
-        return np.stack(rows), sum(tokens for _, tokens in encoded)
+        return np.array(rows), sum(tokens for _, tokens in encoded)
 
     def check(self, inputs: Sequence[Input]) -> None:
         if not inputs:

@@ -1,6 +1,7 @@
 """Starts a server: loads the model, in one process or in several."""
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import resource
@@ -65,6 +66,7 @@ def build_app(settings: ServeSettings, on_start: Callable[[], None] = lambda: No
     model = load_onnx(settings.folder, max(1, usable_cores() // settings.workers))
     engine = Engine(model, limits, fetch, metrics.add_batch)
     engine.warm_up()
+    gc.freeze()  # what is there now stays: the collector need not visit it again
     service = Service(engine, settings.name, metrics, settings.open_index())
     access = Access(settings.address.token, session=settings.session, api_prefix="/")
     return embedding_app(service, access, print_line if settings.access_log else None, on_start)

@@ -33,6 +33,34 @@ def listen(host: str, port: int) -> socket.socket:
     raise OSError(f"cannot listen on {host}, ports {port} to {candidate}: {reason}")
 
 
+class JoinedWrites:
+    """A transport that sends what is written in one step of the event loop at once.
+
+    uvicorn writes the head of a response and then its body: two system calls, and for each the thread of an encoder
+    takes the interpreter lock (58 µs with 32 clients).
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
+        self.transport, self.loop, self.parts = transport, loop, list[bytes]()
+
+    def write(self, data: bytes) -> None:
+        if not self.parts:
+            self.loop.call_soon(self.flush)
+        self.parts.append(data)
+
+    def flush(self) -> None:
+        parts, self.parts = self.parts, []
+        if parts and not self.transport.is_closing():
+            self.transport.write(b"".join(parts))
+
+    def close(self) -> None:
+        self.flush()
+        self.transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+
 class Connection(HttpToolsProtocol):
     """Closed when no complete request came for IDLE_S, whether nothing was sent or a byte now and then.
 
@@ -44,8 +72,8 @@ class Connection(HttpToolsProtocol):
     head_bytes = 0  # received, and not part of a body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        # asyncio does it only for sockets whose protocol number is given: without it, a response waits 40 ms for an ACK.
+        super().connection_made(JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
+        # asyncio does it only for sockets with a protocol number. Without it a response waits 40 ms for an ACK.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.loop.call_later(IDLE_S, self._close_if_idle)
 
