@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+ENCODER_BATCH = 32  # items that are encoded at once
+MAX_REQUESTS = 1000  # that are answered at once
+
 
 @dataclass(frozen=True)
 class Limits:

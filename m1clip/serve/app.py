@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from m1clip.model.classify import Floats
-from m1clip.serve import RequestError, schema
+from m1clip.serve import ENCODER_BATCH, RequestError, schema
 from m1clip.serve.dialects import (
     CohereRequest,
     EmbeddingRequest,
@@ -32,7 +32,7 @@ from m1clip.serve.dialects import (
     to_json,
     zero_shot_response,
 )
-from m1clip.serve.engine import MAX_BATCH, Engine, truncate_rows
+from m1clip.serve.engine import Engine, truncate_rows
 from m1clip.serve.metrics import Metrics
 from m1clip.serve.middleware import RequestMiddleware
 from m1clip.web.access import Access, secured_app
@@ -104,7 +104,7 @@ class Service:
     async def embed(self, request: Request, inputs: list[Input]) -> tuple[Floats, int]:
         request.scope["items"] = len(inputs)  # for the access log
         embedding = self.engine.embed(inputs)
-        will_wait = len(inputs) + self.engine.texts.queued + self.engine.pending_images > MAX_BATCH
+        will_wait = len(inputs) + self.engine.texts.queued + self.engine.pending_images > ENCODER_BATCH
         return await (unless_disconnected(request, embedding) if will_wait else embedding)
 
     async def openai(self, request: Request, body: EmbeddingRequest) -> Response:

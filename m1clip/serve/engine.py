@@ -18,11 +18,10 @@ from m1clip.model.classify import Classifier, Floats, combine_prompts, prompt_te
 from m1clip.model.inputs import DECODE_SCALE
 from m1clip.onnx_model import OnnxCLIP
 from m1clip.prompts import NULL_PROMPTS, PLACEHOLDER, Prompts
-from m1clip.serve import Limits, RequestError
+from m1clip.serve import ENCODER_BATCH, Limits, RequestError
 from m1clip.serve.batching import BatchQueue, busy
 from m1clip.serve.dialects import ImageSource, Input
 
-MAX_BATCH = 32  # items that are encoded at once
 MAX_TEXT = 10_000  # characters or token ids
 DECODERS = min(4, os.cpu_count() or 1)  # threads
 CLASSIFIERS = 16  # that are kept
@@ -37,19 +36,12 @@ class Engine:
         self, model: OnnxCLIP, limits: Limits, fetch: Fetch | None = None, on_batch: OnBatch = lambda *batch: None
     ):
         self.model, self.limits, self.fetch = model, limits, fetch
-        self.texts = BatchQueue(self._encode_texts, MAX_BATCH, limits.max_queue, partial(on_batch, "text"))
-        self.images = BatchQueue(self._encode_pixels, MAX_BATCH, limits.max_queue, partial(on_batch, "vision"))
+        self.texts = BatchQueue(self._encode_texts, ENCODER_BATCH, limits.max_queue, partial(on_batch, "text"))
+        self.images = BatchQueue(self._encode_pixels, ENCODER_BATCH, limits.max_queue, partial(on_batch, "vision"))
         self.decoders = ThreadPoolExecutor(DECODERS)
-        self.decoding = asyncio.Semaphore(2 * MAX_BATCH)  # images between their decoding and their embedding
+        self.decoding = asyncio.Semaphore(2 * ENCODER_BATCH)  # images between their decoding and their embedding
         self.pending_images = 0
         self.classifiers = OrderedDict[tuple[str | None, ...], Classifier]()
-
-    def warm_up(self) -> None:
-        """Load both encoders and run them once, so that the first request is as fast as the others."""
-        size = self.model.config.vision.image_size
-        for count in (1, MAX_BATCH):
-            self.model.embed_texts(["a photo"] * count)
-            self.model.embed_pixels(np.zeros((count, size, size, 3), np.uint8))
 
     async def embed(self, inputs: Sequence[Input]) -> tuple[Floats, int]:
         """Unit vectors (B, E) in the order of the inputs, and the number of their tokens."""

@@ -14,14 +14,14 @@ from prometheus_client import (
     multiprocess,
 )
 
-FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # where workers write their figures; prometheus_client reads it when it is imported
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 SIZES = (1, 2, 4, 8, 16, 32)
 
 
 class Metrics:
-    def __init__(self) -> None:
-        self.folder = os.environ.get(FOLDER)
+    """`folder` is where several workers write their figures."""
+
+    def __init__(self, folder: str | None = None):
         registry = CollectorRegistry()
         self.requests = Counter("m1clip_requests", "HTTP requests", ["path", "status"], registry=registry)
         self.seconds = Histogram(
@@ -32,10 +32,10 @@ class Metrics:
         self.encode = Counter("m1clip_encode_seconds", "time in an encoder", ["encoder"], registry=registry)
         options = {"registry": registry, "multiprocess_mode": "livesum"}
         self.queue = Gauge("m1clip_queue_items", "items that wait for an encoder", ["encoder"], **options)  # type: ignore[arg-type]
-        if self.folder is None:
+        if folder is None:
             ProcessCollector(registry=registry)  # memory, CPU time, open files
         else:
-            forget_dead_workers(Path(self.folder))
+            forget_dead_workers(Path(folder))
             registry = CollectorRegistry()
             multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         self.registry = registry

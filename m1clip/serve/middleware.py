@@ -7,11 +7,9 @@ from datetime import UTC, datetime
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from m1clip.serve import Limits, RequestError
+from m1clip.serve import MAX_REQUESTS, Limits, RequestError
 from m1clip.serve.batching import busy
 from m1clip.serve.metrics import Metrics
-
-MAX_REQUESTS = 1000  # at once
 
 
 class RequestMiddleware:

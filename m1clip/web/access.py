@@ -74,7 +74,7 @@ class Access:
         session: str = "",
         api_prefix: str = "/api/",
     ):
-        self.token, self.session, self.api_prefix = token, session or new_session(), api_prefix
+        self.token, self.session, self.api_prefix = token, session or secrets.token_urlsafe(32), api_prefix
         self.limit = RateLimit(clock)
 
     def is_api(self, path: str) -> bool:
@@ -117,11 +117,6 @@ class Access:
         redirect = RedirectResponse("/", 303, {"Cache-Control": "no-store"})
         redirect.set_cookie(cookie, self.session, httponly=True, samesite="strict", max_age=30 * 86400)
         return redirect
-
-
-def new_session() -> str:
-    """The value of a session cookie."""
-    return secrets.token_urlsafe(32)
 
 
 def is_equal(given: str, secret: str) -> bool:

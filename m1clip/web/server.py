@@ -5,15 +5,18 @@ import socket
 import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import uvicorn
-from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.supervisors import Multiprocess
 
 from m1clip.web import LOOPBACK_HOSTS, Address
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI  # slow to import, and serve loads its model meanwhile
 
 MAX_CONNECTIONS = 256
 MAX_HEAD_BYTES = 65_536  # of a request line with its headers
@@ -114,8 +117,18 @@ def server_config(app: Any, **options: Any) -> uvicorn.Config:
     return uvicorn.Config(app, **{**protocol, **limits, **options})
 
 
-def create_server(app: FastAPI, **options: Any) -> uvicorn.Server:
-    return uvicorn.Server(server_config(app, **options))
+class ReadyServer(uvicorn.Server):
+    """Calls `on_ready` once it accepts connections and answers signals."""
+
+    on_ready: Callable[[], None] = staticmethod(lambda: None)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_ready()
+
+
+def create_server(app: "FastAPI", **options: Any) -> ReadyServer:
+    return ReadyServer(server_config(app, **options))
 
 
 def announce(what: str, address: Address, port: int) -> None:
@@ -130,15 +143,15 @@ def announce(what: str, address: Address, port: int) -> None:
 
 
 def run_server(
-    what: str, make_app: Callable[[str | None, Callable[[], bool]], FastAPI], address: Address, **options: Any
+    what: str, make_app: Callable[[str | None, Callable[[], bool]], "FastAPI"], address: Address, **options: Any
 ) -> None:
     """Serve until Ctrl-C. `make_app` gets the token, and a function that tells whether the server is closing."""
     address = address.with_token()
-    with listen(address.host, address.port) as server_socket:
+    with listen(address.host, address.port) as listener:
         server = create_server(make_app(address.token, lambda: server.should_exit), **options)
-        announce(what, address, server_socket.getsockname()[1])
+        server.on_ready = partial(announce, what, address, listener.getsockname()[1])
         with suppress(KeyboardInterrupt):
-            server.run(sockets=[server_socket])
+            server.run(sockets=[listener])
 
 
 class Workers(Multiprocess):
@@ -156,12 +169,11 @@ class Workers(Multiprocess):
         self.on_ready() if self.is_ready else self.should_exit.set()
 
 
-def run_workers(what: str, make_app: Callable[[], FastAPI], address: Address, count: int, **options: Any) -> None:
+def run_workers(what: str, make_app: Callable[[], "FastAPI"], address: Address, count: int, **options: Any) -> None:
     """Serve in several processes until Ctrl-C. Each of them calls `make_app`, which it gets as a pickle."""
     with listen(address.host, address.port) as listener:
         config = server_config(make_app, factory=True, workers=count, **options)
-        port = listener.getsockname()[1]
-        workers = Workers(config, listener, lambda: announce(what, address, port))
+        workers = Workers(config, listener, partial(announce, what, address, listener.getsockname()[1]))
         workers.run()
     if not workers.is_ready:
         raise RuntimeError("the workers could not be started")
