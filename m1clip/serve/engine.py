@@ -4,8 +4,9 @@ import asyncio
 import binascii
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -81,9 +82,10 @@ class Engine:
 
     def _encode_texts(self, items: list[str | list[int]]) -> list[tuple[Floats, int]]:
         tokenizer, length = self.model.tokenizer, self.model.config.text.context_length
-        tokenized = iter(tokenizer.encode([each for each in items if isinstance(each, str)], length))
-        ids = [next(tokenized) if isinstance(each, str) else self._enclose(each, length - 2) for each in items]
-        return list(zip(self.model.embed_ids(ids), map(len, ids), strict=True))
+        with encoder_errors():
+            tokenized = iter(tokenizer.encode([each for each in items if isinstance(each, str)], length))
+            ids = [next(tokenized) if isinstance(each, str) else self._enclose(each, length - 2) for each in items]
+            return list(zip(self.model.embed_ids(ids), map(len, ids), strict=True))
 
     def _enclose(self, ids: list[int], length: int) -> list[int]:
         return [self.model.tokenizer.start_id, *ids[:length], self.model.tokenizer.end_id]
@@ -133,7 +135,8 @@ class Engine:
         return width, height
 
     def _encode_pixels(self, items: list[Pixels]) -> list[Floats]:
-        return list(self.model.embed_pixels(np.stack(items)))
+        with encoder_errors():
+            return list(self.model.embed_pixels(np.stack(items)))
 
     async def classifier(self, labels: Sequence[str], template: str | None) -> Classifier:
         """The classifier of these labels; those of the last requests are kept."""
@@ -161,6 +164,17 @@ class Engine:
         for each in (self.texts, self.images):
             each.close()
         self.decoders.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def encoder_errors() -> Iterator[None]:
+    """Both encoders have been run before, so an error is about this input, or about memory."""
+    try:
+        yield
+    except MemoryError:
+        raise busy("there is not enough memory for this batch") from None
+    except ValueError as error:
+        raise RequestError(400, f"the input cannot be encoded: {str(error)[:300]}", "input") from None
 
 
 def truncate_rows(rows_BE: Floats, dimensions: int | None) -> Floats:
