@@ -34,7 +34,7 @@ class Args(ServerFlags, RunsFolder):
     """Port; if it is taken, one of the next twenty."""
     search: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Answer /v1/search from the index of this folder."""
-    allow: Annotated[Literal["urls"] | None, tyro.conf.arg(metavar="urls")] = None
+    allow: tuple[Literal["urls"], ...] = ()
     """urls: fetch images from public http and https addresses."""
     workers: int = 1
     """Processes, each with its own copy of the model."""
@@ -76,7 +76,7 @@ def main(args: Args) -> None:
             limits=args.limits,
             address=args.address,
             workers=args.workers,
-            allow_urls=args.allow == "urls",
+            allow_urls="urls" in args.allow,
             access_log=args.access_log,
             open_index=partial(open_search_index, args.search, folder),
         )

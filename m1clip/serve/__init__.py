@@ -17,11 +17,3 @@ class Limits:
     def max_bytes_in_flight(self) -> int:
         """Of all requests together."""
         return max(8 * self.max_bytes, 256_000_000)
-
-
-class RequestError(Exception):
-    """What is wrong with a request, as one sentence; `param` is the field that it is about."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, retry_s: int | None = None):
-        super().__init__(message)
-        self.status, self.message, self.param, self.retry_s = status, message, param, retry_s

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from m1clip.model.classify import Floats
-from m1clip.serve import ENCODER_BATCH, RequestError, schema
+from m1clip.serve import ENCODER_BATCH, schema
 from m1clip.serve.dialects import (
     CohereRequest,
     EmbeddingRequest,
@@ -33,6 +33,7 @@ from m1clip.serve.dialects import (
     zero_shot_response,
 )
 from m1clip.serve.engine import Engine, truncate_rows
+from m1clip.serve.errors import RequestError
 from m1clip.serve.metrics import Metrics
 from m1clip.serve.middleware import RequestMiddleware
 from m1clip.web.access import Access, secured_app
@@ -75,7 +76,7 @@ class JsonRoute(APIRoute):
         request = Request(scope, receive)
         try:
             response: Response = await self.endpoint(request, parse_body(self.kind, await request.body()))
-        except (RequestError, ClientDisconnect) as error:
+        except (HTTPException, ClientDisconnect) as error:
             response = await answer_error(request, error)
         await response(scope, receive, send)
 
@@ -191,7 +192,7 @@ def embedding_app(
     app.add_middleware(RequestMiddleware, limits=limits, metrics=service.metrics, log=log)
     add_routes(app, service)
     routes |= {route.path: route for route in app.routes if isinstance(route, JsonRoute)}
-    for kind in (RequestError, HTTPException, RequestValidationError, ClientDisconnect):
+    for kind in (HTTPException, RequestValidationError, ClientDisconnect):
         app.add_exception_handler(kind, answer_error)
     return app
 
@@ -230,25 +231,19 @@ def json_response(body: bytes) -> Response:
 
 async def answer_error(request: Request, error: Exception) -> Response:
     """One sentence, in the format of the server that the client expects."""
-    headers = dict[str, str]()
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         error = RequestError(422, f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}")
-    elif isinstance(error, HTTPException):
-        headers |= error.headers or {}
-        error = RequestError(error.status_code, str(error.detail))
-    elif not isinstance(error, RequestError):  # the client has gone, and nobody reads the response
+    if not isinstance(error, HTTPException):  # the client has gone, and nobody reads the response
         return Response(status_code=499)
-    if error.retry_s:
-        headers["Retry-After"] = str(error.retry_s)
-    shape = ERROR_SHAPES.get(request.scope["path"])
-    body = shape(error.message) if shape else {"error": openai_error(error)}
-    return Response(to_json(body), error.status, headers, "application/json")
+    message, shape = str(error.detail), ERROR_SHAPES.get(request.scope["path"])
+    body = shape(message) if shape else openai_error(error, message)
+    return Response(to_json(body), error.status_code, error.headers, "application/json")
 
 
-def openai_error(error: RequestError) -> dict[str, Any]:
-    kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
-    return {"message": error.message, "type": kind, "param": error.param, "code": None}
+def openai_error(error: HTTPException, message: str) -> dict[str, Any]:
+    kind = "rate_limit_error" if error.status_code == 429 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": getattr(error, "param", None), "code": None}}
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:

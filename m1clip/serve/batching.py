@@ -1,7 +1,6 @@
 """Dynamic batching: an encoder takes whatever is queued as soon as it is free."""
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Generic, TypeVar
 
-from m1clip.serve import RequestError
+from m1clip.serve.errors import busy
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -106,7 +105,3 @@ class BatchQueue(Generic[T, R]):
 
     def close(self) -> None:
         self.thread.shutdown(cancel_futures=True)
-
-
-def busy(reason: str, wait_s: float = 1.0) -> RequestError:
-    return RequestError(429, f"the server is busy: {reason}; try again later", retry_s=math.ceil(max(1.0, wait_s)))

@@ -14,7 +14,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from m1clip.model.classify import Classifier, Floats
-from m1clip.serve import RequestError
+from m1clip.serve.errors import RequestError
 
 Uri = Annotated[str, Field(description="data URI, base64, or URL where the server allows them")]
 Name = Annotated[str, StringConstraints(max_length=500)]

@@ -19,9 +19,10 @@ from m1clip.model.classify import Classifier, Floats, combine_prompts, prompt_te
 from m1clip.model.inputs import DECODE_SCALE
 from m1clip.onnx_model import OnnxCLIP
 from m1clip.prompts import NULL_PROMPTS, PLACEHOLDER, Prompts
-from m1clip.serve import ENCODER_BATCH, Limits, RequestError
-from m1clip.serve.batching import BatchQueue, busy
+from m1clip.serve import ENCODER_BATCH, Limits
+from m1clip.serve.batching import BatchQueue
 from m1clip.serve.dialects import ImageSource, Input
+from m1clip.serve.errors import RequestError, busy
 
 MAX_TEXT = 10_000  # characters or token ids
 DECODERS = min(4, os.cpu_count() or 1)  # threads

@@ -9,20 +9,21 @@ import ipaddress
 import socket
 import ssl
 from functools import lru_cache
-from ipaddress import IPv4Address, IPv6Address, IPv6Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 import h11
 
 from m1clip import __version__
-from m1clip.serve import RequestError
+from m1clip.serve.errors import RequestError
 
 MAX_BYTES = 20_000_000
 TOTAL_S = 10.0  # for a download with its redirects
 MAX_REDIRECTS = 3
 MAX_URL = 4096
 MAX_DOWNLOADS = 16  # at once
-NAT64 = IPv6Network("64:ff9b::/96")
+NAT64 = IPv6Network("64:ff9b::/96")  # addresses of IPv4 in networks without it
+SPECIAL = (IPv4Network("192.0.0.0/24"), IPv6Network("2002::/16"), IPv6Network("2001::/23"))  # protocols, 6to4, Teredo
 
 
 class Fetcher:
@@ -120,16 +121,11 @@ def is_public(address: str) -> bool:
         ip = ipaddress.ip_address(address)
     except ValueError:  # with a scope: fe80::1%eth0
         return False
-    if isinstance(ip, IPv6Address):
-        inner: list[IPv4Address | None] = [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
-        inner += [IPv4Address(int(ip) & 0xFFFFFFFF)] if ip in NAT64 else []
-        if not all(is_public(str(each)) for each in inner if each is not None):
-            return False
-        if ip.ipv4_mapped:
-            return True
+    if isinstance(ip, IPv6Address) and (ip.ipv4_mapped or ip in NAT64):
+        return is_public(str(IPv4Address(int(ip) & 0xFFFFFFFF)))
     # Not is_global alone: which ranges it knows depends on the version of Python.
     is_special = ip.is_private or ip.is_reserved or ip.is_multicast or ip.is_loopback or ip.is_link_local
-    return ip.is_global and not is_special
+    return ip.is_global and not is_special and not any(ip in network for network in SPECIAL)
 
 
 @lru_cache

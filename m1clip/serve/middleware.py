@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from m1clip.serve import MAX_REQUESTS, Limits, RequestError
-from m1clip.serve.batching import busy
+from m1clip.serve import MAX_REQUESTS, Limits
+from m1clip.serve.errors import RequestError, busy
 from m1clip.serve.metrics import Metrics
 
 
