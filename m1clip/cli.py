@@ -108,6 +108,8 @@ def address_space_gb(command: str) -> float:
         return 0.2
     if command == "report" or command.startswith("data "):
         return 0.6
+    if command == "serve":
+        return 1.0
     torch = find_spec("torch")
     has_gpu_libraries = torch and torch.origin and any((Path(torch.origin).parent / "lib").glob("*_cuda.so"))
     return 4.5 if has_gpu_libraries else 2.0
