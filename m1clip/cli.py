@@ -24,6 +24,8 @@ COMMANDS = {
     "report": "write a report of a run, or a comparison of several, with figures",
     "eval": "zero-shot accuracy, retrieval, probes and robustness of a model, with chance",
     "classify": "label images with a trained model: zero-shot, with probabilities",
+    "search": "find images of a folder by text or by image; --web for the browser",
+    "index export": "write the vectors of a searched folder as Parquet, NumPy or Qdrant files",
     "export": "export a model to ONNX, INT8, Core ML, and to the products and libraries that open it",
     "serve": "serve embeddings over HTTP: the APIs of OpenAI, Cohere, Hugging Face, immich and others",
     "models": "list the pretrained models that training can start from, and the extra each needs",

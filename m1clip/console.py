@@ -14,11 +14,12 @@ from typing import IO, Any, cast
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
-from m1clip.format import UNKNOWN, duration, percent, printable, wilson_interval
+from m1clip.format import UNKNOWN, duration, number, percent, printable, wilson_interval
 
 EPOCH_COLUMNS = {"epoch": 8, "loss": 8, "accuracy": 10, "labels": 10, "zero-shot": 11}  # names and widths
 EPOCH_COLUMNS |= {"image→text": 12, "text→image": 12, "temp.": 9, "pairs/s": 9, "seconds": 9}
@@ -56,8 +57,8 @@ class UnbreakableStream:
 class ProgressLines:
     """Progress as lines of text: how much is done, and the time left at the rate of the last minute."""
 
-    def __init__(self, description: str, total: int | None, clock: Callable[[], float]):
-        self.description, self.total, self.clock, self.done = description, total, clock, 0
+    def __init__(self, description: str, total: int | None, clock: Callable[[], float], unit: str = ""):
+        self.description, self.total, self.clock, self.done, self.unit = description, total, clock, 0, unit
         self.started = clock()
         self.recent = deque([(self.started, 0)], maxlen=round(60 / LINE_S))
 
@@ -72,7 +73,9 @@ class ProgressLines:
         line = f"{self.description} {self.done:,} of {self.total:,}"
         if self.done == before:
             return line
-        return f"{line}, about {duration((self.total - self.done) * (now - then) / (self.done - before))} left"
+        speed = (self.done - before) / (now - then)
+        rate = f", {number(speed)} {self.unit}" if self.unit else ""
+        return f"{line}{rate}, about {duration((self.total - self.done) / speed)} left"
 
     @contextmanager
     def printed(self, write: Callable[[str], None]) -> Iterator[None]:
@@ -90,6 +93,15 @@ class ProgressLines:
         finally:
             ended.set()
             thread.join()
+
+
+class SpeedColumn(ProgressColumn):
+    def __init__(self, unit: str):
+        super().__init__()
+        self.unit = unit
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{number(task.speed)} {self.unit}" if task.speed else "")
 
 
 class Console:
@@ -113,14 +125,17 @@ class Console:
         self.console.print(text, soft_wrap=not self.console.is_terminal)
 
     @contextmanager
-    def progress(self, description: str, total: int | None) -> Iterator[Callable[[int], None]]:
-        """A progress bar, or lines in a file; yields a function that advances it. Without a total it only counts."""
+    def progress(self, description: str, total: int | None, unit: str = "") -> Iterator[Callable[[int], None]]:
+        """A progress bar, or lines in a file; yields a function that advances it. Without a total it only counts.
+
+        With a unit, such as images/s, it shows the speed.
+        """
         if not self.console.is_terminal:
-            lines = ProgressLines(description, total, self.clock)
+            lines = ProgressLines(description, total, self.clock, unit)
             with lines.printed(lambda line: self.print(escape(line))):
                 yield lines.advance
             return
-        with self._bar(escape(description), total) as bar:
+        with self._bar(escape(description), total, unit=unit) as bar:
             yield lambda count: bar.advance(bar.task_ids[0], count)
 
     @contextmanager
@@ -189,9 +204,11 @@ class Console:
         columns = zip(cells, EPOCH_COLUMNS.items(), strict=False)
         return "".join(f"{cell:>{width}}" for cell, (name, width) in columns if self.shown.get(name, True))
 
-    def _bar(self, description: str, total: int | None, completed: int = 0) -> Progress:
+    def _bar(self, description: str, total: int | None, completed: int = 0, unit: str = "") -> Progress:
         bar = BarColumn(max(4, min(40, self.console.width - 80)))
-        columns = (TextColumn("{task.description}"), bar, MofNCompleteColumn(), TimeRemainingColumn(compact=True))
+        columns: list[ProgressColumn] = [TextColumn("{task.description}"), bar, MofNCompleteColumn()]
+        columns += [SpeedColumn(unit)] if unit else []
+        columns.append(TimeRemainingColumn(compact=True))
         disable = not self.console.is_terminal
         progress = Progress(*columns, console=self.console, transient=True, disable=disable)
         progress.add_task(description, total=total, completed=completed)

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib.util import find_spec
 from threading import Lock
 
 import simplejpeg
@@ -27,6 +28,10 @@ DECODE_ERRORS = (
     *(OSError, ValueError, SyntaxError, EOFError, TypeError, LookupError, ArithmeticError, AttributeError),
     *(AssertionError, RuntimeError, struct.error, zlib.error, Image.DecompressionBombError),
 )
+IMAGE_SUFFIX = re.compile(r"\.(jpe?g|jpe|jfif|png|webp|gif|bmp|tiff?|avif|heic|heif|jp2|ppm|pgm)$", re.I)
+RAW_SUFFIX = re.compile(
+    r"\.(3fr|arw|cr2|cr3|crw|dng|erf|iiq|kdc|mef|mos|mrw|nef|nrw|orf|pef|raf|rw2|rwl|sr2|srf|srw|x3f)$", re.I
+)
 HUGE = 10_000_000  # pixels: from here on pixels are averaged before anything else, and are not exactly open_clip's
 REDUCIBLE = ("RGB", "RGBA", "L", "LA", "P", "1", "CMYK")
 ORIENTATION = 0x0112
@@ -35,6 +40,7 @@ TRANSPOSES = {  # by the EXIF orientation; 1 is upright
     **{5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE},
     8: Image.Transpose.ROTATE_90,
 }
+RAW_TRANSPOSES = {3: Image.Transpose.ROTATE_180, 5: Image.Transpose.ROTATE_90, 6: Image.Transpose.ROTATE_270}
 HEIC_BRANDS = (b"ftypheic", b"ftypheix", b"ftypmif1", b"ftypheim", b"ftypheis", b"ftyphevc")
 PILLOW_LOCK = Lock()
 
@@ -146,6 +152,31 @@ def _decode_jpeg(data: bytes, min_size: int) -> Image.Image | None:
             detail = str(error).partition(": ")[2]
             raise BadImage("damaged", f"the JPEG data is corrupt ({detail})") from None
         return None
+
+
+def decode_raw(data: bytes, min_size: int = 0) -> Image.Image:
+    """The preview that a camera stores in a RAW file, upright."""
+    try:
+        import rawpy
+    except ImportError:
+        raise BadImage("RAW", "RAW images need pip install 'm1clip[raw]'") from None
+    try:
+        with rawpy.imread(io.BytesIO(data)) as raw:
+            preview, transpose = raw.extract_thumb(), RAW_TRANSPOSES.get(raw.sizes.flip)
+    except (rawpy.LibRawError, *DECODE_ERRORS) as error:
+        raise _bad_image("the RAW file has no preview that can be read", error) from None
+    if isinstance(preview.data, bytes):  # a JPEG
+        image = decode(preview.data, min_size)
+        if ORIENTATION in read_header(preview.data).getexif():  # decode has turned it
+            return image
+    else:
+        image = Image.fromarray(preview.data).convert("RGB")
+    return image if transpose is None else image.transpose(transpose)
+
+
+@lru_cache
+def supports_raw() -> bool:
+    return find_spec("rawpy") is not None
 
 
 @lru_cache

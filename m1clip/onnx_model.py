@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from m1clip.calibration import Calibration, read_calibration
 from m1clip.config import ModelConfig, from_json
 from m1clip.errors import untrusted_input
 from m1clip.files import open_regular, read_json
@@ -21,8 +23,9 @@ from m1clip.images import Pixels
 from m1clip.model.classify import Classification, Floats, classify
 from m1clip.model.inputs import ImageInput, encode_images, encode_texts
 from m1clip.model.tokenizer import TokenArray, Tokenizer, load_tokenizer
+from m1clip.workers import usable_cores
 
-EXPORT = "export.json"
+EXPORT, CALIBRATION = "export.json", "calibration.npy"
 AGAIN = "export it again"
 SMALL_GRAPH, SMALL_BATCH = 8_000_000, 4  # bytes and items
 DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
@@ -91,7 +94,21 @@ class OnnxCLIP:
         self.text = OnnxGraph(folder, export["text"], files, (None, None), width, threads)
         colors = (np.array(color, np.float32).reshape(3, 1, 1) for color in (config.vision.mean, config.vision.std))
         self.mean_C11, self.std_C11 = (np.float32(255) * color_C11 for color_C11 in colors)  # in units of bytes
+        self._files = files
+        self.vision_key: str = files[export["vision"]].get("sha256", "")  # of what image embeddings depend on
+        self.folder, self._calibration = folder, export.get("calibration")
         self.scale_and_bias: tuple[float, float | None] = export["logit_scale"], export.get("logit_bias")
+
+    @cached_property
+    def calibration(self) -> Calibration | None:
+        """How probable matches are, if that could be measured when the model was exported."""
+        if self._calibration is None:
+            return None
+        path, record = self.folder / CALIBRATION, self._files.get(CALIBRATION) or {}
+        check_file(path, record)
+        with untrusted_input(f"{path} cannot be read, {AGAIN}"):
+            text_KE = np.load(path, allow_pickle=False)
+            return read_calibration(self._calibration, text_KE, self.config.embed_dim)
 
     def embed_pixels(self, images_BHWC: Pixels) -> Floats:
         """Unit vectors of preprocessed images."""
@@ -230,7 +247,3 @@ def make_session(path: Path, threads: int) -> Any:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 4  # its errors are raised, too
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,15 +1,12 @@
 """Shared fixtures. Every cache and run goes to a folder that pytest removes."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
 from m1clip import devices, status
 from m1clip.config import ModelConfig, TextConfig, TrainConfig, VisionConfig
-from m1clip.model.clip import CLIP
-from m1clip.model.tokenizer import Tokenizer
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -39,19 +36,3 @@ def tiny() -> ModelConfig:
 @pytest.fixture
 def tiny_run(tiny: ModelConfig) -> TrainConfig:
     return tiny_run_config(tiny)
-
-
-@pytest.fixture(scope="session")
-def tiny_clip() -> CLIP:
-    torch.manual_seed(0)
-    return CLIP(tiny_config(), Tokenizer.characters()).eval()
-
-
-@pytest.fixture(scope="session")
-def tiny_onnx(tiny_clip: CLIP, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model, exported to ONNX: takes seconds, so all tests of a process share it."""
-    from exported import export_tiny
-
-    folder = tmp_path_factory.mktemp("exported")
-    export_tiny(tiny_clip, folder)
-    return folder

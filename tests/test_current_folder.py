@@ -69,7 +69,7 @@ def test_python_dash_m_imports_nothing_from_the_current_folder(folder):
 def test_workers_of_a_python_script_import_nothing_from_the_current_folder(folder, tmp_path_factory):
     script = tmp_path_factory.mktemp("project") / "script.py"
     call = "list(map_chunks(len, [range(3), range(4)], 2))"
-    code = f"from m1clip.data.pixel_cache import map_chunks\nif __name__ == '__main__':\n    print({call})\n"
+    code = f"from m1clip.workers import map_chunks\nif __name__ == '__main__':\n    print({call})\n"
     script.write_text(code)
     done = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.stdout == "[3, 4]\n", done.stderr

@@ -15,7 +15,7 @@ from helpers import QuietConsole, train_run
 from m1clip import cli
 from m1clip.config import DataConfig, check_config
 from m1clip.data.check import examine_rows
-from m1clip.data.leakage import near_duplicates
+from m1clip.perceptual_hash import near_duplicates
 from photos import SCENES, captions_by_image, jpeg, open_source, write_photos
 
 

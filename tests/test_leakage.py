@@ -9,8 +9,9 @@ import pytest
 from helpers import train_run
 from m1clip import cli
 from m1clip.config import requested_config
-from m1clip.data.leakage import choose_groups, connected_rows, val_near_duplicates
+from m1clip.data.leakage import choose_groups, val_near_duplicates
 from m1clip.data.splits import Split, SplitPart
+from m1clip.perceptual_hash import connected_rows
 from m1clip.run import Run
 from photos import SCENES, captions_by_image, image_names, open_source, write_photos
 

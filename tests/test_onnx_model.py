@@ -13,24 +13,24 @@ import torch
 from onnx import TensorProto, helper
 
 import m1clip
-from exported import GRAPHS, export_graph, write_export
 from m1clip import cli
 from m1clip.export.graph import make_encoders
 from m1clip.model.clip import CLIP
 from m1clip.onnx_model import OnnxCLIP, load_onnx
+from onnx_export import GRAPHS, export_graph, export_tiny, tiny_clip, write_export
 from photos import write_photos
 
 TEXTS = ["a red cat", "a bus", "b", "a much longer caption than all of the others", "a bus", "zebra, é!"]
 
 
 @pytest.fixture(scope="module")
-def model(tiny_clip: CLIP) -> CLIP:
-    return tiny_clip
+def model() -> CLIP:
+    return tiny_clip()
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_onnx: Path) -> Path:
-    return tiny_onnx
+def folder(model: CLIP, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_tiny(model, tmp_path_factory.mktemp("exported"))
 
 
 @pytest.fixture

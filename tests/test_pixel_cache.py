@@ -15,6 +15,7 @@ from m1clip.data.splits import OnTheFlyImages
 from m1clip.data.synthetic import SyntheticScenes
 from m1clip.decode import BadImage
 from m1clip.files import cache_folder
+from m1clip.workers import WorkerPool
 
 SIZE = Preprocess(16)
 
@@ -92,6 +93,7 @@ import time
 from m1clip.config import Preprocess
 from m1clip.data import pixel_cache
 from m1clip.data.synthetic import SyntheticScenes
+from m1clip.workers import WorkerPool
 pixel_cache.CHUNK_ROWS = 8
 
 class SlowScenes(SyntheticScenes):
@@ -228,7 +230,7 @@ def test_too_many_bad_rows_stop_on_the_fly_decoding():
 
 
 def test_closing_a_pool_ends_workers_that_are_busy():
-    pool = pixel_cache.WorkerPool(time.sleep, 2)
+    pool = WorkerPool(time.sleep, 2)
     results = pool.map([0, *[600] * 20])
     next(results)
     workers = list(pool.executor._processes.values())

@@ -35,12 +35,18 @@ from m1clip.serve.engine import Engine
 from m1clip.serve.metrics import Metrics
 from m1clip.web.access import Access
 from m1clip.web.server import create_server
+from onnx_export import export_tiny, tiny_clip
 from photos import jpeg
 from test_http import SCHEMA_CHECKS
 
 TOKEN = "a-Secret"
 TEXTS = ["a red cat", "a bus", "a much longer caption than all of the others", "a bus", "zebra, é!"]
 LIMITS = Limits(max_batch=64, max_queue=128, max_bytes=300_000, max_pixels=1_000_000)
+
+
+@pytest.fixture(scope="module")
+def tiny_onnx(tmp_path_factory):
+    return export_tiny(tiny_clip(), tmp_path_factory.mktemp("exported"))
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,7 @@ def list_files(paths: Sequence[Path], empty: list[str]) -> Iterator[Path]:
 
     Folders without images or folders are added to `empty`.
     """
-    from m1clip.data.columns import IMAGE_SUFFIX
+    from m1clip.decode import IMAGE_SUFFIX
 
     for path in map(Path.expanduser, paths):
         if not path.is_dir():

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from m1clip.data.index import BadImages, BadRows, IndexedPairs, PairDataset, ProgressFactory
-from m1clip.data.leakage import Pair, looks, near_duplicates, rows_by_key
-from m1clip.data.pixel_cache import map_chunks, row_chunks
 from m1clip.data.splits import Source, TrainCaptions, caption_key
 from m1clip.decode import DECODE_ERRORS, ORIENTATION, BadImage, decode, read_header
 from m1clip.files import atomic_write
+from m1clip.perceptual_hash import Pair, near_duplicates, perceptual_hash, rows_by_key
+from m1clip.workers import map_chunks, row_chunks
 
 TINY = 32  # pixels of the shorter edge
 HUGE = 25_000_000  # pixels: slow to decode
@@ -61,7 +61,7 @@ def examine_rows(pairs: PairDataset, rows: Sequence[int]) -> tuple[ImageStats, B
             bad[row] = (error.kind, str(error))
             continue
         content = int.from_bytes(blake2b(data, digest_size=8).digest())
-        stats[i] = (True, *header.size, len(data), traits, content, *looks(image))
+        stats[i] = (True, *header.size, len(data), traits, content, *perceptual_hash(image))
     return stats, bad
 
 
@@ -88,7 +88,7 @@ def image_traits(header: Image.Image) -> tuple[bool, ...]:
 
 
 def duplicate_images(source: Source, stats: ImageStats) -> dict[str, list[Pair]]:
-    """Pairs of rows with equal bytes or equal looks; leaks are those with one image in train, one not."""
+    """Pairs of rows with equal bytes or near-equal hashes; leaks are those with one image in train, one not."""
     good, content = np.flatnonzero(stats["good"]), stats["content"]
     groups = rows_by_key(good, content[good])
     exact = [(int(a), int(b)) for group in groups for a, b in pairwise(group)]

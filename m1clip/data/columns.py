@@ -11,9 +11,9 @@ from m1clip.config import DataConfig
 from m1clip.data.caption_text import label_caption, label_words
 from m1clip.data.index import BadRow, Listed, Note, Row, table_location
 from m1clip.data.splits import GROUP_KINDS, parse_spec
+from m1clip.decode import IMAGE_SUFFIX
 from m1clip.prompts import MAX_LABEL_LENGTH, parse_labels
 
-IMAGE_SUFFIX = re.compile(r"\.(jpe?g|jpe|jfif|png|webp|gif|bmp|tiff?|avif|heic|heif|jp2|ppm|pgm)$", re.I)
 # Usual column names, the likeliest first.
 IMAGE_COLUMNS = (
     *("image", "filepath", "file_path", "image_path", "img_path", "filename", "file_name", "image_name"),

@@ -24,9 +24,10 @@ import pyarrow.parquet as pq
 from m1clip import hub
 from m1clip.config import DataConfig
 from m1clip.data.caption_text import label_caption, label_words
-from m1clip.data.columns import IMAGE_SUFFIX, LABEL_COLUMNS, caption_texts, class_name, group_value, parse_records
+from m1clip.data.columns import LABEL_COLUMNS, caption_texts, class_name, group_value, parse_records
 from m1clip.data.index import MAX_CAPTION_FILE_BYTES, BadRow, Listed, Listing, Row
 from m1clip.data.tables import holds_images
+from m1clip.decode import IMAGE_SUFFIX
 from m1clip.files import cache_folder, replace_files
 from m1clip.prompts import check_labels, parse_labels, read_label_file
 

@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from m1clip.data.index import BadRow, BadRows, IndexedPairs, PairDataset, ProgressFactory
-from m1clip.data.pixel_cache import row_chunks
 from m1clip.data.splits import Source
 from m1clip.decode import BadImage, decode, read_header
 from m1clip.files import PARTIAL, append_lines, atomic_write, fsync, lock_folder, naming, read_jsonl, remove_partial
+from m1clip.workers import row_chunks
 
 Format = Literal["shards", "parquet"]
 Sample = tuple[str, bytes, str, list[str], str, str]  # key, image file, its suffix, captions, label, location

@@ -3,25 +3,19 @@
 import atexit
 import fcntl
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-import sys
-import threading
 import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from errno import ENOSPC
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,22 +26,14 @@ from m1clip.data.index import Advance, BadImages, PairDataset
 from m1clip.files import cache_folder, lock_folder, naming, read_jsonl, remove_irregular
 from m1clip.format import file_size
 from m1clip.images import Pixels, preprocess
+from m1clip.workers import Rows, map_chunks, row_chunks
 
 CHUNK_ROWS = 256
-TASKS_PER_WORKER = 4  # queued, running or done but not yet consumed: bounds the memory
-PREFIXES = (
-    "pixels-",
-    "index-",
-    "content-",
-    "looks-",
-    "features-",
-    "embeddings-",
-)  # cache entries that can be built again
+# Cache entries that can be built again.
+PREFIXES = ("pixels-", "index-", "content-", "hashes-", "features-", "embeddings-", "onnx-")
 RESERVED_BYTES = 1e9  # never used of a disk, or a twentieth of a small one
 RETRIED = ("HEIC", "missing file", "cannot be read")  # kinds whose cause may be gone by the next run
 UNUSED = fcntl.LOCK_EX | fcntl.LOCK_NB  # the lock that only an entry without users gives
-T = TypeVar("T")
-Rows = Sequence[int]
 Notes = dict[Any, Any]
 Produce = Callable[[list[range]], Iterable[tuple[bytes, Notes]]]
 
@@ -67,116 +53,6 @@ def decode_rows(pairs: PairDataset, settings: Preprocess, rows: Rows, exact: boo
         except decode.BadImage as error:
             bad[row] = (error.kind, str(error))
     return Decoded(pixels, bad)
-
-
-def row_chunks(rows: int, size: int) -> list[range]:
-    return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
-
-
-def map_chunks(function: Callable[[Rows], T], chunks: Sequence[Rows], workers: int) -> Iterator[T]:
-    """Results in order. One chunk or `workers=1` runs in the main process."""
-    if len(chunks) == 1 or workers == 1:
-        yield from map(function, chunks)
-    else:
-        with closing(WorkerPool(function, workers)) as pool:
-            yield from pool.map(chunks)
-
-
-class WorkerPool(Generic[T]):
-    """Processes that apply one function, picklable and sent to each of them once, to chunks of rows.
-
-    They are spawned, because forking a threaded process can deadlock.
-    """
-
-    def __init__(self, function: Callable[[Rows], T], workers: int):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        self.workers = workers or cores or 1
-        context = multiprocessing.get_context("spawn")
-        with safe_path():  # its queues start multiprocessing's resource tracker
-            self.executor = ProcessPoolExecutor(self.workers, context, _start_worker, (function,))
-        atexit.register(self.close)  # before Python joins its children: after a second Ctrl-C it would wait forever
-
-    def map(self, chunks: Iterable[Rows]) -> Iterator[T]:
-        pending = deque[tuple[Rows, Future[T]]]()
-        try:
-            for rows in chunks:
-                pending.append((rows, self._submit(rows)))
-                if len(pending) > TASKS_PER_WORKER * self.workers:
-                    rows, future = pending.popleft()
-                    yield future.result()
-            while pending:
-                rows, future = pending.popleft()
-                yield future.result()
-        except BrokenProcessPool:
-            raise RuntimeError(
-                f"a worker process was killed near image {rows[0]}: out of memory (--workers 1 needs less), "
-                "or a file that crashes the decoder"
-            ) from None
-
-    def _submit(self, rows: Rows) -> Future[T]:
-        """Submitting may start a process, which inherits the blocked Ctrl-C: it would print a traceback."""
-        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            with safe_path() if len(self.executor._processes or ()) < self.workers else nullcontext():
-                return self.executor.submit(_apply, rows)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        processes = list((self.executor._processes or {}).values())  # None after a shutdown
-        self.executor.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.terminate()
-
-
-_environment = threading.Lock()
-
-
-@contextmanager
-def safe_path() -> Iterator[None]:
-    """Python processes started in the block do not import modules from the current folder, nor the user's script.
-
-    A script that calls m1clip outside of `if __name__ == "__main__"` would call it again in each worker.
-    Nor does multiprocessing's resource tracker warn of semaphores after Ctrl-C.
-    """
-    with _environment:
-        script = vars(sys.modules["__main__"])
-        hidden: dict[str, Any] = {name: script[name] for name in ("__file__", "__spec__") if name in script}
-        script |= dict.fromkeys(hidden)
-        previous = {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONWARNINGS")}
-        quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
-        warnings = ",".join(filter(None, (previous["PYTHONWARNINGS"], quiet)))
-        os.environ.update({"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": warnings})
-        try:
-            yield
-        finally:
-            script |= hidden
-            for name, value in previous.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-_function: Callable[[Rows], Any]
-
-
-def _start_worker(function: Callable[[Rows], Any]) -> None:
-    """Leave Ctrl-C to the parent, exit if it is killed, and run at a lower priority than training."""
-    global _function
-    _function = function
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(5)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _apply(rows: Rows) -> Any:
-    return _function(rows)
 
 
 class RowStore:

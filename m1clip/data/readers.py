@@ -19,9 +19,9 @@ from braceexpand import braceexpand
 
 from m1clip.config import DataConfig
 from m1clip.data import caption_text, containers, tables
-from m1clip.data.columns import IMAGE_SUFFIX
 from m1clip.data.index import MAX_CAPTION_FILE_BYTES, SPLIT_WORDS, BadRow, Listed, Listing, Note, Row
 from m1clip.data.splits import COLUMNS, SCHEMES, refuse_flags
+from m1clip.decode import IMAGE_SUFFIX
 from m1clip.format import did_you_mean
 
 # Text files about a folder, not about one of its images.

@@ -30,6 +30,7 @@ from m1clip.data.index import (
 from m1clip.decode import BadImage
 from m1clip.files import atomic_write, cache_folder, open_regular
 from m1clip.images import Pixels
+from m1clip.workers import WorkerPool, row_chunks
 
 SCHEMES = ("synthetic", "coco", "flickr30k", "flickr8k", "hf")
 MAX_VAL = 5000  # validation images of a dataset's own split that are used, unless --val-size asks for more
@@ -182,7 +183,8 @@ def _split_groups(
     pairs: IndexedPairs, hashes: NDArray[np.uint64], config: DataConfig, count: int, progress: ProgressFactory
 ) -> NDArray[np.bool_]:
     """Which images are for validation, if copies and images of one group stay together."""
-    from m1clip.data.leakage import choose_groups, connected_rows
+    from m1clip.data.leakage import choose_groups
+    from m1clip.perceptual_hash import connected_rows
 
     keys, group_by = _group_keys(pairs, config, progress), config.group_by
     if not any(keys):
@@ -237,7 +239,7 @@ def content_hashes(pairs: IndexedPairs, progress: ProgressFactory = no_progress)
 
     hashes = np.empty(len(pairs), np.uint64)
     with progress("reading images", len(pairs)) as advance, ThreadPoolExecutor(8) as pool:
-        for rows in pixel_cache.row_chunks(len(pairs), 256):
+        for rows in row_chunks(len(pairs), 256):
             hashes[rows.start : rows.stop] = list(pool.map(content_hash, rows))
             advance(len(rows))
     if not unreadable:
@@ -303,7 +305,7 @@ class OnTheFlyImages:
     def __init__(self, pairs: PairDataset, settings: Preprocess, workers: int, max_bad_rows: float):
         self.pairs, self.settings, self.max_bad_rows = pairs, settings, max_bad_rows
         self.bad_rows, self.bad = BadRows(len(pairs), len(pairs)), set[int]()
-        self.pool = pixel_cache.WorkerPool(partial(pixel_cache.decode_rows, pairs, settings), workers)
+        self.pool = WorkerPool(partial(pixel_cache.decode_rows, pairs, settings), workers)
 
     def of(self, pairs: PairDataset) -> "OnTheFlyImages":
         """The same for other rows."""

@@ -19,17 +19,9 @@ import pyarrow.parquet as pq
 
 from m1clip.config import DataConfig
 from m1clip.data.caption_text import detect_encoding
-from m1clip.data.columns import (
-    CAPTION_COLUMNS,
-    IMAGE_SUFFIX,
-    MAX_LINE,
-    SAMPLED_ROWS,
-    Record,
-    caption_texts,
-    is_image,
-    parse_records,
-)
+from m1clip.data.columns import CAPTION_COLUMNS, MAX_LINE, SAMPLED_ROWS, Record, caption_texts, is_image, parse_records
 from m1clip.data.index import BadRow, Listed, Listing, Note, Row, table_location
+from m1clip.decode import IMAGE_SUFFIX
 from m1clip.sensors import available_gb
 from m1clip.signals import ended_by_signals
 

@@ -13,10 +13,10 @@ from PIL import Image, ImageFilter
 from torch import Tensor
 
 from m1clip.data.index import ProgressFactory
-from m1clip.data.pixel_cache import row_chunks
 from m1clip.data.splits import Split
 from m1clip.evals.embed import Embedder
 from m1clip.images import Pixels
+from m1clip.workers import row_chunks
 
 STRENGTHS = (1, 2, 3, 4, 5)
 BLUR = (0.005, 0.01, 0.015, 0.025, 0.04)  # radius, as a fraction of the width

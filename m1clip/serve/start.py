@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from uvicorn.config import STARTUP_FAILURE
 
-from m1clip.onnx_model import OnnxCLIP, load_onnx, usable_cores
+from m1clip.onnx_model import OnnxCLIP, load_onnx
 from m1clip.serve import ENCODER_BATCH, MAX_REQUESTS, Limits
 from m1clip.web import Address
 from m1clip.web.server import run_server, run_workers
+from m1clip.workers import usable_cores
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

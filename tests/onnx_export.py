@@ -1,4 +1,4 @@
-"""ONNX exports of a tiny model, without the checks of `m1clip export`."""
+"""A tiny CLIP exported to ONNX in a second, for tests of what uses an export."""
 
 import hashlib
 import json
@@ -6,11 +6,18 @@ from pathlib import Path
 
 import torch
 
+from conftest import tiny_config
 from m1clip.config import to_json
 from m1clip.export.graph import ImageEncoder, TextEncoder, make_encoders
 from m1clip.model.clip import CLIP
+from m1clip.model.tokenizer import Tokenizer
 
 GRAPHS = {"vision": "vision_model.onnx", "text": "text_model.onnx"}
+
+
+def tiny_clip() -> CLIP:
+    torch.manual_seed(0)
+    return CLIP(tiny_config(), Tokenizer.characters()).eval()
 
 
 def write_export(model: CLIP, folder: Path, **changes: object) -> None:
@@ -32,11 +39,14 @@ def export_graph(encoder: ImageEncoder | TextEncoder, path: Path, dimensions: di
     program.save(str(path), external_data=False)
 
 
-def export_tiny(model: CLIP, folder: Path) -> None:
-    encoders, batch = make_encoders(model), torch.export.Dim("batch", min=1, max=4096)
+def export_tiny(model: CLIP, folder: Path) -> Path:
+    """Both encoders with a symbolic batch, and what load_onnx needs beside them."""
+    encoders = make_encoders(model)
+    batch = torch.export.Dim("batch", min=1, max=4096)
     length = torch.export.Dim("length", min=2, max=model.config.text.context_length)
     export_graph(encoders.image, folder / GRAPHS["vision"], {0: batch})
     export_graph(encoders.text, folder / GRAPHS["text"], {0: batch, 1: length})
     (folder / "config.json").write_text(to_json(model.config))
     model.tokenizer.save(folder / "tokenizer.json")
     write_export(model, folder)
+    return folder

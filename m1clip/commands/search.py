@@ -1,0 +1,229 @@
+"""m1clip search: find images of a folder by text, by another image, or by both."""
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from m1clip.commands import RunsFolder, ServerFlags
+from m1clip.config import require
+from m1clip.console import Console
+from m1clip.format import percent, plural, printable
+
+if TYPE_CHECKING:
+    from m1clip.onnx_model import OnnxCLIP
+    from m1clip.search.index import ImageFile, Index
+    from m1clip.search.query import Answer, Library
+
+MAX_RESULTS, SHOWN_BAD = 10_000, 5
+Off = tyro.conf.FlagCreatePairsOff[bool]
+
+
+@dataclass(frozen=True)
+class Args(ServerFlags, RunsFolder):
+    """Search the images of a folder by text, by image, or by both.
+
+    m1clip search "a dog in the snow" photos/                       the ten best images, with cosine similarities
+    m1clip search 'dog + 0.5 * snow - "a person"' photos/           terms with weights
+    m1clip search "a dog" "a cat" photos/ --json                    several queries, a line of JSON for each
+    m1clip search photos/ --like cat.jpg -n 3                       images like another one
+    m1clip search "a dog" photos/ --paths -n 100 | xargs -d'\\n' …   paths for other programs
+    m1clip search photos/ --duplicates                              files that look the same
+    m1clip search photos/ --web                                     a page in the browser
+    m1clip search photos/ --static site/                            the page as a folder that any web server can host
+
+    The first search of a folder encodes its images, later ones only those that are new or changed. Nothing is written
+    into the folder: the index is in the cache (~/.cache/m1clip, or M1CLIP_CACHE).
+    """
+
+    words: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[QUERY ...] [FOLDER]")] = ()
+    """Queries, then the folder; by default the current folder."""
+    model: Annotated[str | None, tyro.conf.arg(metavar="RUN|MODEL")] = None
+    """Run (name or path; by default the newest), model folder, ONNX export, or a CLIP of another library."""
+    top_k: Annotated[int, tyro.conf.arg(metavar="N", aliases=["-n"])] = 10
+    """Number of results."""
+    min: Annotated[float | None, tyro.conf.arg(metavar="COSINE")] = None
+    """Lowest similarity of a result, -1 to 1, instead of the model's own threshold."""
+    like: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(metavar="IMAGE")] = ()
+    """Find images like this one; repeatable, and can be combined with a query."""
+    json: Off = False
+    """Print a line of JSON for each query."""
+    paths: Off = False
+    """Print only paths, one per line."""
+    print0: Off = False
+    """Print only paths, each followed by a NUL byte, for xargs -0."""
+    duplicates: Off = False
+    """Print groups of files that have the same bytes or look the same."""
+    update: bool = True
+    """Look for new, changed and removed files first."""
+    exclude: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="PATTERN")] = ()
+    """Skip files and folders whose name or path matches, such as thumbs or '*.gif'; repeatable."""
+    follow_links: Off = False
+    """Also search folders that symbolic links lead to."""
+    workers: int = 0
+    """Processes that decode images; 0: one per core, 1: none beside this one."""
+    web: Off = False
+    """Serve a page; --host, --port, --token and --open say where and to whom."""
+    static: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Write the page with all vectors and thumbnails, to be hosted anywhere."""
+    overwrite: Off = False
+    """With --static: replace an earlier one."""
+
+    def check(self) -> None:
+        is_page = self.web or self.static is not None
+        modes = [name for name in ("web", "static", "duplicates") if getattr(self, name)]
+        require(len(modes) <= 1, f"--{' and --'.join(modes)} exclude each other")
+        formats = [name for name in ("json", "paths", "print0") if getattr(self, name)]
+        require(len(formats) <= 1, f"--{' and --'.join(formats)} exclude each other")
+        require(not (is_page and (formats or self.like)), f"--{modes[0] if modes else ''} takes no queries")
+        require(1 <= self.top_k <= MAX_RESULTS, f"--top-k must be 1 to {MAX_RESULTS:,}, not {self.top_k}")
+        require(self.min is None or -1 <= self.min <= 1, f"--min must be -1 to 1, not {self.min}")
+        require(self.workers >= 0, f"--workers must be 0 or more, not {self.workers}")
+        require(self.static is not None or not self.overwrite, "--overwrite needs --static")
+        self.check_server("your images", self.web)
+        queries, _ = self.split_words()
+        needed = not (is_page or self.duplicates or self.like)
+        require(bool(queries) or not needed, 'what to search for? m1clip search "a dog" photos/')
+        given = (
+            f"--{modes[0] if modes else ''} takes no query, and there is no folder {queries[0] if queries else ''!r}"
+        )
+        require(not queries or not (is_page or self.duplicates), given)
+
+    def split_words(self) -> tuple[list[str], Path]:
+        """The queries and the folder: the last word if it is one, unless it is the only one and a query is needed."""
+        words = list(self.words)
+        is_query_needed = not (self.web or self.static or self.duplicates or self.like)
+        if words and (len(words) > 1 or not is_query_needed):
+            path = Path(words[-1]).expanduser()
+            if path.is_dir() or words[-1].endswith(os.sep) or os.path.isabs(path):
+                return words[:-1], path
+        return words, Path()
+
+
+def main(args: Args) -> None:
+    from m1clip.onnx_cache import find_onnx
+    from m1clip.onnx_model import load_onnx
+    from m1clip.search.index import index_of
+    from m1clip.search.query import Library, Searcher, parse_query
+    from m1clip.search.scan import existing_folder
+
+    console = Console()
+    queries, folder = args.split_words()
+    folder = existing_folder(folder)
+    terms = [parse_query(query) for query in queries]
+    for image in args.like:
+        require(image.expanduser().is_file(), f"--like: there is no image {image}")
+    model = load_onnx(find_onnx(args.runs, args.model, console))
+    index = index_of(model)
+    if args.update:
+        update(index, folder, model, args, console)
+    library = Library(index, folder)
+    hint = "" if args.update else "; --no-update searches only what was indexed before"
+    require(len(library) > 0, f"{folder} has no image that can be searched{hint}")
+    if args.duplicates:
+        show_duplicates(library, args)
+        return
+    searcher = Searcher(model, library)
+    write = WRITERS["json" if args.json else "paths" if args.paths or args.print0 else "text"]
+    for query, of_query in zip(queries or [""], terms or [[]], strict=True):
+        answer = searcher.search(of_query, list(args.like), args.top_k, args.min)
+        write(query or f"images like {', '.join(map(str, args.like))}", answer, args)
+
+
+def update(index: "Index", folder: Path, model: "OnnxCLIP", args: Args, console: Console) -> None:
+    """Bring the index up to date, and print what that changed."""
+    from m1clip.search.update import update_index
+
+    with index.locked(wait=not index.row_count) as is_mine:
+        if not is_mine:
+            console.warn("another process is updating the index: new images may be missing")
+            return
+        changes = update_index(index, folder, model, console, args.exclude, args.follow_links, args.workers)
+    counts = {"new": changes.added, "moved or copied": changes.known, "removed": changes.removed}
+    counts |= {"bad": len(changes.bad), "changed while they were read": changes.vanished}
+    if texts := [f"{count:,} {name}" for name, count in counts.items() if count]:
+        console.print_fact("index", f"{plural(len(changes.found.files), 'file')} in {folder}: {', '.join(texts)}")
+    if changes.found.placeholders:
+        console.warn(f"{changes.found.placeholders:,} images are only in iCloud; download them to search them")
+    for path, reason in list(changes.found.unreadable.items())[:SHOWN_BAD]:
+        console.warn(f"{os.fsdecode(path)}: {reason}")
+    for name, reason in list(changes.bad.items())[:SHOWN_BAD]:
+        console.warn(f"{name}: {reason}")
+    if len(changes.bad) > SHOWN_BAD:
+        reasons = Counter(changes.bad.values()).most_common(3)
+        console.warn(f"… and {len(changes.bad) - SHOWN_BAD:,} more; most often: {reasons[0][0]} ({reasons[0][1]:,})")
+
+
+def shown_path(path: Path) -> str:
+    """Relative to the current folder where that is shorter."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def write_text(query: str, answer: "Answer", args: Args) -> None:
+    if len(args.words) > 2 or args.like:
+        print(printable(f"{query}:"))
+    if answer.is_nothing:
+        best = answer.nearest
+        nearest = f"; the nearest, {best.score:.3f}: {shown_path(best.file.path)}" if best else ""
+        print(printable(f"nothing like it among {plural(answer.images, 'image')}{nearest}"))
+    for hit in answer.hits:
+        copies = f"  (+ {plural(len(hit.files) - 1, 'copy').replace('copys', 'copies')})" if len(hit.files) > 1 else ""
+        probability = "" if hit.probability is None else f"  {percent(hit.probability):>7}"
+        print(f"{hit.score:6.3f}{probability}  {printable(shown_path(hit.file.path))}{copies}")
+
+
+def write_json(query: str, answer: "Answer", args: Args) -> None:
+    results = [
+        {
+            "path": str(hit.file.path),
+            "score": round(hit.score, 6),
+            "probability": None if hit.probability is None else round(hit.probability, 4),
+            **describe_file(hit.file),
+            "copies": [str(file.path) for file in hit.files[1:]],
+        }
+        for hit in answer.hits
+    ]
+    print(json.dumps({"query": query, "images": answer.images, "nothing": answer.is_nothing, "results": results}))
+
+
+def describe_file(file: "ImageFile") -> dict[str, Any]:
+    return {"row": file.row, "width": file.width, "height": file.height, "date": file.date.isoformat()}
+
+
+def write_paths(query: str, answer: "Answer", args: Args) -> None:
+    """As bytes: names need not be text of any encoding."""
+    for hit in answer.hits:
+        sys.stdout.buffer.write(os.fsencode(hit.file.path) + (b"\0" if args.print0 else b"\n"))
+    sys.stdout.buffer.flush()
+
+
+WRITERS: dict[str, Callable[[str, "Answer", Args], None]] = {
+    "text": write_text,
+    "json": write_json,
+    "paths": write_paths,
+}
+
+
+def show_duplicates(library: "Library", args: Args) -> None:
+    groups = library.duplicates()
+    for group in groups:
+        if args.json:
+            print(json.dumps([{"path": str(file.path), **describe_file(file)} for file in group]))
+        elif args.paths or args.print0:
+            for file in group:
+                sys.stdout.buffer.write(os.fsencode(file.path) + (b"\0" if args.print0 else b"\n"))
+        else:
+            print(
+                "\n".join(printable(f"{file.width} × {file.height}  {shown_path(file.path)}") for file in group) + "\n"
+            )
+    if not (args.json or args.paths or args.print0):
+        print(f"{plural(len(groups), 'group')} among {plural(len(library), 'image')}")

@@ -1,0 +1,1 @@
+"""Search a library of images with an exported CLIP. Never imports torch."""

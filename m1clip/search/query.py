@@ -1,0 +1,198 @@
+"""Queries: texts and images with weights as one vector, and the images that fit it best.
+
+Shapes: N images, R rows of the index, E embedding.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from m1clip.config import require
+from m1clip.model.inputs import ImageInput
+from m1clip.onnx_model import OnnxCLIP
+from m1clip.perceptual_hash import HASH, connected_rows, near_duplicates
+from m1clip.search.index import Floats, ImageFile, Index
+
+QUOTED = r"""(?:"[^"]*"|'[^']*'|“[^”]*”|„[^“”]*[“”]|«[^»]*»)"""
+OPERATOR = re.compile(rf"({QUOTED})|\s+([+-])\s+")
+TERM = re.compile(rf"\s*(?:(\d+(?:\.\d+)?)\s*[*×]\s*)?(?:({QUOTED})|(.*?))\s*", re.S)
+MAX_QUERY = 10_000  # characters
+UNKNOWN_TOKENS = ("<|unknown|>", "[UNK]", "<unk>")
+CHUNK = 65_536  # rows that are multiplied at once
+
+
+@dataclass(frozen=True)
+class Term:
+    weight: float
+    text: str
+
+
+def parse_query(query: str) -> list[Term]:
+    """The terms of `dog + 0.5 * "snow at night" - person`. Operators stand between spaces; quotes hide them."""
+    require(bool(query.strip()), "the query is empty")
+    require(len(query) <= MAX_QUERY, f"a query may have {MAX_QUERY:,} characters, not {len(query):,}")
+    parts, signs, start = list[str](), [1.0], 0
+    for found in OPERATOR.finditer(query):
+        if found[2]:
+            parts.append(query[start : found.start()])
+            signs.append(1.0 if found[2] == "+" else -1.0)
+            start = found.end()
+    parts.append(query[start:])
+    terms = [parse_term(part, sign, query) for part, sign in zip(parts, signs, strict=True)]
+    require(any(term.weight > 0 for term in terms), f"the query {query!r} has nothing to look for, only to avoid")
+    return terms
+
+
+def parse_term(part: str, sign: float, query: str) -> Term:
+    match = TERM.fullmatch(part)
+    assert match is not None
+    text = (match[2][1:-1] if match[2] else match[3]).strip()
+    require(bool(text), f"an operator in the query {query!r} has no text beside it")
+    return Term(sign * float(match[1] or 1), text)
+
+
+def encode_query(model: OnnxCLIP, terms: Sequence[Term], like: Sequence[ImageInput] = ()) -> Floats:
+    """A unit vector (E,): the weighted sum of the terms and of images that results should look like."""
+    vectors, weights = list[Floats](), [term.weight for term in terms]
+    if terms:
+        vectors.append(model.encode_text([term.text for term in terms]))
+    if like:
+        vectors.append(model.encode_image(list(like)))
+        weights += [1.0] * len(like)
+    query_E = np.asarray(weights, np.float32) @ np.concatenate(vectors)
+    norm = float(np.linalg.norm(query_E))
+    require(norm > 1e-6, "the terms of the query cancel each other")
+    return query_E / np.float32(norm)
+
+
+def find_unknown_script(model: OnnxCLIP, terms: Sequence[Term]) -> str | None:
+    """A term in letters that the tokenizer knows only as single bytes or not at all: the model never learned it."""
+    core = model.tokenizer.core
+    unknown = {core.token_to_id(name) for name in UNKNOWN_TOKENS} - {None}
+    for term in terms:
+        letters = "".join(filter(str.isalpha, term.text))
+        if letters.isascii():
+            continue
+        ids = core.encode(letters.lower(), add_special_tokens=False).ids
+        if set(ids) <= unknown or len(ids) >= len(letters.encode()) > len(letters):
+            return term.text
+    return None
+
+
+@dataclass(frozen=True)
+class Hit:
+    """An image that was found, with all its files; copies of a file share one vector."""
+
+    score: float  # cosine similarity
+    files: Sequence[ImageFile]
+    probability: float | None = None  # that it fits the query; None if the model has no calibration, or for images
+
+    @property
+    def file(self) -> ImageFile:
+        return self.files[0]
+
+
+@dataclass(frozen=True)
+class Answer:
+    hits: list[Hit]  # best first
+    images: int  # in the library
+    is_nothing: bool = False  # no image fits
+    nearest: Hit | None = None  # then the best of those that do not
+
+
+class Library:
+    """The images below a folder, as they were when it was opened."""
+
+    def __init__(self, index: Index, folder: Path):
+        self.index, self.folder = index, folder
+        self.vectors_RE = index.open_vectors()
+        rows = index.rows_below(folder)
+        self.rows_N = rows[rows < len(self.vectors_RE)]  # others were added since
+
+    def __len__(self) -> int:
+        return len(self.rows_N)
+
+    def scores(self, query_E: Floats) -> Floats:
+        """(N,) cosine similarities, in the order of `rows_N`."""
+        if len(self) < len(self.vectors_RE) / 4:  # few of many: their rows are copied
+            return self.vectors_RE[self.rows_N] @ query_E
+        scores_R = np.empty(len(self.vectors_RE), np.float32)
+        for start in range(0, len(scores_R), CHUNK):
+            np.matmul(self.vectors_RE[start : start + CHUNK], query_E, out=scores_R[start : start + CHUNK])
+        return scores_R if len(self) == len(scores_R) else scores_R[self.rows_N]
+
+    def hits(self, positions: NDArray[np.int64], scores_N: Floats) -> list[Hit]:
+        """Images by their positions in `rows_N`, with their files."""
+        files: dict[int, list[ImageFile]] = {row: [] for row in self.rows_N[positions].tolist()}
+        for file in self.index.image_files(self.folder, list(files)):
+            files[file.row].append(file)
+        scores = scores_N[positions].tolist()
+        return [Hit(score, of_row) for score, of_row in zip(scores, files.values(), strict=True) if of_row]
+
+    def duplicates(self) -> list[list[ImageFile]]:
+        """Groups of files with equal bytes, or whose perceptual hashes are nearly equal."""
+        hashes_N = np.frombuffer(b"".join(self.index.perceptual_hashes(self.rows_N)), HASH)
+        keys: list[list[object]] = [[position] for position in range(len(self))]
+        for pair in near_duplicates(hashes_N):
+            for position in pair:
+                keys[position].append(pair)
+        group_of = dict(zip(self.rows_N.tolist(), connected_rows(keys), strict=True))
+        groups = dict[int, list[ImageFile]]()
+        for file in self.index.image_files(self.folder):
+            if file.row in group_of:
+                groups.setdefault(group_of[file.row], []).append(file)
+        return [files for files in groups.values() if len(files) > 1]
+
+
+def best_first(scores_N: Floats, top_k: int) -> NDArray[np.int64]:
+    """Positions of the highest scores; of equal ones the first."""
+    top_k = min(top_k, len(scores_N))
+    if top_k < len(scores_N):
+        worst = np.partition(scores_N, len(scores_N) - top_k)[len(scores_N) - top_k]
+        candidates = np.flatnonzero(scores_N >= worst)
+    else:
+        candidates = np.arange(len(scores_N))
+    return candidates[np.argsort(-scores_N[candidates], kind="stable")[:top_k]]
+
+
+class Searcher:
+    """Answers queries to a model and a library."""
+
+    def __init__(self, model: OnnxCLIP, library: Library):
+        self.model, self.library, self.calibration = model, library, model.calibration
+
+    def search(
+        self, terms: Sequence[Term], like: Sequence[ImageInput] = (), top_k: int = 10, min_score: float | None = None
+    ) -> Answer:
+        """The best images, or none if nothing fits: below `min_score`, or by the model's calibration for texts."""
+        if word := find_unknown_script(self.model, terms):
+            raise ValueError(f"the model's tokenizer does not know {word!r}: it was trained on other languages")
+        query_E = encode_query(self.model, terms, like)
+        scores_N = self.library.scores(query_E)
+        hits = self.library.hits(best_first(scores_N, top_k), scores_N)
+        if terms and not like:
+            hits = self.add_probabilities(hits, scores_N)
+        if min_score is not None:
+            found = [hit for hit in hits if hit.score >= min_score]
+        else:
+            found = hits if not self.is_nothing(hits) else []
+        return Answer(found, len(self.library), not found, hits[0] if hits and not found else None)
+
+    def add_probabilities(self, hits: Sequence[Hit], scores_N: Floats) -> list[Hit]:
+        if self.calibration is None:
+            return list(hits)
+        statistics = float(scores_N.mean()), float(scores_N.std()), len(scores_N)
+        vectors_RE = self.library.vectors_RE
+        return [
+            replace(hit, probability=self.calibration.probability(hit.score, *statistics, vectors_RE[hit.file.row]))
+            for hit in hits
+        ]
+
+    def is_nothing(self, hits: Sequence[Hit]) -> bool:
+        threshold = self.calibration.threshold if self.calibration else None
+        probabilities = [hit.probability for hit in hits if hit.probability is not None]
+        return threshold is not None and bool(probabilities) and probabilities[0] < threshold
