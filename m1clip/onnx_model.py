@@ -122,7 +122,10 @@ class OnnxCLIP:
 
     def embed_ids(self, ids: Sequence[Sequence[int]]) -> Floats:
         """Unit vectors of token ids, which include those of start and end, and fit the context length."""
-        tokens_BL, settings = self.tokenizer.pad(ids, self.config.text.context_length), self.tokenizer.settings
+        settings = self.tokenizer.settings
+        # Not to the lengths of MPS: of 12 tokens, the 4 to 16 would take a quarter of the time.
+        length = self.config.text.context_length if settings.fixed_length else max(map(len, ids), default=0)
+        tokens_BL = self.tokenizer.pad(ids, length)
         missing = (self.text.length or 0) - tokens_BL.shape[1]
         if missing > 0:
             padding = (missing, 0) if settings.pad_left else (0, missing)
