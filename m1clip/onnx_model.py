@@ -52,9 +52,12 @@ class OnnxGraph:
                 self._sessions = self._load()
             return self._sessions.for_batch(batch)
 
-    def _load(self) -> "Sessions":
+    def check_files(self) -> None:
         for path, record in self.files.items():
             check_file(path, record)
+
+    def _load(self) -> "Sessions":
+        self.check_files()
         with untrusted_input(f"{self.path} cannot be loaded, {AGAIN}"):
             sessions = Sessions(self.path, self.threads)
             session = sessions.for_batch(1)
@@ -109,6 +112,11 @@ class OnnxCLIP:
         with untrusted_input(f"{path} cannot be read, {AGAIN}"):
             text_KE = np.load(path, allow_pickle=False)
             return read_calibration(self._calibration, text_KE, self.config.embed_dim)
+
+    def check_files(self) -> None:
+        """Verify the encoders before they are used."""
+        for graph in (self.vision, self.text):
+            graph.check_files()
 
     def embed_pixels(self, images_BHWC: Pixels) -> Floats:
         """Unit vectors of preprocessed images."""

@@ -13,7 +13,6 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -63,10 +62,11 @@ class Index:
         return hits[:top_k]
 
 
-def make_app(model, limits=LIMITS, token=None, index=None, log=None):
+def make_app(model, limits=LIMITS, token=None, index=None, log=None, engine=None):
     metrics = Metrics()
-    service = Service(Engine(model, limits, None, metrics.add_batch), "tiny", metrics, index)
-    return embedding_app(service, Access(token, lambda: 0.0, api_prefix="/"), log)
+    engine = engine or Engine(model, limits, None, metrics.add_batch)
+    access = Access(token, lambda: 0.0, api_prefix="/")
+    return embedding_app(Service(engine, "tiny", metrics, index), access, log)
 
 
 @pytest.fixture
@@ -380,9 +380,8 @@ def test_a_request_in_flight_is_answered_while_the_server_stops(model, monkeypat
 
 
 def test_what_a_client_that_left_has_asked_for_is_not_encoded(model, monkeypatch):
-    gate, app = Gate(monkeypatch, model), make_app(model)
-    (route,) = (route for route in app.routes if route.path == "/v1/embeddings")
-    queue = route.endpoint.__self__.engine.texts
+    gate, engine = Gate(monkeypatch, model), Engine(model, LIMITS)
+    queue, app = engine.texts, make_app(model, engine=engine)
     with running(create_server(app, limit_concurrency=None)) as url:
         threads, _ = post_in_threads(url, [{"input": ["a"] * 32}])
         assert gate.reached.wait(120)
@@ -428,8 +427,8 @@ def test_malformed_images_are_never_an_error_of_the_server(client):
 
 
 def operations():
-    unloaded = SimpleNamespace(tokenizer=None)
-    paths = make_app(unloaded).openapi()["paths"]
+    client = TestClient(make_app(None), base_url="http://127.0.0.1")
+    paths = client.get("/openapi.json").json()["paths"]
     return [(path, method.upper()) for path, methods in paths.items() for method in methods]
 
 
@@ -640,10 +639,9 @@ def test_wrong_flags_are_one_sentence(tiny_onnx, capsys, flags, words):
 
 
 def test_a_model_that_is_damaged_is_one_sentence(tiny_onnx, tmp_path, capsys):
-    assert cli.run_command(["serve", str(tmp_path), "--runs", str(tmp_path)]) == 2
-    (tmp_path / "model").mkdir()
     for file in tiny_onnx.iterdir():
-        os.link(file, tmp_path / "model" / file.name)
-    (tmp_path / "model" / "vision_model.onnx").unlink()
-    assert cli.run_command(["serve", str(tmp_path / "model")]) == 2
-    assert "vision_model.onnx is missing: export it again" in capsys.readouterr().err
+        os.link(file, tmp_path / file.name)
+    (tmp_path / "vision_model.onnx").unlink()
+    for flags in ([], ["--workers", "2"]):
+        assert cli.run_command(["serve", str(tmp_path), *flags]) == 2
+        assert "vision_model.onnx is missing: export it again" in capsys.readouterr().err

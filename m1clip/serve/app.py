@@ -14,7 +14,6 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartParser
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -36,7 +35,7 @@ from m1clip.serve.engine import Engine, truncate_rows
 from m1clip.serve.errors import RequestError
 from m1clip.serve.metrics import Metrics
 from m1clip.serve.middleware import RequestMiddleware
-from m1clip.web.access import Access, secured_app
+from m1clip.web.access import Access, AccessMiddleware, published_app
 
 T = TypeVar("T")
 # The shape of an error on the paths of other servers than OpenAI's.
@@ -82,7 +81,7 @@ class JsonRoute(APIRoute):
 
 
 class DirectRoutes:
-    """Middleware that leads to the JSON routes past FastAPI's own, which take 40 µs and are of no use to them."""
+    """Leads to the JSON routes directly, and to all others through FastAPI, whose layers take 50 µs of a request."""
 
     def __init__(self, app: ASGIApp, routes: Mapping[str, JsonRoute]):
         self.app, self.routes = app, routes
@@ -177,7 +176,7 @@ def embedding_app(
     access: Access,
     log: Callable[[bytes], None] | None = None,
     on_start: Callable[[], None] = lambda: None,
-) -> FastAPI:
+) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         on_start()
@@ -186,15 +185,12 @@ def embedding_app(
 
     limits = service.engine.limits
     MultiPartParser.spool_max_size = limits.max_bytes  # in memory, not in a temporary file
-    routes = dict[str, JsonRoute]()
-    middleware = [Middleware(DirectRoutes, routes=routes)]
-    app = secured_app("m1clip serve", access, lifespan=lifespan, middleware=middleware)
-    app.add_middleware(RequestMiddleware, limits=limits, metrics=service.metrics, log=log)
+    app = published_app("m1clip serve", access, lifespan=lifespan)
     add_routes(app, service)
-    routes |= {route.path: route for route in app.routes if isinstance(route, JsonRoute)}
     for kind in (HTTPException, RequestValidationError, ClientDisconnect):
         app.add_exception_handler(kind, answer_error)
-    return app
+    routes = {route.path: route for route in app.routes if isinstance(route, JsonRoute)}
+    return RequestMiddleware(AccessMiddleware(DirectRoutes(app, routes), access), limits, service.metrics, log)
 
 
 def add_routes(app: FastAPI, service: Service) -> None:

@@ -27,7 +27,7 @@ from m1clip.web.server import run_server, run_workers
 from m1clip.workers import usable_cores
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.types import ASGIApp
 
     from m1clip.serve.app import SearchIndex
 
@@ -57,13 +57,13 @@ def serve(settings: ServeSettings) -> None:
     if settings.workers == 1:
         run_server(what, lambda token, is_closing: build_app(settings), address, limit_concurrency=None, **options)
         return
-    load_onnx(settings.folder)  # an error is one sentence here
+    load_onnx(settings.folder).check_files()  # an error is one sentence here, and not one of each worker
     with tempfile.TemporaryDirectory(prefix="m1clip-metrics-") as folder:
         os.environ[METRICS_FOLDER] = folder
         run_workers(what, partial(build_worker, settings), address, settings.workers, limit_concurrency=None, **options)
 
 
-def build_app(settings: ServeSettings, on_start: Callable[[], None] = lambda: None) -> "FastAPI":
+def build_app(settings: ServeSettings, on_start: Callable[[], None] = lambda: None) -> "ASGIApp":
     """The application, with its model loaded."""
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # to look for them takes as long as to import numpy
     gc.disable()  # while much is imported and nothing is freed
@@ -98,7 +98,7 @@ def load_model(folder: Path, threads: int) -> OnnxCLIP:
     return model
 
 
-def build_worker(settings: ServeSettings) -> "FastAPI":
+def build_worker(settings: ServeSettings) -> "ASGIApp":
     """The application of a worker process, which ends with its parent."""
 
     def end_with_parent() -> None:

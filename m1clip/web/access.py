@@ -171,14 +171,20 @@ class AccessMiddleware:
         await respond(scope, receive, send_with_headers)
 
 
-def secured_app(title: str, access: Access, **options: Any) -> FastAPI:
+def secured_app(title: str, access: Access) -> FastAPI:
+    app = published_app(title, access)
+    app.add_middleware(AccessMiddleware, access=access)
+    return app
+
+
+def published_app(title: str, access: Access, **options: Any) -> FastAPI:
     """An application that publishes its OpenAPI schema, without pages of documentation: those load other hosts."""
     text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
     reasons = {403: "A page of another site asks."}
     reasons |= (
         {421: "Not a local host name."} if access.token is None else {401: "No token.", 429: "Too many wrong tokens."}
     )
-    app = FastAPI(
+    return FastAPI(
         title=title,
         docs_url=None,
         redoc_url=None,
@@ -187,5 +193,3 @@ def secured_app(title: str, access: Access, **options: Any) -> FastAPI:
         dependencies=[] if access.token is None else [Security(BEARER)],
         **options,
     )
-    app.add_middleware(AccessMiddleware, access=access)
-    return app

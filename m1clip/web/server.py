@@ -16,7 +16,7 @@ from uvicorn.supervisors import Multiprocess
 from m1clip.web import LOOPBACK_HOSTS, Address
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI  # slow to import, and serve loads its model meanwhile
+    from starlette.types import ASGIApp  # not at run time: serve loads its model while FastAPI is imported
 
 MAX_CONNECTIONS = 256
 MAX_HEAD_BYTES = 65_536  # of a request line with its headers
@@ -127,7 +127,7 @@ class ReadyServer(uvicorn.Server):
         self.on_ready()
 
 
-def create_server(app: "FastAPI", **options: Any) -> ReadyServer:
+def create_server(app: "ASGIApp", **options: Any) -> ReadyServer:
     return ReadyServer(server_config(app, **options))
 
 
@@ -143,7 +143,7 @@ def announce(what: str, address: Address, port: int) -> None:
 
 
 def run_server(
-    what: str, make_app: Callable[[str | None, Callable[[], bool]], "FastAPI"], address: Address, **options: Any
+    what: str, make_app: Callable[[str | None, Callable[[], bool]], "ASGIApp"], address: Address, **options: Any
 ) -> None:
     """Serve until Ctrl-C. `make_app` gets the token, and a function that tells whether the server is closing."""
     address = address.with_token()
@@ -169,7 +169,7 @@ class Workers(Multiprocess):
         self.on_ready() if self.is_ready else self.should_exit.set()
 
 
-def run_workers(what: str, make_app: Callable[[], "FastAPI"], address: Address, count: int, **options: Any) -> None:
+def run_workers(what: str, make_app: Callable[[], "ASGIApp"], address: Address, count: int, **options: Any) -> None:
     """Serve in several processes until Ctrl-C. Each of them calls `make_app`, which it gets as a pickle."""
     with listen(address.host, address.port) as listener:
         config = server_config(make_app, factory=True, workers=count, **options)
