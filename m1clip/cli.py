@@ -27,6 +27,7 @@ COMMANDS = {
     "search": "find images of a folder by text or by image; --web for the browser",
     "index export": "write the vectors of a searched folder as Parquet, NumPy or Qdrant files",
     "export": "export a model to ONNX, INT8, Core ML, and to the products and libraries that open it",
+    "serve": "serve embeddings over HTTP: the APIs of OpenAI, Cohere, Hugging Face, immich and others",
     "models": "list the pretrained models that training can start from, and the extra each needs",
     "info": "list presets: parameters, FLOPs per pair, memory of a batch",
     "bench": "benchmark this machine's devices on real training steps; tables, figures, report",
@@ -109,6 +110,8 @@ def address_space_gb(command: str) -> float:
         return 0.2
     if command == "report" or command.startswith("data "):
         return 0.6
+    if command == "serve":
+        return 1.0
     torch = find_spec("torch")
     has_gpu_libraries = torch and torch.origin and any((Path(torch.origin).parent / "lib").glob("*_cuda.so"))
     return 4.5 if has_gpu_libraries else 2.0

@@ -67,7 +67,7 @@ def quiet_pillow() -> Iterator[None]:
             Image.MAX_IMAGE_PIXELS = limit
 
 
-def read_header(data: bytes) -> Image.Image:
+def read_header(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Format, size and mode; the pixels are not decoded yet."""
     if not data:
         raise BadImage("empty file", "the file is empty")
@@ -81,7 +81,7 @@ def read_header(data: bytes) -> Image.Image:
     except DECODE_ERRORS as error:
         raise _bad_image("the header is broken", error) from None
     width, height = image.size
-    if width * height > MAX_PIXELS:
+    if width * height > max_pixels:
         raise BadImage("refused", f"{width:,} × {height:,} pixels are refused as a decompression bomb")
     if min(width, height) < MIN_SIZE:
         raise BadImage("tiny", f"{width} × {height} pixels; {MIN_SIZE} × {MIN_SIZE} is the minimum")
@@ -102,9 +102,9 @@ def count_scans(data: bytes) -> int:
     return scans
 
 
-def decode(data: bytes, min_size: int = 0) -> Image.Image:
+def decode(data: bytes, min_size: int = 0, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Upright RGB image. A large JPEG is decoded at a smaller scale, a huge image is reduced, not below `min_size`."""
-    header = read_header(data)
+    header = read_header(data, max_pixels)
     is_plain_jpeg = header.format in ("JPEG", "MPO") and header.mode in ("RGB", "L")
     try:
         # At 7/8 of its size a JPEG is not decoded faster, and its pixels would differ from those of other libraries.

@@ -36,8 +36,10 @@ class OnnxGraph:
     `shape` is that of its input, with None where any size is accepted.
     """
 
-    def __init__(self, folder: Path, name: str, files: Mapping[str, Any], shape: tuple[int | None, ...], width: int):
-        self.path, self.shape, self.width = folder / name, shape, width
+    def __init__(
+        self, folder: Path, name: str, files: Mapping[str, Any], shape: tuple[int | None, ...], width: int, threads: int
+    ):
+        self.path, self.shape, self.width, self.threads = folder / name, shape, width, threads
         # Beside the graph itself, weights that do not fit into it: vision_model.onnx.data.
         self.files = {folder / file: files[file] for file in files if file.startswith(name)}
         self._sessions: Sessions | None = None
@@ -49,11 +51,14 @@ class OnnxGraph:
                 self._sessions = self._load()
             return self._sessions.for_batch(batch)
 
-    def _load(self) -> "Sessions":
+    def check_files(self) -> None:
         for path, record in self.files.items():
             check_file(path, record)
+
+    def _load(self) -> "Sessions":
+        self.check_files()
         with untrusted_input(f"{self.path} cannot be loaded, {AGAIN}"):
-            sessions = Sessions(self.path)
+            sessions = Sessions(self.path, self.threads)
             session = sessions.for_batch(1)
         inputs = session.get_inputs()
         shape = inputs[0].shape if len(inputs) == 1 and inputs[0].type in DTYPES else []
@@ -82,16 +87,23 @@ class OnnxGraph:
 
 
 class OnnxCLIP:
-    def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer, export: Mapping[str, Any]):
+    def __init__(
+        self, folder: Path, config: ModelConfig, tokenizer: Tokenizer, export: Mapping[str, Any], threads: int
+    ):
         self.config, self.tokenizer = config, tokenizer
         size, width, files = config.vision.image_size, config.embed_dim, export["files"]
-        self.vision = OnnxGraph(folder, export["vision"], files, (None, 3, size, size), width)
-        self.text = OnnxGraph(folder, export["text"], files, (None, None), width)
+        self.vision = OnnxGraph(folder, export["vision"], files, (None, 3, size, size), width, threads)
+        self.text = OnnxGraph(folder, export["text"], files, (None, None), width, threads)
         colors = (np.array(color, np.float32).reshape(3, 1, 1) for color in (config.vision.mean, config.vision.std))
         self.mean_C11, self.std_C11 = (np.float32(255) * color_C11 for color_C11 in colors)  # in units of bytes
         self.vision_key: str = files[export["vision"]].get("sha256", "")  # of what image embeddings depend on
         self.calibration = read_calibration(export.get("calibration"))  # of search
         self.scale_and_bias: tuple[float, float | None] = export["logit_scale"], export.get("logit_bias")
+
+    def check_files(self) -> None:
+        """Verify the encoders before they are used."""
+        for graph in (self.vision, self.text):
+            graph.check_files()
 
     def embed_pixels(self, images_BHWC: Pixels) -> Floats:
         """Unit vectors of preprocessed images."""
@@ -101,7 +113,14 @@ class OnnxCLIP:
         return self.vision(pixels_BCHW)
 
     def embed_texts(self, texts: list[str]) -> Floats:
-        tokens_BL, settings = self.tokenize(texts), self.tokenizer.settings
+        return self.embed_ids(self.tokenizer.encode(texts, self.config.text.context_length))
+
+    def embed_ids(self, ids: Sequence[Sequence[int]]) -> Floats:
+        """Unit vectors of token ids, which include those of start and end, and fit the context length."""
+        settings = self.tokenizer.settings
+        # Not to the lengths of MPS: of 12 tokens, the 4 to 16 would take a quarter of the time.
+        length = self.config.text.context_length if settings.fixed_length else max(map(len, ids), default=0)
+        tokens_BL = self.tokenizer.pad(ids, length)
         missing = (self.text.length or 0) - tokens_BL.shape[1]
         if missing > 0:
             padding = (missing, 0) if settings.pad_left else (0, missing)
@@ -149,13 +168,17 @@ def is_onnx(folder: Path) -> bool:
     return (folder / EXPORT).is_file() and read_json(folder / EXPORT).get("format") == "onnx"
 
 
-def load_onnx(folder: Path) -> OnnxCLIP:
-    """Load a folder that `m1clip export` wrote; each encoder is read when it is first used."""
+def load_onnx(folder: Path, threads: int | None = None) -> OnnxCLIP:
+    """Load a folder that `m1clip export` wrote; each encoder is read when it is first used.
+
+    `threads` of a large batch: by default as many as there are cores.
+    """
     export = check_export(folder / EXPORT, read_json(folder / EXPORT))
     for name in ("config.json", "tokenizer.json"):
         check_file(folder / name, export["files"].get(name) or {})
     config = from_json(ModelConfig, folder / "config.json")
-    return OnnxCLIP(folder, config, load_tokenizer(config, folder / "tokenizer.json"), export)
+    tokenizer = load_tokenizer(config, folder / "tokenizer.json")
+    return OnnxCLIP(folder, config, tokenizer, export, threads or usable_cores())
 
 
 def check_export(path: Path, export: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -197,11 +220,12 @@ class Sessions:
     save (nano, one image, 2 cores: 1.0 instead of 1.5 ms). Larger batches get a session with all cores.
     """
 
-    def __init__(self, path: Path):
-        self.path, self.is_small, self._sessions = path, graph_bytes(path) < SMALL_GRAPH, dict[int, Any]()
+    def __init__(self, path: Path, threads: int | None = None):
+        self.path, self.threads, self._sessions = path, threads or usable_cores(), dict[int, Any]()
+        self.is_small = graph_bytes(path) < SMALL_GRAPH
 
     def for_batch(self, size: int) -> Any:
-        threads = 1 if self.is_small and size <= SMALL_BATCH else usable_cores()
+        threads = 1 if self.is_small and size <= SMALL_BATCH else self.threads
         if threads not in self._sessions:
             self._sessions[threads] = make_session(self.path, threads)
         return self._sessions[threads]

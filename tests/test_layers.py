@@ -30,21 +30,28 @@ MAY_IMPORT = {
     "model": BOTTOM | {"export"},  # only inside CLIP.export
     "evals": BOTTOM | {"model", "data", "document"},
     "training": BOTTOM | {"evals", "model", "data", ""},
-    "onnx_model": {"config", "errors", "files", "images", "model"},  # never torch
+    "onnx_model": {"calibration", "config", "errors", "files", "images", "model", "workers"},  # never torch
     "inference": {"run", "onnx_model", "model"},
     "api": BOTTOM | {"settings", "training", "inference", "model", "data"},
     "evaluation": BOTTOM | {"api", "inference", "settings", "evals", "model", "data"},
     "bench": BOTTOM | {"training", "evals", "model", "data", "document", ""},
-    "export": BOTTOM | {"evaluation", "onnx_model", "settings", "evals", "model", "data", ""},
+    "export": BOTTOM | {"calibration", "evaluation", "onnx_model", "settings", "evals", "model", "data", ""},
     "web": set[str](),
     "monitor": {"config", "run", "files", "format", "document", "web"},  # never torch
+    "calibration": set[str](),
+    "onnx_cache": {"console", "files", "onnx_model", "run"},
+    "search": BOTTOM | {"onnx_model", "model", "web"},  # never torch
+    "serve": {"decode", "images", "prompts", "workers", "model", "onnx_model", "search", "web", ""},  # never torch
     "commands": BOTTOM
     | {
         "api",
         "evaluation",
         "inference",
         "onnx_model",
+        "onnx_cache",
         "monitor",
+        "search",
+        "serve",
         "bench",
         "export",
         "training",
@@ -122,7 +129,11 @@ WITHOUT_TORCH = [
     *("m1clip", "m1clip.cli", "m1clip.config", "m1clip.run", "m1clip.sensors", "m1clip.console"),
     *(f"m1clip.commands.{path.stem}" for path in sorted((ROOT / "commands").glob("[a-z]*.py"))),
     *("m1clip.web.access", "m1clip.web.server"),
-    *(f"m1clip.monitor.{path.stem}" for path in sorted((ROOT / "monitor").glob("[a-z]*.py"))),
+    *(
+        f"m1clip.{part}.{path.stem}"
+        for part in ("monitor", "search", "serve")
+        for path in sorted((ROOT / part).glob("[a-z]*.py"))
+    ),
     *("m1clip.data.splits", "m1clip.data.check", "m1clip.data.convert"),
     *("m1clip.onnx_model", "m1clip.inference"),
     *("m1clip.model.tokenizer", "m1clip.model.inputs", "m1clip.model.classify"),
@@ -146,7 +157,8 @@ BUDGETS = {
     "bench": 480,
     "export": 2_390,
     "monitor": 1_640,
-    "web": 280,
+    "serve": 1_350,
+    "web": 390,
 }
 TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 4_760, 24_400, 133
 

@@ -107,14 +107,26 @@ def make_classifier(
     model: ZeroShotModel, labels: Sequence[str] | Mapping[str, Sequence[str]], prompts: Prompts
 ) -> Classifier:
     """The mean of the unit vectors of each label's prompts, as in the CLIP paper."""
+    texts = prompt_texts(labels, prompts)
+    text_PE = to_floats(model.encode_text([*chain.from_iterable(texts), *NULL_PROMPTS]))
+    return combine_prompts(labels, texts, text_PE, *model.scale_and_bias)
+
+
+def prompt_texts(labels: Iterable[str], prompts: Prompts) -> list[list[str]]:
+    """The texts of each label."""
     labels = check_labels(list(labels))
     prompts.check(labels)
-    texts = list(map(prompts.of, labels))
-    text_PE = to_floats(model.encode_text([*chain.from_iterable(texts), *NULL_PROMPTS]))
+    return list(map(prompts.of, labels))
+
+
+def combine_prompts(
+    labels: Iterable[str], texts: Sequence[Sequence[str]], text_PE: Floats, logit_scale: float, logit_bias: float | None
+) -> Classifier:
+    """A classifier of the unit vectors of all texts, followed by those of the null prompts."""
     *parts, null_PE = np.split(text_PE, np.cumsum([*map(len, texts)]))
     class_CE = np.stack([part_PE.mean(0) for part_PE in parts])
     class_CE /= np.linalg.norm(class_CE, axis=1, keepdims=True).clip(min=1e-12)
-    return Classifier(tuple(labels), class_CE, null_PE, *model.scale_and_bias)
+    return Classifier(tuple(labels), class_CE, null_PE, logit_scale, logit_bias)
 
 
 def classify_images(

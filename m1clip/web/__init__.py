@@ -1,6 +1,7 @@
 """What all HTTP servers share: who may ask, sockets, connections. Never imports torch."""
 
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, replace
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -13,3 +14,6 @@ class Address:
     port: int
     token: str | None = None
     browse: bool = False  # open the browser
+
+    def with_token(self) -> "Address":
+        return replace(self, token=secrets.token_urlsafe(12)) if self.token == "auto" else self

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response, Security
 from fastapi.responses import PlainTextResponse, RedirectResponse
 from fastapi.security import HTTPBearer
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from m1clip.web import LOOPBACK_HOSTS
 
@@ -28,6 +29,7 @@ HEADERS = {
 # Wrong tokens: at once, and seconds until one more is allowed.
 CLIENT_LIMIT, TOTAL_LIMIT = (10, 6.0), (100, 0.5)
 MAX_CLIENTS = 1000
+HOST = re.compile(r"\[?(.*?)\]?(?::(\d+))?")  # name or address, and port
 BEARER = HTTPBearer(auto_error=False, description="The token that was printed at the start; a browser has a cookie.")
 
 
@@ -65,16 +67,29 @@ class Access:
     becomes. The cookie's value is random: it does not reveal the token, and ends with this process.
     """
 
-    def __init__(self, token: str | None, clock: Callable[[], float] = time.monotonic):
-        self.token, self.session = token, secrets.token_urlsafe(32)
+    def __init__(
+        self,
+        token: str | None,
+        clock: Callable[[], float] = time.monotonic,
+        session: str = "",
+        api_prefix: str = "/api/",
+    ):
+        self.token, self.session, self.api_prefix = token, session or secrets.token_urlsafe(32), api_prefix
         self.limit = RateLimit(clock)
+
+    def is_api(self, path: str) -> bool:
+        """Whether pages of other sites may not even link to it."""
+        return path.startswith(self.api_prefix)
 
     def refuse(self, request: Request) -> Response | None:
         """The response to a request that is not answered, or None."""
-        is_api = request.scope["path"].startswith("/api/")
-        if is_api and request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        site = request.headers.get("sec-fetch-site")
+        if site in ("cross-site", "same-site") and self.is_api(request.scope["path"]):
             return PlainTextResponse("not served to pages of other sites", 403)
-        host = re.fullmatch(r"\[?(.*?)\]?(?::(\d+))?", request.headers.get("host", ""))
+        hosts = request.headers.getlist("host")
+        if len(hosts) > 1:
+            return PlainTextResponse("a request has one Host header", 400)
+        host = HOST.fullmatch(hosts[0] if hosts else "")
         if self.token is not None:
             return self._refuse_request(request, self.token, f"m1clip-{(host and host[2]) or 80}")
         is_local = host is not None and host[1] in LOOPBACK_HOSTS
@@ -128,28 +143,53 @@ def refuse_token(status: int, headers: dict[str, str] | None = None) -> Response
     )
 
 
+class AccessMiddleware:
+    """Passes on the requests that `access` permits, and adds the security headers to every response.
+
+    Not Starlette's BaseHTTPMiddleware, which starts a task and two streams for each request.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access):
+        self.app, self.access = app, access
+        common = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+        self.api_headers, self.page_headers = (
+            [*common, (b"cache-control", each)] for each in (b"no-store", b"no-cache")
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = self.api_headers if self.access.is_api(scope["path"]) else self.page_headers
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = {name for name, _ in message["headers"]}
+                message["headers"] = [*message["headers"], *(header for header in headers if header[0] not in given)]
+            await send(message)
+
+        respond = self.access.refuse(Request(scope)) or self.app
+        await respond(scope, receive, send_with_headers)
+
+
 def secured_app(title: str, access: Access) -> FastAPI:
+    app = published_app(title, access)
+    app.add_middleware(AccessMiddleware, access=access)
+    return app
+
+
+def published_app(title: str, access: Access, **options: Any) -> FastAPI:
     """An application that publishes its OpenAPI schema, without pages of documentation: those load other hosts."""
     text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
     reasons = {403: "A page of another site asks."}
     reasons |= (
         {421: "Not a local host name."} if access.token is None else {401: "No token.", 429: "Too many wrong tokens."}
     )
-    app = FastAPI(
+    return FastAPI(
         title=title,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
         responses={status: {"description": reason, **text} for status, reason in reasons.items()},
         dependencies=[] if access.token is None else [Security(BEARER)],
+        **options,
     )
-
-    @app.middleware("http")
-    async def check_access(request: Request, respond: Callable[[Request], Any]) -> Response:
-        response: Response = access.refuse(request) or await respond(request)
-        is_api = request.scope["path"].startswith("/api/")
-        for name, value in {**HEADERS, "Cache-Control": "no-store" if is_api else "no-cache"}.items():
-            response.headers.setdefault(name, value)
-        return response
-
-    return app

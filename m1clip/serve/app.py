@@ -1,0 +1,259 @@
+"""The application: its endpoints and its errors."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Protocol, TypeVar, get_type_hints
+
+from fastapi import FastAPI, File, Form, Request, Response, UploadFile
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartParser
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from m1clip.model.classify import Floats
+from m1clip.serve import ENCODER_BATCH, schema
+from m1clip.serve.dialects import (
+    CohereRequest,
+    EmbeddingRequest,
+    ImageSource,
+    Input,
+    SearchRequest,
+    ZeroShotRequest,
+    parse_body,
+    parse_immich,
+    to_json,
+    zero_shot_response,
+)
+from m1clip.serve.engine import Engine, truncate_rows
+from m1clip.serve.errors import RequestError
+from m1clip.serve.metrics import Metrics
+from m1clip.serve.middleware import RequestMiddleware
+from m1clip.web.access import Access, AccessMiddleware, published_app
+
+T = TypeVar("T")
+# The shape of an error on the paths of other servers than OpenAI's.
+ERROR_SHAPES: dict[str, Callable[[str], Any]] = {
+    "/v2/embed": lambda message: {"message": message},
+    "/predict": lambda message: {"detail": message},
+    "/v1/classify": lambda message: {"error": message},
+    "/": lambda message: {"error": message},
+}
+
+
+@dataclass(frozen=True)
+class SearchHit:
+    row: int
+    path: str  # relative to the folder that was indexed
+    score: float
+
+
+class SearchIndex(Protocol):
+    def search(self, query_E: Floats, top_k: int) -> list[SearchHit]:
+        """The best images of an index, the best first."""
+
+
+class JsonRoute(APIRoute):
+    """A route whose endpoint takes the request and a body, which orjson parses and pydantic validates.
+
+    FastAPI reads the published schema from the endpoint. Its dependencies, exit stacks and serialization are left out:
+    they take half of the time of a small request.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any):
+        super().__init__(path, endpoint, **options)
+        self.app, self.kind = self.answer, get_type_hints(endpoint)["body"]
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            response: Response = await self.endpoint(request, parse_body(self.kind, await request.body()))
+        except (HTTPException, ClientDisconnect) as error:
+            response = await answer_error(request, error)
+        await response(scope, receive, send)
+
+
+class DirectRoutes:
+    """Leads to the JSON routes directly, and to all others through FastAPI, whose layers take 50 µs of a request."""
+
+    def __init__(self, app: ASGIApp, routes: Mapping[str, JsonRoute]):
+        self.app, self.routes = app, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self.routes.get(scope.get("path", "")) if scope.get("method") == "POST" else None
+        if route is None:
+            return await self.app(scope, receive, send)
+        scope["route"] = route
+        await route.answer(scope, receive, send)
+
+
+class Service:
+    """The endpoints, as methods."""
+
+    def __init__(self, engine: Engine, name: str, metrics: Metrics, index: SearchIndex | None = None):
+        self.engine, self.name, self.metrics, self.index = engine, name, metrics, index
+        self.created = int(time.time())
+
+    async def embed(self, request: Request, inputs: list[Input]) -> tuple[Floats, int]:
+        request.scope["items"] = len(inputs)  # for the access log
+        embedding = self.engine.embed(inputs)
+        will_wait = len(inputs) + self.engine.texts.queued + self.engine.pending_images > ENCODER_BATCH
+        return await (unless_disconnected(request, embedding) if will_wait else embedding)
+
+    async def openai(self, request: Request, body: EmbeddingRequest) -> Response:
+        """Embeddings in the formats of OpenAI, infinity (`modality`), Jina (objects) and vLLM (`messages`)."""
+        rows_BE, tokens = await self.embed(request, body.to_inputs())
+        return json_response(body.to_response(truncate_rows(rows_BE, body.dimensions), tokens, self.name))
+
+    async def cohere(self, request: Request, body: CohereRequest) -> Response:
+        """Embeddings in the format of Cohere."""
+        rows_BE, tokens = await self.embed(request, body.to_inputs())
+        return json_response(body.to_response(truncate_rows(rows_BE, body.output_dimension), tokens, self.name))
+
+    async def classify(self, request: Request, body: ZeroShotRequest) -> Response:
+        """Zero-shot classification of an image, in the format of Hugging Face."""
+        classifier = await self.engine.classifier(body.parameters.labels, body.parameters.hypothesis_template)
+        rows_BE, _ = await self.embed(request, [ImageSource(body.inputs)])
+        return json_response(zero_shot_response(classifier, rows_BE))
+
+    async def search(self, request: Request, body: SearchRequest) -> Response:
+        """The images of the index that fit a text or an image best."""
+        if self.index is None:
+            raise RequestError(404, "this server has no index: start it with --search DIR")
+        rows_BE, _ = await self.embed(request, body.to_inputs())
+        hits = await asyncio.to_thread(self.index.search, rows_BE[0], body.top_k)
+        return json_response(to_json({"object": "list", "data": list(map(asdict, hits)), "model": self.name}))
+
+    async def predict(
+        self,
+        request: Request,
+        entries: Annotated[str, Form(description='{"clip": {"visual": {…}}} or {"clip": {"textual": {…}}}')],
+        text: Annotated[str | None, Form()] = None,
+        image: Annotated[UploadFile | None, File()] = None,
+    ) -> Response:
+        """The embedding of one text or image, in the format of immich's machine learning server."""
+        kind, answer = parse_immich(entries), dict[str, Any]()
+        if (text if kind == "textual" else image) is None:
+            raise RequestError(422, f"{kind} needs {'text' if kind == 'textual' else 'image'}")
+        if image is not None and kind == "visual":
+            data = await image.read()
+            answer["imageWidth"], answer["imageHeight"] = await self.engine.image_size(data)
+            rows_BE, _ = await self.embed(request, [ImageSource(data)])
+        else:
+            rows_BE, _ = await self.embed(request, [text or ""])
+        return json_response(to_json({"clip": to_json(rows_BE[0]).decode(), **answer}))
+
+    async def models(self) -> schema.ModelList:
+        """The model that is served."""
+        config = self.engine.model.config
+        sizes = {"dimensions": config.embed_dim, "image_size": config.vision.image_size}
+        sizes["context_length"] = config.text.context_length
+        identity = {"id": self.name, "object": "model", "created": self.created, "owned_by": "m1clip"}
+        return schema.ModelList.model_validate({"object": "list", "data": [identity | sizes]})
+
+    async def health(self) -> schema.Health:
+        """Whether requests are answered: not before both encoders are loaded."""
+        return schema.Health(status="ok")
+
+    async def ping(self) -> str:
+        """As immich asks."""
+        return "pong"
+
+    async def figures(self) -> Response:
+        """Requests, batches, queues, memory: the text format of Prometheus."""
+        return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def embedding_app(
+    service: Service,
+    access: Access,
+    log: Callable[[bytes], None] | None = None,
+    on_start: Callable[[], None] = lambda: None,
+) -> ASGIApp:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        on_start()
+        yield
+        service.engine.close()
+
+    limits = service.engine.limits
+    MultiPartParser.spool_max_size = limits.max_bytes  # in memory, not in a temporary file
+    app = published_app("m1clip serve", access, lifespan=lifespan)
+    add_routes(app, service)
+    for kind in (HTTPException, RequestValidationError, ClientDisconnect):
+        app.add_exception_handler(kind, answer_error)
+    routes = {route.path: route for route in app.routes if isinstance(route, JsonRoute)}
+    return RequestMiddleware(AccessMiddleware(DirectRoutes(app, routes), access), limits, service.metrics, log)
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    def post(path: str, endpoint: Callable[..., Any], response: Any, route: type[APIRoute] = JsonRoute) -> None:
+        options: dict[str, Any] = {"response_model": response, "responses": schema.ERRORS}
+        app.router.add_api_route(path, endpoint, methods=["POST"], route_class_override=route, **options)
+
+    post("/v1/embeddings", service.openai, schema.EmbeddingList)
+    post("/embeddings", service.openai, schema.EmbeddingList)
+    post("/v2/embed", service.cohere, schema.CohereResponse)
+    post("/v1/classify", service.classify, list[schema.LabelScore])
+    post("/", service.classify, list[schema.LabelScore])
+    post("/v1/search", service.search, schema.SearchResults)
+    post("/predict", service.predict, schema.ImmichResponse, APIRoute)
+    app.get("/v1/models", responses=schema.ERRORS)(service.models)
+    app.get("/health", responses=schema.ERRORS)(service.health)
+    app.get("/ping", response_class=PlainTextResponse, responses=schema.ERRORS)(service.ping)
+    app.get("/metrics", response_class=PlainTextResponse, responses=schema.ERRORS)(service.figures)
+    for path in ("/", "/docs"):
+        app.get(path, response_class=HTMLResponse, include_in_schema=False)(lambda: docs_page(app, service.name))
+
+
+def docs_page(app: FastAPI, model: str) -> str:
+    """The published schema as one page, which loads nothing."""
+    from jinja2 import Environment  # slow to import, and seldom needed
+
+    page = Environment(autoescape=True).from_string((Path(__file__).parent / "docs.html").read_text())
+    return page.render(schema=app.openapi(), model=model)
+
+
+def json_response(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """One sentence, in the format of the server that the client expects."""
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        error = RequestError(422, f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}")
+    if not isinstance(error, HTTPException):  # the client has gone, and nobody reads the response
+        return Response(status_code=499)
+    message, shape = str(error.detail), ERROR_SHAPES.get(request.scope["path"])
+    body = shape(message) if shape else openai_error(error, message)
+    return Response(to_json(body), error.status_code, error.headers, "application/json")
+
+
+def openai_error(error: HTTPException, message: str) -> dict[str, Any]:
+    kind = "rate_limit_error" if error.status_code == 429 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": getattr(error, "param", None), "code": None}}
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of the work, which is cancelled when the client closes the connection."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

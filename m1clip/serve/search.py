@@ -1,0 +1,23 @@
+"""The index of `m1clip search` behind /v1/search."""
+
+import os
+from threading import Lock
+
+from m1clip.model.classify import Floats
+from m1clip.search.query import Library, best_first
+from m1clip.serve.app import SearchHit
+
+
+class LibraryIndex:
+    def __init__(self, library: Library):
+        self.library, self.lock = library, Lock()  # one database connection for all threads
+
+    def search(self, query_E: Floats, top_k: int) -> list[SearchHit]:
+        scores_N = self.library.scores(query_E)
+        with self.lock:
+            hits = self.library.hits(best_first(scores_N, top_k), scores_N)
+        return [SearchHit(hit.file.row, self.name(hit.file.path), hit.score) for hit in hits]
+
+    def name(self, path: os.PathLike[str]) -> str:
+        """Relative to the folder; bytes that are no text are replaced."""
+        return os.fsencode(os.path.relpath(path, self.library.folder)).decode("utf-8", "replace")
