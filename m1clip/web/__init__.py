@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+SHARED_PAGE = ("m1clip", "web/page")  # package and folder of the files that all pages share
 
 
 @dataclass(frozen=True)
