@@ -1,6 +1,6 @@
 """Queries: texts and images with weights as one vector, and the images that fit it best.
 
-Shapes: N images, R rows of the index, E embedding.
+Shapes: N images, R rows of the index, T terms, E embedding.
 """
 
 import re
@@ -20,7 +20,7 @@ from m1clip.search.index import Floats, ImageFile, Index
 QUOTED = r"""(?:"[^"]*"|'[^']*'|“[^”]*”|„[^“”]*[“”]|«[^»]*»)"""
 OPERATOR = re.compile(rf"({QUOTED})|\s+([+-])\s+")
 TERM = re.compile(rf"\s*(?:(\d+(?:\.\d+)?)\s*[*×]\s*)?(?:({QUOTED})|(.*?))\s*", re.S)
-MAX_QUERY = 10_000  # characters
+MAX_QUERY, MAX_WEIGHT = 10_000, 1_000_000  # characters, and factor of a term
 CHUNK = 65_536  # rows that are multiplied at once
 
 
@@ -51,7 +51,9 @@ def parse_term(part: str, sign: float, query: str) -> Term:
     assert match is not None
     text = (match[2][1:-1] if match[2] else match[3]).strip()
     require(bool(text), f"an operator in the query {query!r} has no text beside it")
-    return Term(sign * float(match[1] or 1), text)
+    weight = float(match[1] or 1)
+    require(weight <= MAX_WEIGHT, f"a weight in the query must be at most {MAX_WEIGHT:,}, not {match[1]}"[:200])
+    return Term(sign * weight, text)
 
 
 def encode_query(model: OnnxCLIP, terms: Sequence[Term], like: Sequence[ImageInput] = ()) -> Floats:
@@ -62,10 +64,20 @@ def encode_query(model: OnnxCLIP, terms: Sequence[Term], like: Sequence[ImageInp
     if like:
         vectors.append(model.encode_image(list(like)))
         weights += [1.0] * len(like)
-    query_E = np.asarray(weights, np.float32) @ np.concatenate(vectors)
+    return add_terms(weights, np.concatenate(vectors))
+
+
+def add_terms(weights: Sequence[float], vectors_TE: Floats) -> Floats:
+    """The unit vector (E,) of a weighted sum."""
+    query_E = np.asarray(weights, np.float32) @ vectors_TE
     norm = float(np.linalg.norm(query_E))
     require(norm > 1e-6, "the terms of the query cancel each other")
     return query_E / np.float32(norm)
+
+
+def require_known_script(model: OnnxCLIP, terms: Sequence[Term]) -> None:
+    if word := find_unknown_script(model, terms):
+        raise ValueError(f"the model's tokenizer does not know {word!r}: it was trained on other languages")
 
 
 def find_unknown_script(model: OnnxCLIP, terms: Sequence[Term]) -> str | None:
@@ -166,8 +178,7 @@ class Searcher:
         self, terms: Sequence[Term], like: Sequence[ImageInput] = (), top_k: int = 10, min_score: float | None = None
     ) -> Answer:
         """The best images, or none if nothing fits: below `min_score`, or by the model's calibration for texts."""
-        if word := find_unknown_script(self.model, terms):
-            raise ValueError(f"the model's tokenizer does not know {word!r}: it was trained on other languages")
+        require_known_script(self.model, terms)
         query_E = encode_query(self.model, terms, like)
         scores_N = self.library.scores(query_E)
         hits = self.library.hits(best_first(scores_N, top_k), scores_N)
