@@ -131,6 +131,11 @@ def main(args: Args) -> None:
 
         serve_library(model, index, folder, args.address)
         return
+    if args.static:
+        from m1clip.search.static import write_static
+
+        write_static(model, library, args.static, args.overwrite, console)
+        return
     if args.duplicates:
         show_duplicates(library, args)
         return

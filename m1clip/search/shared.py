@@ -128,19 +128,7 @@ class SharedLibrary:
         return self.catalog
 
     def facts(self) -> LibraryFacts:
-        catalog, has_threshold = self.current(), self.calibration is not None and self.calibration.threshold is not None
-        dates = catalog.date_F
-        extremes = [int(dates.argmin()), int(dates.argmax())] if len(dates) else []
-        first, last = [catalog.date_of(file).date().isoformat() for file in extremes] or (None, None)
-        return LibraryFacts(
-            folder=shown_name(self.folder),
-            images=len(catalog),
-            folders=list_folders(catalog),
-            first=first,
-            last=last,
-            model=model_name(self.model.folder),
-            has_threshold=has_threshold,
-        )
+        return describe_library(self.current(), self.model)
 
     # Searching
 
@@ -264,6 +252,21 @@ def describe_results(
         )
         found.append(result)
     return found
+
+
+def describe_library(catalog: Catalog, model: OnnxCLIP) -> LibraryFacts:
+    dates, calibration = catalog.date_F, model.calibration
+    extremes = [int(dates.argmin()), int(dates.argmax())] if len(dates) else []
+    first, last = [catalog.date_of(file).date().isoformat() for file in extremes] or (None, None)
+    return LibraryFacts(
+        folder=shown_name(catalog.library.folder),
+        images=len(catalog),
+        folders=list_folders(catalog),
+        first=first,
+        last=last,
+        model=model_name(model.folder),
+        has_threshold=calibration is not None and calibration.threshold is not None,
+    )
 
 
 def list_folders(catalog: Catalog) -> list[FolderCount]:

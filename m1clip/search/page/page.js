@@ -67,7 +67,7 @@ async function search(offset = 0) {
   } catch (error) {
     if (current !== request || error.name === "AbortError") return;
     isComplete = true;
-    showError(error instanceof TypeError ? "The server does not answer. Is it still running?" : error.message);
+    showError(error.message);
   } finally {
     if (current === request) { request = null; setBusy(false); }
   }

@@ -3,7 +3,10 @@
 export const canUpload = true;
 
 async function fetchJSON(path, options) {
-  const response = await fetch(path, options);
+  let response;
+  try { response = await fetch(path, options); } catch (error) {
+    throw error.name === "AbortError" ? error : new Error("The server does not answer. Is it still running?");
+  }
   if (response.ok) return await response.json();
   let message = await response.text();
   try { message = JSON.parse(message).detail ?? message; } catch { /* not JSON */ }
