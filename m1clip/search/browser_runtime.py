@@ -87,7 +87,8 @@ def browser_runtime(console: Console) -> BrowserRuntime:
     files = {name: read_verified(folder / name, sha256) for name, sha256 in CHECKSUMS.items()}
     licenses = (
         f"ort.js, ort.wasm.gz: ONNX Runtime Web {ONNX_RUNTIME.version}\n\nMIT License\n\n"
-        f"Copyright (c) Microsoft Corporation\n\n{MIT}\n\ntokenizers.js: {TOKENIZERS.name} {TOKENIZERS.version}\n\n{files['LICENSE'].decode()}"
+        f"Copyright (c) Microsoft Corporation\n\n{MIT}\n\n"
+        f"tokenizers.js: {TOKENIZERS.name} {TOKENIZERS.version}\n\n{files['LICENSE'].decode()}"
     )
     ort_js, ort_wasm = files["ort.wasm.bundle.min.mjs"], files["ort-wasm-simd-threaded.wasm"]
     return BrowserRuntime(ort_js, ort_wasm, files["tokenizers.min.mjs"], licenses)
