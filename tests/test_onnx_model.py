@@ -1,7 +1,5 @@
 """An ONNX export in onnxruntime: compared with the CLIP it was made from, without torch, and damaged."""
 
-import hashlib
-import json
 import shutil
 import subprocess
 import sys
@@ -15,55 +13,24 @@ import torch
 from onnx import TensorProto, helper
 
 import m1clip
-from conftest import tiny_config
 from m1clip import cli
-from m1clip.config import to_json
-from m1clip.export.graph import ImageEncoder, TextEncoder, make_encoders
+from m1clip.export.graph import make_encoders
 from m1clip.model.clip import CLIP
-from m1clip.model.tokenizer import Tokenizer
 from m1clip.onnx_model import OnnxCLIP, load_onnx
+from onnx_export import GRAPHS, export_graph, export_tiny, tiny_clip, write_export
 from photos import write_photos
 
-GRAPHS = {"vision": "vision_model.onnx", "text": "text_model.onnx"}
 TEXTS = ["a red cat", "a bus", "b", "a much longer caption than all of the others", "a bus", "zebra, é!"]
-
-
-def write_export(model: CLIP, folder: Path, **changes: object) -> None:
-    """export.json of the graphs that are in the folder, with some keys changed."""
-    scale, bias = model.scale_and_bias
-    files = {}
-    for path in [*folder.glob("*.onnx*"), folder / "config.json", folder / "tokenizer.json"]:
-        data = path.read_bytes()
-        files[path.name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-    record = {"format": "onnx", **GRAPHS, "logit_scale": scale, "logit_bias": bias, "files": files, "opset": 20}
-    (folder / "export.json").write_text(json.dumps({**record, **changes}))
-
-
-def export_graph(encoder: ImageEncoder | TextEncoder, path: Path, dimensions: dict[int, torch.export.Dim]) -> None:
-    names = {"input_names": [encoder.input_name], "output_names": [encoder.output_name]}
-    program = torch.onnx.export(
-        encoder.eval(), (encoder.example(2),), dynamo=True, dynamic_shapes=(dimensions,), verbose=False, **names
-    )
-    program.save(str(path), external_data=False)
 
 
 @pytest.fixture(scope="module")
 def model() -> CLIP:
-    torch.manual_seed(0)
-    return CLIP(tiny_config(), Tokenizer.characters()).eval()
+    return tiny_clip()
 
 
 @pytest.fixture(scope="module")
 def folder(model: CLIP, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, encoders = tmp_path_factory.mktemp("exported"), make_encoders(model)
-    batch = torch.export.Dim("batch", min=1, max=4096)
-    length = torch.export.Dim("length", min=2, max=model.config.text.context_length)
-    export_graph(encoders.image, folder / GRAPHS["vision"], {0: batch})
-    export_graph(encoders.text, folder / GRAPHS["text"], {0: batch, 1: length})
-    (folder / "config.json").write_text(to_json(model.config))
-    model.tokenizer.save(folder / "tokenizer.json")
-    write_export(model, folder)
-    return folder
+    return export_tiny(model, tmp_path_factory.mktemp("exported"))
 
 
 @pytest.fixture

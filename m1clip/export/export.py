@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -16,10 +16,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from m1clip import __version__, sensors
+from m1clip.calibration import MIN_QUERIES, calibrate, word_queries
 from m1clip.config import Target, TimmConfig, TrainConfig
 from m1clip.console import Console
 from m1clip.data.splits import Split
+from m1clip.evals.embed import Embedder
 from m1clip.evals.retrieval import Retrieval
 from m1clip.evaluation import eval_config, is_part_of, open_eval_data, trained_config
 from m1clip.export.graph import make_encoders
@@ -46,6 +50,7 @@ from m1clip.export.verify import (
 from m1clip.files import atomic_folder, json_safe, remove_partial
 from m1clip.model.clip import CLIP
 from m1clip.model.pretrained import require_extra
+from m1clip.onnx_model import CALIBRATION
 from m1clip.settings import DataSettings
 from m1clip.targets import TARGETS, find_misfit
 
@@ -78,6 +83,7 @@ class Exported:
     search: Search | None = None  # the INT8 recipes
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    calibration: Mapping[str, Any] | None = None  # of search
     compared_on: str = ""  # which images
     is_written: bool = False
 
@@ -165,10 +171,26 @@ class Exporter:
             check_joint(path, self.reference, is_int8="quantized" in path.name)
         if target == "rclip":
             self.add_rclip_package(result, folder)
+        if target == "onnx":
+            result.calibration = self.write_calibration(folder)
         if target != "onnx":  # where the tokenizer is ours, and start and end tokens are added by m1clip
             self.judge_tokenizers(result, folder)
         result.problems += [problem for check in result.checks if (problem := find_difference(check, self.reference))]
         return result
+
+    def write_calibration(self, folder: Path) -> Mapping[str, Any] | None:
+        """For search: how probable it is that an image fits a query; None without images that the model knows."""
+        if self.reference.is_generic or not self.reference.is_above_chance:
+            return None
+        queries, has_QN = word_queries(self.reference.captions())
+        if len(queries) < MIN_QUERIES:
+            return None
+        text_QE = Embedder(self.model, self.console.progress).texts(queries).numpy()
+        calibration = calibrate(queries, has_QN, text_QE, self.reference.image_NE)
+        if calibration is None:
+            return None
+        np.save(folder / CALIBRATION, calibration.text_KE.astype(np.float32))
+        return calibration.record
 
     def add_rclip_package(self, result: Exported, folder: Path) -> None:
         """The Core ML package that rclip looks for on macOS, where coremltools is installed."""
@@ -251,6 +273,7 @@ class Exporter:
             "checks": [check.record() for check in result.checks],
             "recall": recall,
             "int8": result.search and result.search.record(),
+            "calibration": result.calibration,
             **self.facts,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "versions": {"m1clip": __version__, **library_versions()},
@@ -368,7 +391,7 @@ def open_reference(model: CLIP, source: Path | None, data: str, val_size: int, c
     if generic:
         description = f"{len(pairs):,} generic images ({GENERIC})"
         console.print_fact("note", f"{generic}: compared with torch on generic images, which say little about recall")
-    return Reference.encode(model, pairs, description, console.progress)
+    return Reference.encode(model, pairs, description, console.progress, bool(generic))
 
 
 def start_weights(source: Path | None, spec: str, model: CLIP) -> dict[str, Any]:

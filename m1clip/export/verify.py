@@ -57,23 +57,29 @@ class Reference:
     text_KE: Array
     relevance: Relevance
     description: str
+    is_generic: bool = False  # not images like those that the model was trained on
 
     @classmethod
     def encode(
-        cls, model: CLIP, pairs: Split, description: str, progress: ProgressFactory = no_progress
+        cls,
+        model: CLIP,
+        pairs: Split,
+        description: str,
+        progress: ProgressFactory = no_progress,
+        is_generic: bool = False,
     ) -> "Reference":
         captions = [list(of_image) for of_image in pairs.all_captions()]
         texts, position_M = distinct_texts([text for of_image in captions for text in of_image])
         embedder = Embedder(model, progress)
         image_NE, text_KE = embedder.images(pairs).numpy(), embedder.texts(texts).numpy()
         relevance = Relevance.from_captions(captions)
-        return cls(model, pairs, texts, position_M, image_NE, text_KE, relevance, description)
+        return cls(model, pairs, texts, position_M, image_NE, text_KE, relevance, description, is_generic)
 
     def first(self, images: int) -> "Reference":
         """The same for the first images and their captions alone."""
         if images >= len(self):
             return self
-        captions = [list(self.pairs.captions(row)) for row in range(images)]
+        captions = self.captions()[:images]
         texts, position_M = distinct_texts([text for of_image in captions for text in of_image])
         row_of = {text: row for row, text in enumerate(self.texts)}
         text_KE, relevance = self.text_KE[[row_of[text] for text in texts]], Relevance.from_captions(captions)
@@ -83,6 +89,10 @@ class Reference:
 
     def __len__(self) -> int:
         return len(self.image_NE)
+
+    def captions(self) -> list[list[str]]:
+        """Of each image."""
+        return [list(self.pairs.captions(row)) for row in range(len(self))]
 
     def expected(self, tower: Tower) -> Array:
         return self.image_NE if tower == "vision" else self.text_KE
