@@ -160,7 +160,7 @@ class Library:
 def best_first(scores_N: Floats, top_k: int) -> NDArray[np.int64]:
     """Positions of the highest scores; of equal ones the first."""
     top_k = min(top_k, len(scores_N))
-    if top_k < len(scores_N):
+    if 0 < top_k < len(scores_N):
         worst = np.partition(scores_N, len(scores_N) - top_k)[len(scores_N) - top_k]
         candidates = np.flatnonzero(scores_N >= worst)
     else:
