@@ -25,6 +25,7 @@ COMMANDS = {
     "eval": "zero-shot accuracy, retrieval, probes and robustness of a model, with chance",
     "classify": "label images with a trained model: zero-shot, with probabilities",
     "search": "find images of a folder by text or by image; --web for the browser",
+    "index export": "write the vectors of a searched folder as Parquet, NumPy or Qdrant files",
     "export": "export a model to ONNX, INT8, Core ML, and to the products and libraries that open it",
     "models": "list the pretrained models that training can start from, and the extra each needs",
     "info": "list presets: parameters, FLOPs per pair, memory of a batch",

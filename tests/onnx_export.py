@@ -15,8 +15,8 @@ from m1clip.model.tokenizer import Tokenizer
 GRAPHS = {"vision": "vision_model.onnx", "text": "text_model.onnx"}
 
 
-def tiny_clip(seed: int = 0) -> CLIP:
-    torch.manual_seed(seed)
+def tiny_clip() -> CLIP:
+    torch.manual_seed(0)
     return CLIP(tiny_config(), Tokenizer.characters()).eval()
 
 

@@ -67,7 +67,7 @@ class Args(ServerFlags, RunsFolder):
     follow_links: Off = False
     """Also search folders that symbolic links lead to."""
     workers: int = 0
-    """Processes that decode images; 0: one per core."""
+    """Processes that decode images; 0: one per core, 1: none beside this one."""
     web: Off = False
     """Serve a page; --host, --port, --token and --open say where and to whom."""
     static: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None

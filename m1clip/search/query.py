@@ -21,6 +21,7 @@ QUOTED = r"""(?:"[^"]*"|'[^']*'|“[^”]*”|„[^“”]*[“”]|«[^»]*»)"
 OPERATOR = re.compile(rf"({QUOTED})|\s+([+-])\s+")
 TERM = re.compile(rf"\s*(?:(\d+(?:\.\d+)?)\s*[*×]\s*)?(?:({QUOTED})|(.*?))\s*", re.S)
 MAX_QUERY, MAX_WEIGHT = 10_000, 1_000_000  # characters, and factor of a term
+UNKNOWN_TOKENS = ("<|unknown|>", "[UNK]", "<unk>")
 CHUNK = 65_536  # rows that are multiplied at once
 
 
@@ -80,14 +81,21 @@ def require_known_script(model: OnnxCLIP, terms: Sequence[Term]) -> None:
         raise ValueError(f"the model's tokenizer does not know {word!r}: it was trained on other languages")
 
 
+def unknown_ids(model: OnnxCLIP) -> set[int]:
+    """Tokens that stand for anything that the tokenizer does not know."""
+    ids = (model.tokenizer.core.token_to_id(name) for name in UNKNOWN_TOKENS)
+    return {id_ for id_ in ids if id_ is not None}
+
+
 def find_unknown_script(model: OnnxCLIP, terms: Sequence[Term]) -> str | None:
-    """A term that the tokenizer has no tokens for but single bytes or `unknown`: the model never learned it."""
+    """A term in letters that the tokenizer knows only as single bytes or not at all: the model never learned it."""
+    core, unknown = model.tokenizer.core, unknown_ids(model)
     for term in terms:
-        letters = [letter for letter in term.text if letter.isalpha()]
-        if not letters or all(letter.isascii() for letter in letters):
+        letters = "".join(filter(str.isalpha, term.text))
+        if letters.isascii():
             continue
-        tokens = model.tokenizer.encode([term.text], model.config.text.context_length)[0]
-        if len(tokens) - 2 >= len("".join(letters).encode()):
+        ids = core.encode(letters.lower(), add_special_tokens=False).ids
+        if set(ids) <= unknown or len(ids) >= len(letters.encode()) > len(letters):
             return term.text
     return None
 

@@ -95,7 +95,7 @@ def existing_folder(folder: Path) -> Path:
         path = respelled(path)
     if not path.is_dir():
         if path.exists():
-            raise NotADirectoryError(20, "is a file; search needs a folder of images", str(folder))
+            raise ValueError(f"{folder} is a file; search needs a folder of images")
         raise FileNotFoundError(f"there is no folder {folder}")
     return respelled(path.resolve())
 

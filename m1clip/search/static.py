@@ -35,7 +35,7 @@ from m1clip.onnx_model import EXPORT, OnnxCLIP, OnnxGraph
 from m1clip.search.browser_runtime import BrowserRuntime, browser_runtime
 from m1clip.search.catalog import Catalog
 from m1clip.search.index import Floats
-from m1clip.search.query import CHUNK, Library, best_first
+from m1clip.search.query import CHUNK, Library, best_first, unknown_ids
 from m1clip.search.shared import describe_library, version_of
 from m1clip.search.thumbnails import is_unchanged, make_thumbnail, read_unchanged
 from m1clip.workers import usable_cores
@@ -270,6 +270,7 @@ def page_settings(model: OnnxCLIP, catalog: Catalog, images: Sequence[int], fold
         "pad_left": tokenizer.pad_left,
         "clean": "lower" if is_clip else tokenizer.clean,
         "zeroed_id": None if is_clip else tokenizer.zeroed_id,
+        "unknown_ids": sorted(unknown_ids(model)),
     }
     fitted = calibration and {"weights": calibration.weights_F, "bias": calibration.bias}
     return {

@@ -183,8 +183,14 @@ class Writer:
 
 
 def read_in_workers(paths: Sequence[bytes], read: Read, workers: int) -> Iterator[list[ReadFile | None]]:
-    """Results in order. A file whose decoder crashes its process is a bad file, and the others are read again."""
+    """Results in order. A file whose decoder crashes its process is a bad file, and the others are read again.
+
+    `workers=1` reads in this process.
+    """
     tasks = [paths[start : start + FILES_PER_TASK] for start in range(0, len(paths), FILES_PER_TASK)]
+    if workers == 1:
+        yield from map(read, tasks)
+        return
     done = 0
     while done < len(tasks):
         with closing(WorkerPool(read, min(workers or usable_cores(), len(tasks)))) as pool:

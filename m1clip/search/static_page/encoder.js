@@ -54,9 +54,8 @@ export class QueryEncoder {
   async encode(text) {
     if (this.cache.has(text)) return this.cache.get(text);
     await this.load();
-    const tokens = this.tokenize(text);
-    requireKnownScript(text, tokens);
-    const ids = this.pad(tokens), {session, Tensor} = this, isLong = this.settings.type === "tensor(int64)";
+    this.requireKnownScript(text);
+    const ids = this.pad(this.tokenize(text)), {session, Tensor} = this, isLong = this.settings.type === "tensor(int64)";
     const values = isLong ? BigInt64Array.from(ids, BigInt) : Int32Array.from(ids);
     const input = new Tensor(isLong ? "int64" : "int32", values, [1, ids.length]);
     // One query at a time: a session cannot be run again before its last run has ended.
@@ -66,13 +65,13 @@ export class QueryEncoder {
     this.cache.set(text, vector);
     return vector;
   }
-}
-
-/** As find_unknown_script in query.py: no tokens but single bytes mean that the model never learned this language. */
-function requireKnownScript(text, tokens) {
-  const letters = text.match(/\p{L}/gu) ?? [];
-  if (letters.every((letter) => letter <= "\x7f")) return;
-  if (tokens.length - 2 >= new Blob(letters).size) {
-    throw new Error(`The model's tokenizer does not know “${text}”: it was trained on other languages.`);
+  /** As find_unknown_script in query.py: letters that are single bytes or unknown tokens are of another language. */
+  requireKnownScript(text) {
+    const letters = text.match(/\p{L}/gu) ?? [], unknown = this.settings.unknown_ids;
+    if (letters.every((letter) => letter <= "\x7f")) return;
+    const {ids} = this.tokenizer.encode(letters.join("").toLowerCase(), {add_special_tokens: false}), bytes = new Blob(letters).size;
+    if (ids.every((id) => unknown.includes(id)) || (ids.length >= bytes && bytes > letters.length)) {
+      throw new Error(`The model's tokenizer does not know “${text}”: it was trained on other languages.`);
+    }
   }
 }
