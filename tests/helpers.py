@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import uvicorn
 
 from m1clip.config import TrainConfig
 from m1clip.console import Console
@@ -81,6 +82,12 @@ def serve_in_thread(runs: web.RunCache) -> Iterator[str]:
     """The web monitor in this process; yields its address."""
     server = create_server(web.create_app(runs))
     runs.is_closing = lambda: server.should_exit
+    with run_in_thread(server) as address:
+        yield address
+
+
+@contextmanager
+def run_in_thread(server: uvicorn.Server) -> Iterator[str]:
     with listen("127.0.0.1", 18465) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()

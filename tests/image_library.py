@@ -20,7 +20,7 @@ from m1clip.search.shared import SharedLibrary
 from m1clip.search.update import update_index
 from photos import jpeg, write_photos
 
-NOON = " 12:00:00"
+NOON, NOON_2019 = " 12:00:00", 1_577_016_000  # the second one of 22 December, UTC
 ROTATE_90 = 6  # EXIF orientation of a camera that was held upright
 
 
@@ -43,8 +43,8 @@ def write_library(folder: Path) -> Path:
     (folder / "turned.jpg").write_bytes(with_exif(31, (64, 48), "2020:01:01", ROTATE_90))
     Image.open(io.BytesIO(jpeg(32))).save(folder / "scan.tiff")
     (folder / "<img src=x onerror=alert(1)>.jpg").write_bytes(jpeg(33))
-    for number, path in enumerate(sorted(folder.glob("*.*"))):
-        os.utime(path, (1_577_000_000 + number, 1_577_000_000 + number))  # December 2019
+    for number, path in enumerate(sorted(folder.rglob("*.*"))):
+        os.utime(path, (NOON_2019 + number, NOON_2019 + number))
     return folder
 
 

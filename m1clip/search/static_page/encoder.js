@@ -65,6 +65,7 @@ export class QueryEncoder {
     this.cache.set(text, vector);
     return vector;
   }
+
   /** As find_unknown_script in query.py: letters that are single bytes or unknown tokens are of another language. */
   requireKnownScript(text) {
     const letters = text.match(/\p{L}/gu) ?? [], unknown = this.settings.unknown_ids;
