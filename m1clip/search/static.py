@@ -130,12 +130,15 @@ def quantize_text(model: OnnxCLIP, target: Path) -> str | None:
     """Write the text encoder with INT8 matrices and embeddings; returns why that cannot be used."""
     if find_spec("onnx") is None:
         return "pip install 'm1clip[export]'"
+    import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     options: dict[str, Any] = {"per_channel": True, "reduce_range": True, "weight_type": QuantType.QInt8}
     try:
+        graph = onnx.load(model.text.path)
+        del graph.graph.value_info[:]  # shapes of the exporter that contradict those that onnx infers
         with quiet_quantization():
-            quantize_dynamic(model.text.path, target, op_types_to_quantize=list(MATRICES), **options)
+            quantize_dynamic(graph, target, op_types_to_quantize=list(MATRICES), **options)
         cosine = min(compare_texts(model, target))
     except Exception as error:  # neither the quantizer's nor the runtime's errors have a common class
         return short_error(error)
