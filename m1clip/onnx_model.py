@@ -90,7 +90,7 @@ class OnnxCLIP:
     def __init__(
         self, folder: Path, config: ModelConfig, tokenizer: Tokenizer, export: Mapping[str, Any], threads: int
     ):
-        self.config, self.tokenizer = config, tokenizer
+        self.folder, self.config, self.tokenizer = folder, config, tokenizer
         size, width, files = config.vision.image_size, config.embed_dim, export["files"]
         self.vision = OnnxGraph(folder, export["vision"], files, (None, 3, size, size), width, threads)
         self.text = OnnxGraph(folder, export["text"], files, (None, None), width, threads)

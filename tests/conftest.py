@@ -1,10 +1,13 @@
 """Shared fixtures. Every cache and run goes to a folder that pytest removes."""
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from browser import launch_chromium
 from m1clip import devices, status
 from m1clip.config import ModelConfig, TextConfig, TrainConfig, VisionConfig
 
@@ -36,3 +39,9 @@ def tiny() -> ModelConfig:
 @pytest.fixture
 def tiny_run(tiny: ModelConfig) -> TrainConfig:
     return tiny_run_config(tiny)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with launch_chromium() as browser:
+        yield browser

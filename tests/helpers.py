@@ -82,12 +82,12 @@ def serve_in_thread(runs: web.RunCache) -> Iterator[str]:
     """The web monitor in this process; yields its address."""
     server = create_server(web.create_app(runs))
     runs.is_closing = lambda: server.should_exit
-    with running(server) as address:
+    with run_in_thread(server) as address:
         yield address
 
 
 @contextmanager
-def running(server: uvicorn.Server) -> Iterator[str]:
+def run_in_thread(server: uvicorn.Server) -> Iterator[str]:
     """A server in a thread; yields its address."""
     with listen("127.0.0.1", 18465) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "monitor": {"config", "run", "files", "format", "document", "web"},  # never torch
     "calibration": set[str](),
     "onnx_cache": {"console", "files", "onnx_model", "run"},
-    "search": BOTTOM | {"onnx_model", "model", "web"},  # never torch
+    "search": BOTTOM | {"onnx_model", "model", "web", ""},  # never torch
     "serve": {"decode", "images", "prompts", "workers", "model", "onnx_model", "search", "web", ""},  # never torch
     "commands": BOTTOM
     | {
@@ -150,17 +150,18 @@ def test_help_monitoring_decoding_and_onnx_start_without_torch():
 # Lines of Python by part. Growth is a decision: raise a budget in the commit that needs it.
 BUDGETS = {
     "commands": 2_700,
-    "model": 3_330,
+    "model": 3_350,
     "data": 4_060,
     "training": 3_510,
     "evals": 1_760,
     "bench": 480,
-    "export": 2_390,
+    "export": 2_420,
     "monitor": 1_640,
-    "serve": 1_350,
-    "web": 390,
+    "search": 2_200,
+    "serve": 1_400,
+    "web": 400,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 4_760, 24_400, 133
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 5_040, 28_700, 165
 
 
 def test_every_part_stays_within_its_size():

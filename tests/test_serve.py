@@ -25,7 +25,7 @@ from PIL import Image
 from schemathesis import GenerationMode
 from starlette.testclient import TestClient
 
-from helpers import running
+from helpers import run_in_thread
 from m1clip import cli
 from m1clip.onnx_model import load_onnx
 from m1clip.serve import Limits
@@ -78,7 +78,7 @@ def client(model):
 @pytest.fixture(scope="module")
 def address(model):
     """A real server in a thread."""
-    with running(create_server(make_app(model), limit_concurrency=None)) as url:
+    with run_in_thread(create_server(make_app(model), limit_concurrency=None)) as url:
         yield url
 
 
@@ -341,7 +341,7 @@ def post_in_threads(url, bodies):
 
 def test_a_full_queue_is_status_429_and_never_an_error_of_the_server(model, monkeypatch):
     gate = Gate(monkeypatch, model)
-    with running(create_server(make_app(model, replace(LIMITS, max_queue=64)), limit_concurrency=None)) as url:
+    with run_in_thread(create_server(make_app(model, replace(LIMITS, max_queue=64)), limit_concurrency=None)) as url:
         threads, answers = post_in_threads(url, [{"input": [f"text {n}"] * 8} for n in range(40)])
         assert gate.reached.wait(120)
         while len(answers) < 40 - (64 + 32) // 8:
@@ -356,7 +356,7 @@ def test_a_full_queue_is_status_429_and_never_an_error_of_the_server(model, monk
 def test_bodies_of_all_requests_together_are_bounded(model, monkeypatch):
     monkeypatch.setattr(Limits, "max_bytes_in_flight", 100_000)
     gate = Gate(monkeypatch, model)
-    with running(create_server(make_app(model), limit_concurrency=None)) as url:
+    with run_in_thread(create_server(make_app(model), limit_concurrency=None)) as url:
         threads, answers = post_in_threads(url, [{"input": "a", "filler": "x" * 30_000} for _ in range(8)])
         while len(answers) < 5:
             time.sleep(0.01)
@@ -368,7 +368,7 @@ def test_bodies_of_all_requests_together_are_bounded(model, monkeypatch):
 
 def test_a_request_in_flight_is_answered_while_the_server_stops(model, monkeypatch):
     gate, server = Gate(monkeypatch, model), create_server(make_app(model), timeout_graceful_shutdown=120)
-    with running(server) as url:
+    with run_in_thread(server) as url:
         threads, answers = post_in_threads(url, [{"input": "a"}])
         assert gate.reached.wait(120)
         server.should_exit = True
@@ -382,7 +382,7 @@ def test_a_request_in_flight_is_answered_while_the_server_stops(model, monkeypat
 def test_what_a_client_that_left_has_asked_for_is_not_encoded(model, monkeypatch):
     gate, engine = Gate(monkeypatch, model), Engine(model, LIMITS)
     queue, app = engine.texts, make_app(model, engine=engine)
-    with running(create_server(app, limit_concurrency=None)) as url:
+    with run_in_thread(create_server(app, limit_concurrency=None)) as url:
         threads, _ = post_in_threads(url, [{"input": ["a"] * 32}])
         assert gate.reached.wait(120)
         connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
@@ -630,7 +630,7 @@ def server_processes(process):
         (["--workers", "0"], "--workers must be 1–256, not 0"),
         (["--max-mb", "0"], "--max-mb must be 0.001–2000, not 0"),
         (["--allow", "links"], "--allow must be urls"),
-        (["--search", "photos"], "--search"),
+        (["--search", "photos"], "there is no folder photos"),
     ],
 )
 def test_wrong_flags_are_one_sentence(tiny_onnx, capsys, flags, words):

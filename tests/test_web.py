@@ -12,19 +12,16 @@ import sys
 import threading
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
+import browser
 from helpers import serve_in_thread
 from long_log import MEMORY_GB, START_TIME, write_eval, write_record, write_run, write_step
 from m1clip.files import lock_folder
 from m1clip.monitor import web
-
-CHROMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-MAC = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
 
 
 def retrievals(step: int) -> dict:
@@ -181,53 +178,11 @@ def serve(folder, *flags):
     assert process.stderr.read() == ""
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    playwright = pytest.importorskip("playwright.sync_api")
-    paths = [path for name in CHROMES if (path := shutil.which(name))] + ([str(MAC)] if MAC.exists() else [])
-    with playwright.sync_playwright() as play:
-        if not paths and not Path(play.chromium.executable_path).exists():
-            pytest.skip("no Chromium here: apt-get install chromium, or playwright install chromium")
-        browser = play.chromium.launch(executable_path=paths[0] if paths else None, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-class Visit:
-    """An open page, and every error and foreign request of it."""
-
-    def __init__(self, chromium, address, width=1300, height=900, slow_path=None):
-        self.page = chromium.new_page(viewport={"width": width, "height": height})
-        self.page.set_default_timeout(120_000)
-        self.errors: list[str] = []
-        self.held = []
-        if slow_path:  # requests are held until release()
-            self.page.route(slow_path, lambda route: self.held.append(route))
-        self.page.on("console", lambda log: self.errors.append(log.text) if log.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", lambda request: self.check_host(request.url, address))
-        self.page.goto(address, wait_until="commit")
-
-    def check_host(self, url, address):
-        if not url.startswith((address, "data:", "blob:")):
-            self.errors.append(f"requested {url}")
-
+class Visit(browser.Visit):
     def last_step(self, name="new"):
         """Of the loss curve that is drawn."""
         code = f"document.getElementById('chart-loss')?.data?.find(line => line.name === '{name}')?.x.at(-1)"
         return self.page.evaluate(code)
-
-    def wait_until(self, condition):
-        for _ in range(1200):
-            if condition():
-                return
-            self.page.wait_for_timeout(100)
-        raise AssertionError("the condition did not become true")
-
-    def release(self):
-        for route in self.held:
-            route.continue_()
-        self.page.unroute_all()
 
 
 @pytest.mark.slow

@@ -126,6 +126,16 @@ def main(args: Args) -> None:
     library = Library(index, folder)
     hint = "" if args.update else "; --no-update searches only what was indexed before"
     require(len(library) > 0, f"{folder} has no image that can be searched{hint}")
+    if args.web:
+        from m1clip.search.web import serve_library
+
+        serve_library(model, index, folder, args.address)
+        return
+    if args.static:
+        from m1clip.search.static import write_static
+
+        write_static(model, library, args.static, args.overwrite, console)
+        return
     if args.duplicates:
         show_duplicates(library, args)
         return

@@ -24,7 +24,7 @@ from m1clip.monitor.curves import CURVES, PAGE, Curve, downsample, gradient_norm
 from m1clip.monitor.log import PART_BYTES, RECENT_STEPS, STEP_PHASES, Log, RunView, event_text, number_or_none
 from m1clip.monitor.schema import CurvePoints, Event, GradientFlow, Retrievals, RunDescription, RunList, RunRow
 from m1clip.run import Run, is_run, run_summaries
-from m1clip.web import Address
+from m1clip.web import SHARED_PAGE, Address
 from m1clip.web.access import Access, secured_app
 from m1clip.web.server import run_server
 
@@ -144,7 +144,7 @@ def create_app(runs: RunCache, token: str | None = None, clock: Callable[[], flo
     add_api(app, runs)
     # The last resort, not a mount: that would also answer wrong methods of the API.
     # plotly is located without its import, which takes a second.
-    app.router.default = StaticFiles(directory=PAGE, packages=[("plotly", "package_data")], html=True)
+    app.router.default = StaticFiles(directory=PAGE, packages=[SHARED_PAGE, ("plotly", "package_data")], html=True)
     return app
 
 

@@ -128,6 +128,12 @@ class Index:
         return rows == 0 or (path.exists() and path.stat().st_size >= rows * self.row_bytes)
 
     @property
+    def data_version(self) -> int:
+        """A number that changes when another process changes the index."""
+        (version,) = self.database.execute("PRAGMA data_version").fetchone()
+        return int(version)
+
+    @property
     def vectors_path(self) -> Path:
         (generation,) = self.database.execute("SELECT generation FROM vectors").fetchone()
         return self.folder / f"vectors-{generation}.f32"
@@ -172,6 +178,12 @@ class Index:
             ImageFile(row, Path(os.fsdecode(path)), width, height, taken, mtime_ns / 1e9)
             for row, path, width, height, taken, mtime_ns in found
         ]
+
+    def described_files(self, folder: Path) -> list[tuple[Any, ...]]:
+        """What a catalog holds of the files below a folder, by row and path."""
+        query = """SELECT row, path, size, mtime_ns, width, height, taken, content FROM file JOIN image USING (row)
+            WHERE path >= ? AND path < ? ORDER BY row, path"""
+        return self.database.execute(query, path_range(folder)).fetchall()
 
     def row_of(self, content: bytes) -> int | None:
         found = self.database.execute("SELECT row FROM image WHERE content = ?", (content,)).fetchone()

@@ -1,6 +1,6 @@
 """Queries: texts and images with weights as one vector, and the images that fit it best.
 
-Shapes: N images, R rows of the index, E embedding.
+Shapes: N images, R rows of the index, T terms, E embedding.
 """
 
 import re
@@ -20,7 +20,7 @@ from m1clip.search.index import Floats, ImageFile, Index
 QUOTED = r"""(?:"[^"]*"|'[^']*'|“[^”]*”|„[^“”]*[“”]|«[^»]*»)"""
 OPERATOR = re.compile(rf"({QUOTED})|\s+([+-])\s+")
 TERM = re.compile(rf"\s*(?:(\d+(?:\.\d+)?)\s*[*×]\s*)?(?:({QUOTED})|(.*?))\s*", re.S)
-MAX_QUERY = 10_000  # characters
+MAX_QUERY, MAX_WEIGHT = 10_000, 1_000_000  # characters, and factor of a term
 UNKNOWN_TOKENS = ("<|unknown|>", "[UNK]", "<unk>")
 CHUNK = 65_536  # rows that are multiplied at once
 
@@ -52,7 +52,9 @@ def parse_term(part: str, sign: float, query: str) -> Term:
     assert match is not None
     text = (match[2][1:-1] if match[2] else match[3]).strip()
     require(bool(text), f"an operator in the query {query!r} has no text beside it")
-    return Term(sign * float(match[1] or 1), text)
+    weight = float(match[1] or 1)
+    require(weight <= MAX_WEIGHT, f"a weight in the query must be at most {MAX_WEIGHT:,}, not {match[1]}"[:200])
+    return Term(sign * weight, text)
 
 
 def encode_query(model: OnnxCLIP, terms: Sequence[Term], like: Sequence[ImageInput] = ()) -> Floats:
@@ -63,16 +65,31 @@ def encode_query(model: OnnxCLIP, terms: Sequence[Term], like: Sequence[ImageInp
     if like:
         vectors.append(model.encode_image(list(like)))
         weights += [1.0] * len(like)
-    query_E = np.asarray(weights, np.float32) @ np.concatenate(vectors)
+    return add_terms(weights, np.concatenate(vectors))
+
+
+def add_terms(weights: Sequence[float], vectors_TE: Floats) -> Floats:
+    """The unit vector (E,) of a weighted sum."""
+    query_E = np.asarray(weights, np.float32) @ vectors_TE
     norm = float(np.linalg.norm(query_E))
     require(norm > 1e-6, "the terms of the query cancel each other")
     return query_E / np.float32(norm)
 
 
+def require_known_script(model: OnnxCLIP, terms: Sequence[Term]) -> None:
+    if word := find_unknown_script(model, terms):
+        raise ValueError(f"the model's tokenizer does not know {word!r}: it was trained on other languages")
+
+
+def unknown_ids(model: OnnxCLIP) -> set[int]:
+    """Tokens that stand for anything that the tokenizer does not know."""
+    ids = (model.tokenizer.core.token_to_id(name) for name in UNKNOWN_TOKENS)
+    return {id_ for id_ in ids if id_ is not None}
+
+
 def find_unknown_script(model: OnnxCLIP, terms: Sequence[Term]) -> str | None:
     """A term in letters that the tokenizer knows only as single bytes or not at all: the model never learned it."""
-    core = model.tokenizer.core
-    unknown = {core.token_to_id(name) for name in UNKNOWN_TOKENS} - {None}
+    core, unknown = model.tokenizer.core, unknown_ids(model)
     for term in terms:
         letters = "".join(filter(str.isalpha, term.text))
         if letters.isascii():
@@ -150,7 +167,7 @@ class Library:
 def best_first(scores_N: Floats, top_k: int) -> NDArray[np.int64]:
     """Positions of the highest scores; of equal ones the first."""
     top_k = min(top_k, len(scores_N))
-    if top_k < len(scores_N):
+    if 0 < top_k < len(scores_N):
         worst = np.partition(scores_N, len(scores_N) - top_k)[len(scores_N) - top_k]
         candidates = np.flatnonzero(scores_N >= worst)
     else:
@@ -168,8 +185,7 @@ class Searcher:
         self, terms: Sequence[Term], like: Sequence[ImageInput] = (), top_k: int = 10, min_score: float | None = None
     ) -> Answer:
         """The best images, or none if nothing fits: below `min_score`, or by the model's calibration for texts."""
-        if word := find_unknown_script(self.model, terms):
-            raise ValueError(f"the model's tokenizer does not know {word!r}: it was trained on other languages")
+        require_known_script(self.model, terms)
         query_E = encode_query(self.model, terms, like)
         scores_N = self.library.scores(query_E)
         hits = self.library.hits(best_first(scores_N, top_k), scores_N)

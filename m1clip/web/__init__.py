@@ -4,6 +4,7 @@ import secrets
 from dataclasses import dataclass, replace
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+SHARED_PAGE = ("m1clip", "web/page")  # package and folder of the files that all pages share
 
 
 @dataclass(frozen=True)

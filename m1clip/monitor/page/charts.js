@@ -1,4 +1,5 @@
-// Building blocks without state: elements, formatted numbers, bars, charts.
+// Building blocks without state: formatted numbers, bars, charts.
+import {el} from "./elements.js";
 
 // Distinguishable with color blindness (Okabe and Ito); beyond eight runs, by dashes.
 const COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A", "#9B8B00"];
@@ -17,21 +18,9 @@ export const plotlyLoaded = new Promise((resolve, reject) => {
   script.addEventListener("error", () => reject(new Error("plotly.js could not be loaded; reload the page")));
 });
 
-export function el(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (typeof value === "boolean") element[name] = value;
-    else if (name === "style") element.style.cssText = value;
-    else element.setAttribute(name, value);
-  }
-  element.append(...children);
-  return element;
-}
-
 /** Text that may be wrapped after _ . / and hyphens, not inside of a word or a number. */
 export const wrappable = (text) => String(text).split(/(?<=[_./])(?!\d)/).flatMap((part, index) => index ? [el("wbr"), part] : [part]);
 
-export const integer = (value) => value == null ? "–" : value.toLocaleString("en");
 export const percent = (fraction) => fraction == null ? "–" : `${(100 * fraction).toPrecision(100 * fraction >= 99.95 ? 4 : 3)} %`;
 export const number = (value, unit = "") => value == null ? "–"
   : (Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)))) + (unit && ` ${unit}`);

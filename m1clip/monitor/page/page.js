@@ -1,7 +1,8 @@
 // The page of the web monitor. `view` is what the user selected; it is also in the address. The rest is fetched.
 // Text from a run is only ever set as text, never as HTML.
-import {bars, chartElement, drawChart, drawHeatmap, duration, el, gigabytes, integer, lineStyle, number, percent,
-  plotlyLoaded, wrappable} from "./charts.js";
+import {bars, chartElement, drawChart, drawHeatmap, duration, gigabytes, lineStyle, number, percent, plotlyLoaded,
+  wrappable} from "./charts.js";
+import {el, integer} from "./elements.js";
 
 const TABS = ["curves", "speed", "gradients", "retrievals", "events", "settings"];
 const CHARTS = {

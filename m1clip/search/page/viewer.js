@@ -1,0 +1,123 @@
+// The full-screen view of one result. It is an entry of the history, so that Back closes it, as on phones.
+import {integer} from "./elements.js";
+
+const $ = (id) => document.getElementById(id);
+const AHEAD = 5;  // results before the last one, from which on more are fetched
+const SWIPE = 50;  // pixels
+
+export class Viewer {
+  /** `actions`: more() fetches results, isComplete() says that there are none, like(result), closed(index), describe(result). */
+  constructor(source, actions) {
+    Object.assign(this, {source, actions, results: [], index: 0});
+    const dialog = $("viewer");
+    $("close").onclick = () => this.back();
+    $("previous").onclick = () => this.show(this.index - 1);
+    $("next").onclick = () => this.show(this.index + 1);
+    $("like-this").onclick = () => this.actions.like(this.results[this.index]);
+    dialog.oncancel = (event) => { event.preventDefault(); this.back(); };
+    dialog.onkeydown = (event) => this.onKey(event);
+    let startX = null;
+    $("stage").ontouchstart = (event) => { startX = event.touches.length === 1 ? event.touches[0].clientX : null; };
+    $("stage").ontouchend = (event) => {
+      const distance = startX === null ? 0 : event.changedTouches[0].clientX - startX;
+      if (Math.abs(distance) > SWIPE) this.show(this.index - Math.sign(distance));
+    };
+    $("stage").onclick = (event) => { if (event.target === $("stage")) this.back(); };
+  }
+
+  get isOpen() { return $("viewer").open; }
+
+  open(index) {
+    history.pushState({...history.state, shows: true}, "");
+    $("viewer").showModal();
+    this.show(index);
+  }
+
+  /** Leave through the history, so that its entry is gone. */
+  back() { history.back(); }
+
+  /** Close it before something else becomes the entry of the history. */
+  close() {
+    if (this.isOpen) $("viewer").close();
+  }
+
+  /** Whether a change of the history was about the viewer alone. */
+  popped() {
+    if (history.state?.shows && !this.isOpen && this.results.length) {  // forward
+      $("viewer").showModal();
+      this.show(this.index);
+      return true;
+    }
+    if (!this.isOpen) return false;
+    $("viewer").close();
+    this.actions.closed(this.index);
+    return true;
+  }
+
+  /** There are other or more results. */
+  update(results) {
+    this.results = results;
+    if (this.isOpen && results.length) this.drawButtons();
+  }
+
+  show(index) {
+    if (index < 0 || index >= this.results.length) return;
+    this.index = index;
+    const result = this.results[index], original = this.source.original(result);
+    this.drawButtons();
+    this.drawFacts(result, original);
+    this.load(result, original);
+    for (const near of [this.results[index + 1], this.results[index - 1]]) {
+      if (near) new Image().src = this.source.original(near) ?? this.source.thumbnail(near);  // it will be wanted next
+    }
+    if (index >= this.results.length - AHEAD && !this.actions.isComplete()) this.actions.more();
+  }
+
+  /** The thumbnail at once, the image when it is there. */
+  async load(result, original) {
+    const full = $("full"), image = new Image();
+    full.src = this.source.thumbnail(result);
+    full.className = original ? "small" : "";  // stretched to the size of the image that follows
+    full.alt = result.name;
+    $("missing").hidden = true;
+    if (!original) return;
+    image.src = original;
+    try {
+      await image.decode();
+      if (result !== this.results[this.index]) return;
+      full.src = original;
+      full.className = "";
+    } catch {
+      if (result !== this.results[this.index]) return;
+      $("missing").textContent = "The file is gone or has changed since it was indexed.";
+      $("missing").hidden = false;
+    }
+  }
+
+  drawButtons() {
+    $("previous").hidden = this.index === 0;
+    $("next").hidden = this.index === this.results.length - 1;
+  }
+
+  drawFacts(result, original) {
+    const date = new Date(result.date), size = result.bytes;
+    const facts = [
+      Number.isNaN(date.valueOf()) ? "" : date.toLocaleString(undefined, {dateStyle: "medium", timeStyle: "short"}),
+      `${integer(result.width)} × ${integer(result.height)}`, size >= 1e6 ? `${(size / 1e6).toFixed(1)} MB` : `${Math.ceil(size / 1e3)} kB`,
+      this.actions.describe(result), result.copies.length ? `also ${result.copies.join(", ")}` : "",
+    ];
+    $("file-name").textContent = result.name;
+    $("file-facts").textContent = facts.filter(Boolean).join(" · ");
+    for (const id of ["original", "download"]) { $(id).hidden = !original; if (original) $(id).href = original; }
+    $("download").download = result.name.split("/").at(-1);
+  }
+
+  onKey(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const moves = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: 1, ArrowUp: -1};
+    if (moves[event.key]) { event.preventDefault(); this.show(this.index + moves[event.key]); }
+    if (event.key === "Home") this.show(0);
+    if (event.key === "End") this.show(this.results.length - 1);
+    if (event.key === "m") this.actions.like(this.results[this.index]);
+  }
+}
