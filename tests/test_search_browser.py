@@ -163,13 +163,13 @@ def test_all_thumbnails_are_loaded_in_the_shape_that_was_reserved(visit):
     before = page.locator("#results li").evaluate_all("tiles => tiles.map((tile) => tile.getBoundingClientRect().top)")
     for tile in page.locator("#results li").all():
         tile.scroll_into_view_if_needed()
-    loaded = "[...document.querySelectorAll('.open img')].every((image) => image.complete && image.naturalWidth)"
+    loaded = "[...document.querySelectorAll('.thumb img')].every((image) => image.complete && image.naturalWidth)"
     visit.wait_until(lambda: page.evaluate(loaded))
     page.evaluate("scrollTo(0, 0)")
     after = page.locator("#results li").evaluate_all("tiles => tiles.map((tile) => tile.getBoundingClientRect().top)")
     assert after == before
-    shapes = page.locator(".open").evaluate_all("all => all.map((one) => one.clientWidth / one.clientHeight)")
-    images = page.locator(".open img").evaluate_all("all => all.map((one) => one.naturalWidth / one.naturalHeight)")
+    shapes = page.locator(".thumb").evaluate_all("all => all.map((one) => one.clientWidth / one.clientHeight)")
+    images = page.locator(".thumb img").evaluate_all("all => all.map((one) => one.naturalWidth / one.naturalHeight)")
     assert shapes == pytest.approx(images, rel=0.05)
 
 
@@ -307,7 +307,7 @@ def test_the_full_screen_view_is_operated_by_keys(visit):
         page.keyboard.press(key)
         assert visit.shown() == names[index]
     page.keyboard.press("ArrowRight")
-    visit.wait_until(lambda: "/api/image/" in page.get_attribute("#full", "src"))
+    visit.wait_until(lambda: "api/image/" in page.get_attribute("#full", "src"))
     page.keyboard.press("Escape")
     visit.wait_until(lambda: page.is_hidden("#viewer"))
     assert page.evaluate("document.activeElement.closest('li').title").startswith(names[1])
@@ -318,7 +318,7 @@ def test_the_full_screen_view_is_operated_by_keys(visit):
 def test_the_full_screen_view_describes_and_downloads_the_file(visit, folder):
     page = visit.page
     names = visit.find("a cat")
-    page.click(f".open >> nth={names.index('cats/05.jpg')}")
+    page.click(f".thumb >> nth={names.index('cats/05.jpg')}")
     facts = page.text_content("#file-facts")
     assert "64 × 48" in facts
     assert "2023" in facts
@@ -334,7 +334,7 @@ def test_the_full_screen_view_describes_and_downloads_the_file(visit, folder):
 def test_back_closes_the_full_screen_view_and_keeps_the_search(visit):
     page = visit.page
     names = visit.find("a cat")
-    page.click(".open >> nth=0")
+    page.click(".thumb >> nth=0")
     page.wait_for_selector("#viewer[open]")
     page.go_back()
     visit.wait_until(lambda: page.is_hidden("#viewer"))
@@ -366,7 +366,7 @@ def test_everything_has_an_accessible_name(visit):
       .filter((one) => !(one.getAttribute("aria-label") || one.labels?.length || one.textContent.trim()))
       .map((one) => one.outerHTML)"""
     assert visit.page.evaluate(code) == []
-    label = visit.page.locator(".open").first.get_attribute("aria-label")
+    label = visit.page.locator(".thumb").first.get_attribute("aria-label")
     assert re.search(r"cosine -?\d\.\d{3}", label)
 
 
@@ -381,7 +381,7 @@ def test_a_phone_shows_everything_without_scrolling_sideways(chromium, address, 
     page.click("#show-filters")
     assert page.is_visible("#folder")
     assert page.evaluate(fits)
-    page.tap(".open >> nth=0")
+    page.tap(".thumb >> nth=0")
     page.wait_for_selector("#viewer[open]")
     assert page.evaluate(fits)
     assert page.locator("#caption").bounding_box()["y"] < 844
@@ -401,7 +401,7 @@ def test_a_file_that_is_gone_is_a_placeholder(chromium, model, own_folder):
         tile = visit.page.locator("#results li").nth(names.index("cats/05.jpg"))
         tile.scroll_into_view_if_needed()
         tile.locator("text=the file is gone or has changed").wait_for()
-        tile.locator(".open").click()
+        tile.locator(".thumb").click()
         visit.page.wait_for_selector("#missing >> text=The file is gone")
         visit.page.close()
 
@@ -569,7 +569,7 @@ def test_a_static_page_filters_sorts_and_shows_images(static_visit):
     static_visit.wait_until(lambda: page.text_content("#status") == "5 images of 24, newest first")
     page.click("#clear")
     static_visit.wait_until(lambda: len(static_visit.names()) == 24)
-    page.click(".open >> nth=0")
+    page.click(".thumb >> nth=0")
     page.wait_for_selector("#viewer[open]")
     assert page.is_hidden("#download")
     page.keyboard.press("ArrowRight")

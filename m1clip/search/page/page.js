@@ -107,7 +107,7 @@ function draw(isNothing, offset = 0) {
     if (scrollY > $("results").offsetTop) scrollTo(0, 0);
   }
   for (const [key, tile] of tiles) if (!tile.isConnected) tiles.delete(key);
-  makeReachable($("results").querySelector(".open"));
+  makeReachable($("results").querySelector(".thumb"));
   viewer.update(results);
 }
 
@@ -128,13 +128,13 @@ function tileOf(result) {
   name.textContent = fileName + (result.copies.length ? ` (+${result.copies.length})` : "");
   score.textContent = shortScore(result);
   tile.title = [result.name, ...result.copies, longScore(result)].filter(Boolean).join("\n");
-  tile.querySelector(".open").setAttribute("aria-label", [result.name, longScore(result)].filter(Boolean).join(", "));
+  tile.querySelector(".thumb").setAttribute("aria-label", [result.name, longScore(result)].filter(Boolean).join(", "));
   return tile;
 }
 
 function createTile(result, key) {
   const image = el("img", {src: source.thumbnail(result), alt: "", loading: "lazy", decoding: "async"});
-  const open = el("button", {type: "button", class: "open", tabindex: "-1"}, image);
+  const open = el("button", {type: "button", class: "thumb", tabindex: "-1"}, image);
   const similar = el("button", {type: "button", class: "similar", tabindex: "-1", "aria-label": `more like ${result.name}`},
     $("similar-icon").content.cloneNode(true), el("span", {}, "similar"));
   const tile = el("li", {}, open, similar, el("div", {class: "caption"}, el("span"), el("span", {class: "score"})));
@@ -211,7 +211,7 @@ function makeReachable(open) {
 }
 
 function focusTile(index) {
-  const open = $("results").children[Math.max(0, Math.min(index, results.length - 1))]?.querySelector(".open");
+  const open = $("results").children[Math.max(0, Math.min(index, results.length - 1))]?.querySelector(".thumb");
   if (!open) return;
   makeReachable(open);
   open.focus();

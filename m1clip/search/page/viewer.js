@@ -15,7 +15,7 @@ export class Viewer {
     $("next").onclick = () => this.show(this.index + 1);
     $("like-this").onclick = () => this.actions.like(this.results[this.index]);
     dialog.oncancel = (event) => { event.preventDefault(); this.back(); };
-    dialog.onkeydown = (event) => this.onKey(event);
+    addEventListener("keydown", (event) => { if (this.isOpen) this.onKey(event); });  // also when nothing has the focus
     let startX = null;
     $("stage").ontouchstart = (event) => { startX = event.touches.length === 1 ? event.touches[0].clientX : null; };
     $("stage").ontouchend = (event) => {

@@ -36,8 +36,8 @@ export class QueryEncoder {
 
   /** Token ids, as of tokenizer.py: cleaned, truncated and padded. */
   tokenize(text) {
-    const {clean, context_length: length, zeroed_id: zeroed} = this.settings;
-    let ids = this.tokenizer.encode(cleanText(text, clean)).ids;
+    const {clean, context_length: length, zeroed_id: zeroed, unknown_ids: [unknown]} = this.settings;
+    let ids = this.tokenizer.encode(cleanText(text, clean)).ids.map((id) => id ?? unknown);
     if (zeroed !== null) ids = ids.map((id) => id === zeroed ? 0 : id);
     return ids.length > length ? [...ids.slice(0, length - 1), ids.at(-1)] : ids;
   }
@@ -71,7 +71,7 @@ export class QueryEncoder {
     const letters = text.match(/\p{L}/gu) ?? [], unknown = this.settings.unknown_ids;
     if (letters.every((letter) => letter <= "\x7f")) return;
     const {ids} = this.tokenizer.encode(letters.join("").toLowerCase(), {add_special_tokens: false}), bytes = new Blob(letters).size;
-    if (ids.every((id) => unknown.includes(id)) || (ids.length >= bytes && bytes > letters.length)) {
+    if (ids.every((id) => id == null || unknown.includes(id)) || (ids.length >= bytes && bytes > letters.length)) {
       throw new Error(`The model's tokenizer does not know “${text}”: it was trained on other languages.`);
     }
   }
