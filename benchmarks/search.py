@@ -196,7 +196,10 @@ class Program:
         raise NotImplementedError
 
     def search(self, folder: Path, update: bool) -> Usage:
-        return run_measured(self.command(folder, update), folder, self.environment)
+        usage = run_measured(self.command(folder, update), folder, self.environment)
+        if ".jpg" not in usage.output:
+            raise RuntimeError(f"{self.name} found nothing: {usage.output[:500]!r}")
+        return usage
 
 
 class Rclip(Program):
