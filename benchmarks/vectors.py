@@ -316,8 +316,8 @@ class FaissPQ(FaissSQ8):
         return rows[search_exact(self.vectors[rows].astype(np.float32), query, min(TOP, len(rows) - 1))]
 
 
-class UsearchI8(Engine):
-    name = "i8"
+class UsearchF16(Engine):
+    name = "f16"
 
     def build(self, threads: int) -> None:
         from usearch.index import Index
@@ -325,8 +325,11 @@ class UsearchI8(Engine):
         options = {"connectivity": CONNECTIVITY, "expansion_add": EXPANSION_ADD}
         index = Index(ndim=DIM, metric="cos", dtype=self.name, **options)
         for start, chunk in read_chunks(self.folder, self.count):
-            index.add(np.arange(start, start + len(chunk)), chunk, threads=threads)
+            index.add(np.arange(start, start + len(chunk)), self.convert(chunk), threads=threads)
         index.save(str(self.path))
+
+    def convert(self, vectors: Vectors) -> NDArray[Any]:
+        return vectors
 
     def open(self) -> Iterator[tuple[str, Callable[[Vectors], Any]]]:
         from usearch.index import Index
@@ -335,11 +338,16 @@ class UsearchI8(Engine):
         index.load(str(self.path))
         for expansion in (32, 64, 128, 256, 512):
             index.expansion_search = expansion
-            yield f"HNSW, ef {expansion}", lambda query: index.search(query, TOP, threads=1).keys
+            yield f"HNSW, ef {expansion}", lambda query: index.search(self.convert(query), TOP, threads=1).keys
 
 
-class UsearchF16(UsearchI8):
-    name = "f16"
+class UsearchI8(UsearchF16):
+    """usearch's own conversion multiplies by 127 whatever the values are: 100,000 vectors, recall 0.92 at best."""
+
+    name = "i8"
+
+    def convert(self, vectors: Vectors) -> NDArray[Any]:
+        return quantize(vectors)
 
 
 ENGINES: dict[str, type[Engine]] = {
