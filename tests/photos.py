@@ -4,6 +4,7 @@ import io
 import json
 import tarfile
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from m1clip.config import DataConfig
@@ -19,6 +20,24 @@ def jpeg(number: int, size: int = 48) -> bytes:
     file = io.BytesIO()
     SCENES.image(number).resize((size, size)).save(file, "JPEG", quality=90)
     return file.getvalue()
+
+
+def mutated(data: bytes, rng: Random) -> bytes:
+    """A file with some bytes changed, cut, repeated or inserted."""
+    changed = bytearray(data)
+    for _ in range(rng.choice([1, 3, 20])):
+        start = rng.randrange(len(changed))
+        match rng.randrange(4):
+            case 0:
+                changed[start] = rng.randrange(256)
+            case 1:
+                del changed[start : start + rng.choice([1, 10, 1000])]
+            case 2:
+                changed[start:start] = rng.randbytes(rng.choice([1, 4, 50]))
+            case _:
+                changed[start:start] = changed[start : start + 100]
+        changed = changed or bytearray(b"x")
+    return bytes(changed)
 
 
 def write_photos(folder: Path, count: int, start: int = 0) -> list[str]:

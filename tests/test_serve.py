@@ -35,7 +35,7 @@ from m1clip.serve.metrics import Metrics
 from m1clip.web.access import Access
 from m1clip.web.server import create_server
 from onnx_export import export_tiny, tiny_clip
-from photos import jpeg
+from photos import jpeg, mutated
 from test_http import SCHEMA_CHECKS
 
 TOKEN = "a-Secret"
@@ -395,24 +395,6 @@ def test_what_a_client_that_left_has_asked_for_is_not_encoded(model, monkeypatch
         gate.opened.set()
         threads[0].join(120)
     assert queue.queued == 0
-
-
-def mutated(data, rng):
-    """A file with some bytes changed, cut, repeated or inserted."""
-    changed = bytearray(data)
-    for _ in range(rng.choice([1, 3, 20])):
-        start = rng.randrange(len(changed))
-        match rng.randrange(4):
-            case 0:
-                changed[start] = rng.randrange(256)
-            case 1:
-                del changed[start : start + rng.choice([1, 10, 1000])]
-            case 2:
-                changed[start:start] = rng.randbytes(rng.choice([1, 4, 50]))
-            case _:
-                changed[start:start] = changed[start : start + 100]
-        changed = changed or bytearray(b"x")
-    return bytes(changed)
 
 
 def test_malformed_images_are_never_an_error_of_the_server(client):
