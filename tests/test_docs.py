@@ -178,7 +178,7 @@ def test_every_link_leads_somewhere(name: str) -> None:
 
 
 def test_the_readme_is_short_and_lists_every_command() -> None:
-    assert len(TEXTS["README.md"].splitlines()) <= 180
+    assert len(TEXTS["README.md"].splitlines()) <= 190
     listed = re.findall(r"^\| `m1clip ([a-z ]+)` \|", TEXTS["README.md"], re.MULTILINE)
     assert sorted(listed) == sorted(cli.COMMANDS)
 
