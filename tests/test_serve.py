@@ -32,6 +32,7 @@ from m1clip.serve import Limits
 from m1clip.serve.app import SearchHit, Service, embedding_app
 from m1clip.serve.engine import Engine
 from m1clip.serve.metrics import Metrics
+from m1clip.serve.middleware import LineWriter
 from m1clip.web.access import Access
 from m1clip.web.server import create_server
 from onnx_export import export_tiny, tiny_clip
