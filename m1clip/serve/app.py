@@ -34,7 +34,7 @@ from m1clip.serve.dialects import (
 from m1clip.serve.engine import Engine, truncate_rows
 from m1clip.serve.errors import RequestError
 from m1clip.serve.metrics import Metrics
-from m1clip.serve.middleware import RequestMiddleware
+from m1clip.serve.middleware import LineWriter, RequestMiddleware
 from m1clip.web.access import Access, AccessMiddleware, published_app
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class SearchIndex(Protocol):
 
 
 class JsonRoute(APIRoute):
-    """A route whose endpoint takes the request and a body, which orjson parses and pydantic validates.
+    """A route whose endpoint takes the request and a body, which pydantic validates, and returns JSON.
 
     FastAPI reads the published schema from the endpoint. Its dependencies, exit stacks and serialization are left out:
     they take half of the time of a small request.
@@ -73,10 +73,24 @@ class JsonRoute(APIRoute):
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         try:
-            response: Response = await self.endpoint(request, parse_body(self.kind, await request.body()))
+            body: bytes = await self.endpoint(request, parse_body(self.kind, await read_body(receive)))
         except (HTTPException, ClientDisconnect) as error:
             response = await answer_error(request, error)
-        await response(scope, receive, send)
+            return await response(scope, receive, send)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+async def read_body(receive: Receive) -> bytes:
+    parts, more = list[bytes](), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
 
 
 class DirectRoutes:
@@ -106,29 +120,29 @@ class Service:
         will_wait = len(inputs) + self.engine.texts.queued + self.engine.pending_images > ENCODER_BATCH
         return await (unless_disconnected(request, embedding) if will_wait else embedding)
 
-    async def openai(self, request: Request, body: EmbeddingRequest) -> Response:
+    async def openai(self, request: Request, body: EmbeddingRequest) -> bytes:
         """Embeddings in the formats of OpenAI, infinity (`modality`), Jina (objects) and vLLM (`messages`)."""
         rows_BE, tokens = await self.embed(request, body.to_inputs())
-        return json_response(body.to_response(truncate_rows(rows_BE, body.dimensions), tokens, self.name))
+        return body.to_response(truncate_rows(rows_BE, body.dimensions), tokens, self.name)
 
-    async def cohere(self, request: Request, body: CohereRequest) -> Response:
+    async def cohere(self, request: Request, body: CohereRequest) -> bytes:
         """Embeddings in the format of Cohere."""
         rows_BE, tokens = await self.embed(request, body.to_inputs())
-        return json_response(body.to_response(truncate_rows(rows_BE, body.output_dimension), tokens, self.name))
+        return body.to_response(truncate_rows(rows_BE, body.output_dimension), tokens, self.name)
 
-    async def classify(self, request: Request, body: ZeroShotRequest) -> Response:
+    async def classify(self, request: Request, body: ZeroShotRequest) -> bytes:
         """Zero-shot classification of an image, in the format of Hugging Face."""
         classifier = await self.engine.classifier(body.parameters.labels, body.parameters.hypothesis_template)
         rows_BE, _ = await self.embed(request, [ImageSource(body.inputs)])
-        return json_response(zero_shot_response(classifier, rows_BE))
+        return zero_shot_response(classifier, rows_BE)
 
-    async def search(self, request: Request, body: SearchRequest) -> Response:
+    async def search(self, request: Request, body: SearchRequest) -> bytes:
         """The images of the index that fit a text or an image best."""
         if self.index is None:
             raise RequestError(404, "this server has no index: start it with --search DIR")
         rows_BE, _ = await self.embed(request, body.to_inputs())
         hits = await asyncio.to_thread(self.index.search, rows_BE[0], body.top_k)
-        return json_response(to_json({"object": "list", "data": list(map(asdict, hits)), "model": self.name}))
+        return to_json({"object": "list", "data": list(map(asdict, hits)), "model": self.name})
 
     async def predict(
         self,
@@ -147,7 +161,8 @@ class Service:
             rows_BE, _ = await self.embed(request, [ImageSource(data)])
         else:
             rows_BE, _ = await self.embed(request, [text or ""])
-        return json_response(to_json({"clip": to_json(rows_BE[0]).decode(), **answer}))
+        answer["clip"] = to_json(rows_BE[0]).decode()
+        return Response(to_json(answer), media_type="application/json")
 
     async def models(self) -> schema.ModelList:
         """The model that is served."""
@@ -171,16 +186,15 @@ class Service:
 
 
 def embedding_app(
-    service: Service,
-    access: Access,
-    log: Callable[[bytes], None] | None = None,
-    on_start: Callable[[], None] = lambda: None,
+    service: Service, access: Access, log: LineWriter | None = None, on_start: Callable[[], None] = lambda: None
 ) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         on_start()
         yield
         service.engine.close()
+        if log is not None:
+            log.flush()
 
     limits = service.engine.limits
     MultiPartParser.spool_max_size = limits.max_bytes  # in memory, not in a temporary file
@@ -218,10 +232,6 @@ def docs_page(app: FastAPI, model: str) -> str:
 
     page = Environment(autoescape=True).from_string((Path(__file__).parent / "docs.html").read_text())
     return page.render(schema=app.openapi(), model=model)
-
-
-def json_response(body: bytes) -> Response:
-    return Response(body, media_type="application/json")
 
 
 async def answer_error(request: Request, error: Exception) -> Response:

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -72,6 +71,7 @@ def build_app(settings: ServeSettings, on_start: Callable[[], None] = lambda: No
         from m1clip.serve.app import Service, embedding_app  # imports FastAPI, which takes as long as the model
         from m1clip.serve.engine import Engine
         from m1clip.serve.metrics import Metrics
+        from m1clip.serve.middleware import LineWriter
         from m1clip.web.access import Access
 
         metrics, fetch = Metrics(os.environ.get(METRICS_FOLDER)), None
@@ -82,7 +82,7 @@ def build_app(settings: ServeSettings, on_start: Callable[[], None] = lambda: No
         engine = Engine(loading.result(), settings.limits, fetch, metrics.add_batch)
     service = Service(engine, settings.name, metrics, settings.open_index())
     access = Access(settings.address.token, session=settings.session, api_prefix="/")
-    app = embedding_app(service, access, print_line if settings.access_log else None, on_start)
+    app = embedding_app(service, access, LineWriter(print_lines) if settings.access_log else None, on_start)
     gc.enable()
     gc.freeze()  # what is there now stays: the collector need not visit it again
     return app
@@ -122,7 +122,6 @@ def raise_file_limit() -> None:
         )
 
 
-def print_line(line: bytes) -> None:
-    with suppress(OSError, ValueError):  # a closed pipe must not fail the request
-        sys.stdout.buffer.write(line + b"\n")
-        sys.stdout.buffer.flush()
+def print_lines(lines: bytes) -> None:
+    sys.stdout.buffer.write(lines)
+    sys.stdout.buffer.flush()

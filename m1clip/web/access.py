@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from fastapi import FastAPI, Request, Response, Security
@@ -81,19 +82,19 @@ class Access:
         """Whether pages of other sites may not even link to it."""
         return path.startswith(self.api_prefix)
 
-    def refuse(self, request: Request) -> Response | None:
+    def refuse(self, scope: Scope) -> Response | None:
         """The response to a request that is not answered, or None."""
-        site = request.headers.get("sec-fetch-site")
-        if site in ("cross-site", "same-site") and self.is_api(request.scope["path"]):
+        headers = scope["headers"]  # not as Starlette's Headers, which decode all of them
+        hosts = [value for name, value in headers if name == b"host"]
+        sites = [value for name, value in headers if name == b"sec-fetch-site"]
+        if not {b"cross-site", b"same-site"}.isdisjoint(sites) and self.is_api(scope["path"]):
             return PlainTextResponse("not served to pages of other sites", 403)
-        hosts = request.headers.getlist("host")
         if len(hosts) > 1:
             return PlainTextResponse("a request has one Host header", 400)
-        host = HOST.fullmatch(hosts[0] if hosts else "")
+        name, port = split_host(hosts[0] if hosts else b"")
         if self.token is not None:
-            return self._refuse_request(request, self.token, f"m1clip-{(host and host[2]) or 80}")
-        is_local = host is not None and host[1] in LOOPBACK_HOSTS
-        return None if is_local else PlainTextResponse("not served under this host name", 421)
+            return self._refuse_request(Request(scope), self.token, f"m1clip-{port or 80}")
+        return None if name in LOOPBACK_HOSTS else PlainTextResponse("not served under this host name", 421)
 
     def _refuse_request(self, request: Request, token: str, cookie: str) -> Response | None:
         has_session = is_equal(request.cookies.get(cookie, ""), self.session)
@@ -117,6 +118,13 @@ class Access:
         redirect = RedirectResponse("/", 303, {"Cache-Control": "no-store"})
         redirect.set_cookie(cookie, self.session, httponly=True, samesite="strict", max_age=30 * 86400)
         return redirect
+
+
+@lru_cache(100)
+def split_host(host: bytes) -> tuple[str, str]:
+    """Name or address, and port, of a Host header; empty if it is malformed."""
+    found = HOST.fullmatch(host.decode("latin-1"))
+    return (found[1], found[2] or "") if found else ("", "")
 
 
 def is_equal(given: str, secret: str) -> bool:
@@ -167,7 +175,7 @@ class AccessMiddleware:
                 message["headers"] = [*message["headers"], *(header for header in headers if header[0] not in given)]
             await send(message)
 
-        respond = self.access.refuse(Request(scope)) or self.app
+        respond = self.access.refuse(scope) or self.app
         await respond(scope, receive, send_with_headers)
 
 

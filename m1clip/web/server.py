@@ -112,7 +112,8 @@ class Connection(HttpToolsProtocol):
 
 def server_config(app: Any, **options: Any) -> uvicorn.Config:
     """Only errors are logged: malformed requests of others would fill the terminal."""
-    protocol: dict[str, Any] = {"http": Connection, "loop": "asyncio", "ws": "none", "log_level": "error"}
+    protocol: dict[str, Any] = {"http": Connection, "loop": "asyncio", "ws": "none"}
+    protocol |= {"log_level": "error", "server_header": False}
     limits = {"limit_concurrency": MAX_CONNECTIONS, "timeout_graceful_shutdown": 3}
     return uvicorn.Config(app, **{**protocol, **limits, **options})
 
