@@ -24,7 +24,7 @@ from m1clip.onnx_model import load_onnx
 from m1clip.search import browser_runtime, static, web
 from m1clip.search.query import Searcher, parse_query
 from m1clip.web.server import create_server
-from onnx_export import export_tiny, tiny_clip
+from onnx_export import export_tiny, tiny_clip, write_export
 from photos import jpeg
 
 pytestmark = pytest.mark.slow
@@ -526,16 +526,13 @@ def test_a_static_page_finds_what_python_finds(static_visit, model, folder, site
 
 
 @needs_npm
-@pytest.mark.parametrize("kind", ["bpe", "characters"])
-def test_token_ids_in_the_browser_are_those_of_python(chromium, kind, runtime, tmp_path):
-    clip = tiny_clip() if kind == "characters" else CLIP(tiny_clip().config, Tokenizer.train_bpe(CAPTIONS, 400)).eval()
-    out, photos = tmp_path / "site", tmp_path / "photos"
-    photos.mkdir()
-    for number in range(3):
-        (photos / f"{number}.jpg").write_bytes(jpeg(number))
-    (tmp_path / "model").mkdir()
-    model = export_tiny(clip, tmp_path / "model")
-    write_page(model, photos, out)
+@pytest.mark.parametrize("tokenizer", [None, Tokenizer.characters()], ids=["bpe", "characters"])
+def test_token_ids_in_the_browser_are_those_of_python(chromium, tokenizer, model, folder, runtime, tmp_path):
+    model = Path(shutil.copytree(model, tmp_path / "model"))
+    if tokenizer:
+        tokenizer.save(model / "tokenizer.json")
+        write_export(tiny_clip(), model)
+    write_page(model, folder, tmp_path / "site")
     texts = [
         *QUERIES,
         "猫 😀 and a dog",
@@ -550,7 +547,7 @@ def test_token_ids_in_the_browser_are_those_of_python(chromium, kind, runtime, t
       const encoder = new QueryEncoder(text, (path) => fetch(path));
       await encoder.load();
       return texts.map((each) => encoder.pad(encoder.tokenize(each))); }"""
-    with host(out) as address:
+    with host(tmp_path / "site") as address:
         visit = Search(chromium, address)
         ids = visit.page.evaluate(code, texts)
         visit.close()

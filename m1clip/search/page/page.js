@@ -156,10 +156,13 @@ const longScore = ({score}) => score == null ? "" : `cosine ${score.toFixed(3)}`
 // ---- searching by image ----
 
 function searchLike(row) {
-  viewer.close();
-  forgetUpload();
+  upload = null;
+  searchByImage({like: row, q: ""});
+}
+
+function searchByImage(changes) {
   $("query").value = "";
-  changeView({like: row, q: ""});
+  changeView(changes, !viewer.close());
   scrollTo(0, 0);
 }
 
@@ -168,14 +171,7 @@ function searchByFile(file) {
   if (file.type && !file.type.startsWith("image/")) { showError(`${file.name} is not an image.`); return; }
   upload = {file, address: URL.createObjectURL(file)};
   uploads.push(upload);
-  viewer.close();
-  $("query").value = "";
-  changeView({like: null, q: ""});
-  scrollTo(0, 0);
-}
-
-function forgetUpload() {
-  upload = null;
+  searchByImage({like: null, q: ""});
 }
 
 function addUploads() {
@@ -281,7 +277,7 @@ function addListeners() {
   $("form").onsubmit = onSubmit;
   $("query").oninput = onInput;
   $("query").onblur = () => { isTyping = false; };
-  $("forget").onclick = () => { forgetUpload(); changeView({like: null}); $("query").focus(); };
+  $("forget").onclick = () => { upload = null; changeView({like: null}); $("query").focus(); };
   for (const name of FILTERS) $(name).onchange = () => changeView({[name]: $(name).value});
   $("clear").onclick = () => { for (const name of FILTERS) $(name).value = ""; changeView({folder: "", from: "", to: ""}); };
   $("show-filters").onclick = () => $("show-filters").setAttribute("aria-expanded", String($("filters").classList.toggle("open")));

@@ -36,9 +36,11 @@ export class Viewer {
   /** Leave through the history, so that its entry is gone. */
   back() { history.back(); }
 
-  /** Close it before something else becomes the entry of the history. */
+  /** Close it; whether it was open, so that what follows replaces its entry of the history. */
   close() {
-    if (this.isOpen) $("viewer").close();
+    const wasOpen = this.isOpen;
+    $("viewer").close();
+    return wasOpen;
   }
 
   /** Whether a change of the history was about the viewer alone. */
@@ -77,8 +79,10 @@ export class Viewer {
   async load(result, original) {
     const full = $("full"), image = new Image();
     full.src = this.source.thumbnail(result);
-    full.className = original ? "small" : "";  // stretched to the size of the image that follows
     full.alt = result.name;
+    full.className = original ? "stretched" : "";  // to the size of the image that follows
+    full.style.maxWidth = original ? `min(100%, ${result.width}px)` : "";
+    full.style.maxHeight = original ? `min(100%, ${result.height}px)` : "";
     $("missing").hidden = true;
     if (!original) return;
     image.src = original;
