@@ -1,8 +1,10 @@
 """Search: which files are found, what the index keeps, queries and their results, and the command."""
 
+import base64
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -26,6 +28,7 @@ from m1clip.search import update as updating
 from m1clip.search.index import Index, index_of
 from m1clip.search.query import Library, Searcher, Term, best_first, encode_query, parse_query
 from m1clip.search.scan import Version, existing_folder, scan_folder
+from m1clip.search.terminal import image_protocol, inline_thumbnail
 from m1clip.search.update import Changes, ReadFile, read_in_workers, update_index
 from onnx_export import export_tiny, tiny_clip
 from photos import jpeg, write_photos
@@ -469,6 +472,20 @@ def test_several_queries_are_answered_and_images_can_be_queries(photos, run):
     assert json.loads(out)["nothing"]
 
 
+@pytest.mark.parametrize(
+    ("words", "queries"),
+    [
+        (["a dog", "+", "snow", "-", "a person"], ["a dog + snow - a person"]),
+        (["a cat", "a dog", "+", "0.5 * snow"], ["a cat", "a dog + 0.5 * snow"]),
+        (["a dog", "+", "trip"], ["a dog + trip"]),
+    ],
+)
+def test_operators_may_be_words_of_their_own(photos, run, monkeypatch, words, queries):
+    monkeypatch.chdir(photos)  # where trip is a folder, but not after an operator
+    out, _ = run(*words, "--json")
+    assert [json.loads(line)["query"] for line in out.splitlines()] == queries
+
+
 def test_the_current_folder_is_searched_by_default(photos, run, monkeypatch):
     monkeypatch.chdir(photos / "trip")
     out, _ = run("a cat")
@@ -480,6 +497,40 @@ def test_without_update_the_index_is_searched_as_it_is(photos, run):
     (photos / "0000.jpg").unlink()
     assert len(run("a cat", photos, "--no-update", "--paths")[0].splitlines()) == 6
     assert len(run("a cat", photos, "--paths")[0].splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("variables", "protocol"),
+    [
+        ({"TERM": "xterm-kitty"}, "kitty"),
+        ({"TERM": "xterm-256color", "TERM_PROGRAM": "ghostty"}, "kitty"),
+        ({"TERM": "xterm-256color", "TERM_PROGRAM": "iTerm.app"}, "iterm"),
+        ({"TERM": "xterm-256color", "KONSOLE_VERSION": "230803"}, "kitty"),
+        ({"TERM": "xterm-256color", "KONSOLE_VERSION": "211200"}, None),
+        ({"TERM": "xterm-256color"}, None),
+        ({"TERM": "tmux-256color", "TERM_PROGRAM": "iTerm.app", "TMUX": "/tmp/tmux-1"}, None),
+    ],
+)
+def test_terminals_that_show_images_are_known_by_their_variables(variables, protocol):
+    assert image_protocol(variables) == protocol
+
+
+def test_a_thumbnail_in_the_terminal_is_the_image(photos):
+    text = inline_thumbnail(photos / "0000.jpg", {"TERM": "xterm-kitty"})
+    parts = re.findall(r"\x1b_G[^;]*m=(\d);([^\x1b]*)\x1b\\", text)
+    assert [more for more, _ in parts] == ["1"] * (len(parts) - 1) + ["0"]
+    assert max(len(data) for _, data in parts) <= 4096
+    png = Image.open(io.BytesIO(base64.b64decode("".join(data for _, data in parts))))
+    (data,) = re.findall(r":([^:]*)\a", inline_thumbnail(photos / "0000.jpg", {"TERM_PROGRAM": "iTerm.app"}))
+    np.testing.assert_array_equal(np.asarray(png), np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))))
+    with Image.open(photos / "0000.jpg") as original:
+        assert abs(np.asarray(png, float) - np.asarray(original)).mean() < 5
+    assert inline_thumbnail(photos / "gone.jpg", {"TERM": "xterm-kitty"}) == ""
+
+
+def test_thumbnails_are_printed_only_in_a_terminal(photos, run, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-kitty")
+    assert b"\33_G" not in run("a cat", photos)[0]
 
 
 def test_duplicates_are_printed_in_groups(photos, run):

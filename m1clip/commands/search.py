@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from m1clip.search.query import Answer, Library
 
 MAX_RESULTS, SHOWN_BAD = 10_000, 5
+OPERATORS = ("+", "-")
 Off = tyro.conf.FlagCreatePairsOff[bool]
 
 
@@ -30,7 +31,7 @@ class Args(ServerFlags, RunsFolder):
     """Search the images of a folder by text, by image, or by both.
 
     m1clip search "a dog in the snow" photos/                       the ten best images, with cosine similarities
-    m1clip search 'dog + 0.5 * snow - "a person"' photos/           terms with weights
+    m1clip search dog + "0.5 * snow" - "a person" photos/           terms with weights
     m1clip search "a dog" "a cat" photos/ --json                    several queries, a line of JSON for each
     m1clip search photos/ --like cat.jpg -n 3                       images like another one
     m1clip search "a dog" photos/ --paths -n 100 | xargs -d'\\n' …   paths for other programs
@@ -58,6 +59,8 @@ class Args(ServerFlags, RunsFolder):
     """Print only paths, one per line."""
     print0: Off = False
     """Print only paths, each followed by a NUL byte, for xargs -0."""
+    thumbnails: bool = True
+    """Show thumbnails in terminals that can: kitty, Ghostty, iTerm2, WezTerm, Konsole, mintty."""
     duplicates: Off = False
     """Print groups of files that have the same bytes or look the same."""
     update: bool = True
@@ -99,11 +102,23 @@ class Args(ServerFlags, RunsFolder):
         """The queries and the folder: the last word if it is one, unless it is the only one and a query is needed."""
         words = list(self.words)
         is_query_needed = not (self.web or self.static or self.duplicates or self.like)
-        if words and (len(words) > 1 or not is_query_needed):
+        is_term = len(words) > 1 and words[-2] in OPERATORS
+        if words and not is_term and (len(words) > 1 or not is_query_needed):
             path = Path(words[-1]).expanduser()
-            if path.is_dir() or words[-1].endswith(os.sep) or os.path.isabs(path):
-                return words[:-1], path
-        return words, Path()
+            if path.is_dir() or os.sep in words[-1]:
+                return join_terms(words[:-1]), path
+        return join_terms(words), Path()
+
+
+def join_terms(words: Sequence[str]) -> list[str]:
+    """Queries: words around an operator, as in `dog + snow`, are one."""
+    queries = list[str]()
+    for previous, word in zip(["", *words], words, strict=False):
+        if queries and (word in OPERATORS or previous in OPERATORS):
+            queries[-1] += f" {word}"
+        else:
+            queries.append(word)
+    return queries
 
 
 def main(args: Args) -> None:
@@ -179,7 +194,7 @@ def shown_path(path: Path) -> str:
 
 
 def write_text(query: str, answer: "Answer", args: Args) -> None:
-    if len(args.words) > 2 or args.like:
+    if len(args.split_words()[0]) > 1 or args.like:
         print(printable(f"{query}:"))
     if answer.is_nothing:
         best = answer.nearest
@@ -188,6 +203,10 @@ def write_text(query: str, answer: "Answer", args: Args) -> None:
     for hit in answer.hits:
         copies = f"  (+ {plural(len(hit.files) - 1, 'copy').replace('copys', 'copies')})" if len(hit.files) > 1 else ""
         print(f"{hit.score:6.3f}  {printable(shown_path(hit.file.path))}{copies}")
+        if args.thumbnails and sys.stdout.isatty():
+            from m1clip.search.terminal import inline_thumbnail
+
+            print(inline_thumbnail(hit.file.path, os.environ), end="", flush=True)
 
 
 def write_json(query: str, answer: "Answer", args: Args) -> None:
