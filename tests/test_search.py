@@ -136,6 +136,15 @@ def test_moved_copied_changed_and_deleted_files_are_noticed(photos, model):
     assert_vectors_are_right(index, photos, model)
 
 
+def test_a_copy_that_is_read_before_its_original_is_committed_has_one_vector(photos, model, monkeypatch):
+    monkeypatch.setattr(updating, "BATCH", 2)
+    monkeypatch.setattr(updating, "COMMIT_S", 1e6)
+    shutil.copy(photos / "0000.jpg", photos / "trip" / "copy.jpg")
+    index, changes = update(model, photos)
+    assert (changes.added, changes.known) == (6, 1)
+    assert_vectors_are_right(index, photos, model)
+
+
 def test_an_edit_that_keeps_size_and_time_is_noticed(photos, model):
     """As `touch -r` does."""
     path = photos / "0000.jpg"

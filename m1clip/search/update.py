@@ -160,9 +160,9 @@ class Writer:
     def commit(self) -> None:
         self.encode()
         first, row_of = self.index.row_count, dict[bytes, int]()
-        is_new = []  # two workers may have read copies at the same time
+        is_new = []  # copies may have been read at the same time, or before the first of them was committed
         for facts in self.facts:
-            row = self.index.row_of(facts.content)
+            row = row_of.get(facts.content, self.index.row_of(facts.content))
             is_new.append(row is None)
             row_of[facts.content] = first + sum(is_new) - 1 if row is None else row
         images = [facts for facts, new in zip(self.facts, is_new, strict=True) if new]
