@@ -173,16 +173,31 @@ def test_all_thumbnails_are_loaded_in_the_shape_that_was_reserved(visit):
     assert shapes == pytest.approx(images, rel=0.05)
 
 
-def test_more_results_are_fetched_by_scrolling(chromium, model, tmp_path):
+def test_more_results_are_fetched_by_scrolling_and_back_returns_to_them(chromium, model, tmp_path):
     for number in range(100):
         (tmp_path / f"{number:03d}.jpg").write_bytes(jpeg(number))
     with serve(model, tmp_path) as address:
         visit = Search(chromium, address, height=600)
-        first = visit.find("a cat")
-        assert len(first) == 60
-        visit.page.evaluate("scrollTo(0, document.body.scrollHeight)")
+        page = visit.page
+        assert len(visit.find("a cat")) == 60
+        page.route("**/api/search*", lambda route: route.abort())
+        page.evaluate("scrollTo(0, document.body.scrollHeight)")
+        page.wait_for_selector("#error >> text=The server does not answer")
+        assert len(visit.names()) == 60  # an error takes nothing away
+        visit.release()
+        visit.errors.clear()  # Chromium logs the failed request
+        page.evaluate("scrollTo(0, 0)")
+        page.wait_for_timeout(200)
+        page.evaluate("scrollTo(0, document.body.scrollHeight)")
         visit.wait_until(lambda: len(visit.names()) == 100)
-        assert visit.names() == expected_names(model, tmp_path, "a cat")
+        assert page.is_hidden("#error")
+        names, top = visit.names(), page.evaluate("scrollY")
+        assert names == expected_names(model, tmp_path, "a cat")
+        page.locator(".similar").last.dispatch_event("click")
+        visit.wait_until(lambda: visit.names() != names)
+        assert page.evaluate("scrollY") == 0
+        page.go_back()
+        visit.wait_until(lambda: (visit.names(), page.evaluate("scrollY")) == (names, top))
         visit.close()
 
 

@@ -4,7 +4,7 @@ import {el, integer} from "./elements.js";
 import * as source from "./source.js";
 import {Viewer} from "./viewer.js";
 
-const COUNT = 60, MAX_RESULTS = 10000;  // results that are fetched at once, and in all
+const COUNT = 60, MAX_COUNT = 200, MAX_RESULTS = 10000;  // results that are fetched at once, at most, and in all
 const TYPING_MS = 120;
 const EXAMPLES = ["a dog", "people at a table", "a street at night"], FORMULAS = ["beach - people", "cat + 0.5 * window"];
 const FILTERS = ["folder", "from", "to"];
@@ -21,6 +21,7 @@ function saveView(push) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(view)) if (value !== "" && value !== null) query.set(name, value);
   const state = {upload: upload ? uploads.indexOf(upload) : null};
+  if (push) history.replaceState({...history.state, top: scrollY, count: results.length}, "");
   history[push ? "pushState" : "replaceState"](state, "", String(query) ? `?${query}` : location.pathname);
 }
 
@@ -51,22 +52,29 @@ const isQuery = () => view.q.trim() !== "" || view.like !== null || upload !== n
 /** The query as far as it is typed: an operator at its end has nothing to combine yet. */
 const typedQuery = () => view.q.trim().replace(/\s+[+-]$/, "");
 
-async function search(offset = 0) {
+/** Back returns to the place in the results where the search was left. */
+async function searchAgain() {
+  const {state} = history;
+  await search(0, Math.min(MAX_COUNT, Math.max(COUNT, state?.count ?? 0)));
+  if (state === history.state) scrollTo(0, state?.top ?? 0);  // or another search has started meanwhile
+}
+
+async function search(offset = 0, count = COUNT) {
   request?.abort();
   const current = request = new AbortController();
   setBusy(true);
   try {
-    const options = {offset, count: COUNT, signal: current.signal, report: (text) => { $("status").textContent = text; }};
+    const options = {offset, count, signal: current.signal, report: (text) => { $("status").textContent = text; }};
     const answer = await source.search({...view, q: typedQuery()}, upload?.file ?? null, options);
     if (current !== request) return;
     results = offset ? [...results, ...answer.results] : answer.results;
-    isComplete = answer.results.length < COUNT || results.length >= MAX_RESULTS;
+    isComplete = answer.results.length < count || results.length >= MAX_RESULTS;
     total = answer.images;
     showError("");
     draw(answer.is_nothing && !showsNearest, offset);
   } catch (error) {
     if (current !== request || error.name === "AbortError") return;
-    isComplete = true;
+    if (!offset) { results = []; total = 0; isComplete = true; draw(false); $("status").textContent = ""; }
     showError(error.message);
   } finally {
     if (current === request) { request = null; setBusy(false); }
@@ -81,7 +89,6 @@ function setBusy(busy) {
 function showError(text) {
   $("error").textContent = text;
   $("error").hidden = !text;
-  if (text) { results = []; draw(false); $("status").textContent = ""; }
 }
 
 // ---- drawing ----
@@ -278,7 +285,7 @@ function addListeners() {
   $("query").oninput = onInput;
   $("query").onblur = () => { isTyping = false; };
   $("forget").onclick = () => { upload = null; changeView({like: null}); $("query").focus(); };
-  for (const name of FILTERS) $(name).onchange = () => changeView({[name]: $(name).value});
+  for (const name of FILTERS) $(name).onchange = () => { if (!isUnfinished($(name))) changeView({[name]: $(name).value}); };
   $("clear").onclick = () => { for (const name of FILTERS) $(name).value = ""; changeView({folder: "", from: "", to: ""}); };
   $("show-filters").onclick = () => $("show-filters").setAttribute("aria-expanded", String($("filters").classList.toggle("open")));
   $("nearest").onclick = () => { showsNearest = true; draw(false); focusTile(0); };
@@ -321,7 +328,7 @@ async function start() {
   drawLibrary();
   restoreView();
   if (FILTERS.some((name) => view[name])) $("show-filters").click();
-  await search();
+  await searchAgain();
 }
 
 start().catch((error) => { setBusy(false); showError(error.message); });
