@@ -281,6 +281,14 @@ def test_filters_select_folders_and_days(visit):
     visit.wait_until(lambda: page.text_content("#status") == "24 images, best first")
 
 
+def test_a_date_that_is_typed_is_one_entry_of_the_history(visit):
+    before = visit.page.evaluate("history.length")
+    visit.page.focus("#from")
+    visit.page.keyboard.type("05172024")  # the year is 0002, 0020 and 0202 meanwhile
+    visit.wait_until(lambda: "from=2024-05-17" in visit.page.url)
+    assert visit.page.evaluate("history.length") == before + 1
+
+
 def test_the_address_has_the_search_and_back_returns_to_the_last_one(visit, chromium, address):
     page = visit.page
     first = visit.find("a cat")

@@ -33,6 +33,7 @@ function restoreView() {
   $("query").value = view.q;
   for (const name of FILTERS) $(name).value = view[name];
   view.folder = $("folder").value;  // a folder that is gone is no filter
+  clearTimeout(searchTimer);
   drawQuery();
 }
 
@@ -273,6 +274,9 @@ function onInput() {
 }
 
 function onSubmit(event) {
+/** The year of a date that is typed is 0002 after its first digit. */
+const isUnfinished = ({type, value}) => type === "date" && value.startsWith("0");
+
   event.preventDefault();
   clearTimeout(searchTimer);
   if ($("query").value !== view.q) changeView({q: $("query").value}, !isTyping);
@@ -282,6 +286,7 @@ function onSubmit(event) {
 
 function addListeners() {
   $("form").onsubmit = onSubmit;
+  history.scrollRestoration = "manual";  // results are not there yet when the browser would scroll
   $("query").oninput = onInput;
   $("query").onblur = () => { isTyping = false; };
   $("forget").onclick = () => { upload = null; changeView({like: null}); $("query").focus(); };
