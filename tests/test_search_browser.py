@@ -338,6 +338,19 @@ def test_the_full_screen_view_is_operated_by_keys(visit):
     assert page.evaluate("document.activeElement.id") == "query"
 
 
+def test_a_double_click_opens_or_closes_the_full_screen_view_once(visit):
+    page = visit.page
+    visit.find("a cat")
+    page.dblclick(".thumb >> nth=0")
+    page.wait_for_timeout(500)
+    assert page.is_visible("#viewer")
+    assert page.evaluate("document.activeElement.id") == "viewer"  # Enter presses no button
+    page.dblclick("#close")
+    page.wait_for_timeout(500)
+    assert page.is_hidden("#viewer")
+    assert page.input_value("#query") == "a cat"
+
+
 def test_the_full_screen_view_describes_and_downloads_the_file(visit, folder):
     page = visit.page
     names = visit.find("a cat")
@@ -346,6 +359,10 @@ def test_the_full_screen_view_describes_and_downloads_the_file(visit, folder):
     assert "64 × 48" in facts
     assert "2023" in facts
     assert "cosine" in facts
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.click("#copy")
+    page.wait_for_selector("#copy >> text=copied")
+    assert page.evaluate("navigator.clipboard.readText()") == "cats/05.jpg"
     with page.expect_download() as download:
         page.click("#download")
     assert download.value.suggested_filename == "05.jpg"
@@ -423,9 +440,9 @@ def test_a_file_that_is_gone_is_a_placeholder(chromium, model, own_folder):
         names = visit.find("a cat")
         tile = visit.page.locator("#results li").nth(names.index("cats/05.jpg"))
         tile.scroll_into_view_if_needed()
-        tile.locator("text=the file is gone or has changed").wait_for()
+        tile.locator("text=cannot be loaded").wait_for()
         tile.locator(".thumb").click()
-        visit.page.wait_for_selector("#missing >> text=The file is gone")
+        visit.page.wait_for_selector("#missing >> text=its file is gone or has changed")
         visit.page.close()
 
 

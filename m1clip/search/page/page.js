@@ -99,7 +99,9 @@ function drawQuery() {
   $("example").hidden = image === null;
   if (image !== null) $("example-image").src = image;
   $("query").placeholder = image === null ? "search images ( / )" : "add words";
-  $("clear").hidden = !FILTERS.some((name) => view[name]);
+  const filters = FILTERS.filter((name) => view[name]).length;
+  $("clear").hidden = !filters;
+  $("show-filters").textContent = filters ? `filters (${filters})` : "filters";
   document.title = `${view.q.trim() || (image === null ? "m1clip search" : "similar images")} – ${library.folder ?? ""}`;
 }
 
@@ -132,9 +134,8 @@ function tileOf(result) {
   const key = `${result.row} ${result.version}`;
   if (!tiles.has(key)) tiles.set(key, createTile(result, key));
   const tile = tiles.get(key), [name, score] = tile.querySelector(".caption").children;
-  const fileName = result.name.split("/").at(-1);
-  name.textContent = fileName + (result.copies.length ? ` (+${result.copies.length})` : "");
-  score.textContent = shortScore(result);
+  name.textContent = result.name.split("/").at(-1);
+  score.textContent = [result.copies.length ? `+${result.copies.length}` : "", shortScore(result)].filter(Boolean).join(" · ");
   tile.title = [result.name, ...result.copies, longScore(result)].filter(Boolean).join("\n");
   tile.querySelector(".thumb").setAttribute("aria-label", [result.name, longScore(result)].filter(Boolean).join(", "));
   return tile;
@@ -149,7 +150,7 @@ function createTile(result, key) {
   tile.style.setProperty("--ratio", Math.min(2.5, Math.max(0.5, result.width / result.height)).toFixed(4));
   image.draggable = false;
   image.onerror = () => {
-    open.replaceChildren(el("span", {class: "gone"}, "the file is gone or has changed"));
+    open.replaceChildren(el("span", {class: "gone"}, "cannot be loaded"));
     tiles.delete(key);
   };
   open.onclick = () => viewer.open(indexOf(tile));
@@ -251,7 +252,7 @@ function onGridKey(event) {
 
 function onKey(event) {
   if ($("viewer").open) return;
-  const isTyping = /^(INPUT|SELECT)$/.test(event.target.tagName);
+  const isTyping = /^(INPUT|SELECT)$/.test(event.target.tagName) && (event.target !== $("query") || event.target.value);
   if (event.key === "/" && !isTyping) { event.preventDefault(); $("query").focus(); $("query").select(); }
   if (event.target !== $("query")) return;
   if (event.key === "ArrowDown" && results.length) { event.preventDefault(); focusTile(0); }
@@ -273,10 +274,10 @@ function onInput() {
   }, TYPING_MS);
 }
 
-function onSubmit(event) {
 /** The year of a date that is typed is 0002 after its first digit. */
 const isUnfinished = ({type, value}) => type === "date" && value.startsWith("0");
 
+function onSubmit(event) {
   event.preventDefault();
   clearTimeout(searchTimer);
   if ($("query").value !== view.q) changeView({q: $("query").value}, !isTyping);
@@ -285,8 +286,8 @@ const isUnfinished = ({type, value}) => type === "date" && value.startsWith("0")
 }
 
 function addListeners() {
-  $("form").onsubmit = onSubmit;
   history.scrollRestoration = "manual";  // results are not there yet when the browser would scroll
+  $("form").onsubmit = onSubmit;
   $("query").oninput = onInput;
   $("query").onblur = () => { isTyping = false; };
   $("forget").onclick = () => { upload = null; changeView({like: null}); $("query").focus(); };
@@ -296,7 +297,7 @@ function addListeners() {
   $("nearest").onclick = () => { showsNearest = true; draw(false); focusTile(0); };
   $("results").onkeydown = onGridKey;
   addEventListener("keydown", onKey);
-  addEventListener("popstate", () => { if (viewer.popped()) return; restoreView(); showsNearest = false; search(); });
+  addEventListener("popstate", () => { if (viewer.popped()) return; restoreView(); showsNearest = false; searchAgain(); });
   new IntersectionObserver((entries) => {
     if (entries[0].isIntersecting && results.length && !isComplete && !request && !$("results").hidden) search(results.length);
   }, {rootMargin: "800px"}).observe($("more"));

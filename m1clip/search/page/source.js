@@ -10,7 +10,7 @@ async function fetchJSON(path, options) {
   if (response.ok) return await response.json();
   let message = await response.text();
   try { message = JSON.parse(message).detail ?? message; } catch { /* not JSON */ }
-  throw new Error(String(message).slice(0, 300));
+  throw new Error(String(message).slice(0, 300).replace(/^./u, (first) => first.toUpperCase()));
 }
 
 const address = (kind, {row, version}) => `api/${kind}/${row}` + (version ? `?v=${version}` : "");

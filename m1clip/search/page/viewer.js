@@ -4,6 +4,7 @@ import {integer} from "./elements.js";
 const $ = (id) => document.getElementById(id);
 const AHEAD = 5;  // results before the last one, from which on more are fetched
 const SWIPE = 50;  // pixels
+const THUMBNAIL = 512, ENLARGED = 2;  // pixels of a static page's thumbnails; how far images are enlarged at most
 
 export class Viewer {
   /** `actions`: more() fetches results, isComplete() says that there are none, like(result), closed(index), describe(result). */
@@ -22,19 +23,30 @@ export class Viewer {
       const distance = startX === null ? 0 : event.changedTouches[0].clientX - startX;
       if (Math.abs(distance) > SWIPE) this.show(this.index - Math.sign(distance));
     };
-    $("stage").onclick = (event) => { if (event.target === $("stage")) this.back(); };
+    // The second click of a double click on a thumbnail comes here.
+    $("stage").onclick = (event) => { if (event.target === $("stage") && event.detail === 1) this.back(); };
+    if (navigator.clipboard) $("copy").onclick = () => this.copyPath();
+    else $("copy").remove();  // not an encrypted or local connection
   }
 
   get isOpen() { return $("viewer").open; }
 
   open(index) {
     history.pushState({...history.state, shows: true}, "");
+    this.showDialog(index);
+  }
+
+  showDialog(index) {
     $("viewer").showModal();
+    $("viewer").focus();  // not its first button, which Enter would press
     this.show(index);
   }
 
-  /** Leave through the history, so that its entry is gone. */
-  back() { history.back(); }
+  /** Leave through the history, so that its entry is gone; once, however often a button is clicked. */
+  back() {
+    if (!this.isLeaving) history.back();
+    this.isLeaving = true;
+  }
 
   /** Close it; whether it was open, so that what follows replaces its entry of the history. */
   close() {
@@ -45,9 +57,9 @@ export class Viewer {
 
   /** Whether a change of the history was about the viewer alone. */
   popped() {
+    this.isLeaving = false;
     if (history.state?.shows && !this.isOpen && this.results.length) {  // forward
-      $("viewer").showModal();
-      this.show(this.index);
+      this.showDialog(this.index);
       return true;
     }
     if (!this.isOpen) return false;
@@ -80,9 +92,9 @@ export class Viewer {
     const full = $("full"), image = new Image();
     full.src = this.source.thumbnail(result);
     full.alt = result.name;
-    full.className = original ? "stretched" : "";  // to the size of the image that follows
-    full.style.maxWidth = original ? `min(100%, ${result.width}px)` : "";
-    full.style.maxHeight = original ? `min(100%, ${result.height}px)` : "";
+    const ratio = result.width / result.height, width = original ? result.width : Math.min(result.width, THUMBNAIL * Math.min(1, ratio));
+    full.style.setProperty("--ratio", ratio);
+    full.style.setProperty("--most", `${ENLARGED * width}px`);
     $("missing").hidden = true;
     if (!original) return;
     image.src = original;
@@ -90,10 +102,9 @@ export class Viewer {
       await image.decode();
       if (result !== this.results[this.index]) return;
       full.src = original;
-      full.className = "";
     } catch {
       if (result !== this.results[this.index]) return;
-      $("missing").textContent = "The file is gone or has changed since it was indexed.";
+      $("missing").textContent = "The image cannot be loaded: its file is gone or has changed, or the server has stopped.";
       $("missing").hidden = false;
     }
   }
@@ -114,6 +125,12 @@ export class Viewer {
     $("file-facts").textContent = facts.filter(Boolean).join(" · ");
     for (const id of ["original", "download"]) { $(id).hidden = !original; if (original) $(id).href = original; }
     $("download").download = result.name.split("/").at(-1);
+    $("copy").textContent = "copy path";
+  }
+
+  async copyPath() {
+    await navigator.clipboard.writeText(this.results[this.index].name);
+    $("copy").textContent = "copied";
   }
 
   onKey(event) {
