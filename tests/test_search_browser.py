@@ -442,7 +442,7 @@ def test_a_file_that_is_gone_is_a_placeholder(chromium, model, own_folder):
         tile.scroll_into_view_if_needed()
         tile.locator("text=cannot be loaded").wait_for()
         tile.locator(".thumb").click()
-        visit.page.wait_for_selector("#missing >> text=its file is gone or has changed")
+        visit.page.wait_for_selector("#missing >> text=Its file is gone or has changed")
         visit.page.close()
 
 

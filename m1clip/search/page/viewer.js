@@ -89,24 +89,18 @@ export class Viewer {
 
   /** The thumbnail at once, the image when it is there. */
   async load(result, original) {
-    const full = $("full"), image = new Image();
-    full.src = this.source.thumbnail(result);
-    full.alt = result.name;
+    const full = $("full"), image = new Image(), thumbnail = this.source.thumbnail(result);
     const ratio = result.width / result.height, width = original ? result.width : Math.min(result.width, THUMBNAIL * Math.min(1, ratio));
     full.style.setProperty("--ratio", ratio);
     full.style.setProperty("--most", `${ENLARGED * width}px`);
+    full.src = thumbnail;
+    full.alt = result.name;
     $("missing").hidden = true;
-    if (!original) return;
-    image.src = original;
-    try {
-      await image.decode();
-      if (result !== this.results[this.index]) return;
-      full.src = original;
-    } catch {
-      if (result !== this.results[this.index]) return;
-      $("missing").textContent = "The image cannot be loaded: its file is gone or has changed, or the server has stopped.";
-      $("missing").hidden = false;
-    }
+    image.src = original ?? thumbnail;
+    const isLoaded = await image.decode().then(() => true, () => false);
+    if (result !== this.results[this.index]) return;
+    if (isLoaded) full.src = image.src;
+    $("missing").hidden = isLoaded;
   }
 
   drawButtons() {
