@@ -473,6 +473,7 @@ def check_nothing(visit, low, high):
     assert page.is_hidden("#results")
     page.click("#nearest")
     assert page.is_visible("#results")
+    assert page.text_content("#status") == "24 images, nothing like it; the nearest first"
     assert len(visit.names()) == 24
     visit.find(high)
     assert page.is_hidden("#nothing")

@@ -12,7 +12,7 @@ const $ = (id) => document.getElementById(id);
 const view = {q: "", like: null, folder: "", from: "", to: ""};
 const uploads = [];  // images that were searched by; the entries of the history have their numbers
 let upload = null;  // {file, address} of the current one
-let library = {images: 0, folders: []}, results = [], total = 0, isComplete = true, showsNearest = false;
+let library = {images: 0, folders: []}, results = [], total = 0, isComplete = true, isNothing = false, showsNearest = false;
 let request = null, searchTimer = 0, isTyping = false;
 
 // ---- the address ----
@@ -70,12 +70,12 @@ async function search(offset = 0, count = COUNT) {
     if (current !== request) return;
     results = offset ? [...results, ...answer.results] : answer.results;
     isComplete = answer.results.length < count || results.length >= MAX_RESULTS;
-    total = answer.images;
+    ({images: total, is_nothing: isNothing} = answer);
     showError("");
-    draw(answer.is_nothing && !showsNearest, offset);
+    draw(offset);
   } catch (error) {
     if (current !== request || error.name === "AbortError") return;
-    if (!offset) { results = []; total = 0; isComplete = true; draw(false); $("status").textContent = ""; }
+    if (!offset) { results = []; total = 0; isComplete = true; isNothing = false; draw(); $("status").textContent = ""; }
     showError(error.message);
   } finally {
     if (current === request) { request = null; setBusy(false); }
@@ -105,12 +105,13 @@ function drawQuery() {
   document.title = `${view.q.trim() || (image === null ? "m1clip search" : "similar images")} – ${library.folder ?? ""}`;
 }
 
-function draw(isNothing, offset = 0) {
+function draw(offset = 0) {
+  const isHidden = isNothing && !showsNearest;
   $("examples").hidden = isQuery();
-  $("nothing").hidden = !isNothing;
-  $("results").hidden = isNothing;
+  $("nothing").hidden = !isHidden;
+  $("results").hidden = isHidden;
   $("nothing-text").textContent = `Nothing like “${typedQuery()}” among ${integer(total)} images.`;
-  $("status").textContent = isNothing ? "" : describe();
+  $("status").textContent = isHidden ? "" : describe();
   if (offset) $("results").append(...results.slice(offset).map(tileOf));
   else {
     $("results").replaceChildren(...results.map(tileOf));
@@ -125,7 +126,7 @@ function describe() {
   const images = (count) => `${integer(count)} ${count === 1 ? "image" : "images"}`;
   const isFiltered = FILTERS.some((name) => view[name]);
   if (!total) return isFiltered ? "No image is in this folder and of these days." : "The library has no images.";
-  return images(total) + (isFiltered ? ` of ${integer(library.images)}` : "") + (isQuery() ? ", best first" : ", newest first");
+  return images(total) + (isFiltered ? ` of ${integer(library.images)}` : "") + (isNothing ? ", nothing like it; the nearest first" : isQuery() ? ", best first" : ", newest first");
 }
 
 const tiles = new Map();  // by row and version: an image that stays is not loaded again
@@ -294,7 +295,7 @@ function addListeners() {
   for (const name of FILTERS) $(name).onchange = () => { if (!isUnfinished($(name))) changeView({[name]: $(name).value}); };
   $("clear").onclick = () => { for (const name of FILTERS) $(name).value = ""; changeView({folder: "", from: "", to: ""}); };
   $("show-filters").onclick = () => $("show-filters").setAttribute("aria-expanded", String($("filters").classList.toggle("open")));
-  $("nearest").onclick = () => { showsNearest = true; draw(false); focusTile(0); };
+  $("nearest").onclick = () => { showsNearest = true; draw(); focusTile(0); };
   $("results").onkeydown = onGridKey;
   addEventListener("keydown", onKey);
   addEventListener("popstate", () => { if (viewer.popped()) return; restoreView(); showsNearest = false; searchAgain(); });
