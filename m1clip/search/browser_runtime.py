@@ -123,15 +123,29 @@ def fetch_runtime(folder: Path, console: Console) -> None:
 def run_npm(npm: str, folder: Path) -> None:
     """Not in the current folder, whose .npmrc could come from anyone. `npm pack` runs no scripts of what it fetches."""
     specs = [package.spec for package in PACKAGES]
-    command = [npm, "pack", "--silent", "--ignore-scripts", "--pack-destination", str(folder), *specs]
+    options = [
+        "--loglevel=error",
+        "--ignore-scripts",
+        "--pack-destination",
+        str(folder),
+        "--fetch-retry-mintimeout=1000",
+    ]
     try:
-        options = {"cwd": folder, "stdin": subprocess.DEVNULL, "capture_output": True, "timeout": FETCH_S}
-        done = subprocess.run(command, text=True, errors="replace", **options)  # type: ignore[call-overload]
+        done = subprocess.run(
+            [npm, "pack", *options, *specs],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=FETCH_S,
+            text=True,
+            errors="replace",
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"npm cannot fetch {' and '.join(specs)}: {error}") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
-        raise ValueError(f"npm cannot fetch {' and '.join(specs)}: {lines[0][:200]}; is there a connection?")
+        reason = lines[0].removeprefix("npm error ")[:200]
+        raise ValueError(f"npm cannot fetch {' and '.join(specs)}: {reason}; is there a connection?")
 
 
 def unpack(package: NpmPackage, folder: Path, target: Path) -> None:
