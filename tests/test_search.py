@@ -116,6 +116,15 @@ def test_every_image_gets_the_vector_of_its_model(photos, model):
     assert sorted(path.name for path in photos.rglob("*")) == sorted(["trip", *(f"000{i}.jpg" for i in range(6))])
 
 
+def test_copies_in_different_batches_are_one_image(photos, model, monkeypatch):
+    monkeypatch.setattr(updating, "BATCH", 2)
+    for number in range(3):
+        shutil.copy(photos / "0000.jpg", photos / "trip" / f"copy{number}.jpg")
+    index, changes = update(model, photos)
+    assert (changes.added, changes.known) == (6, 3)
+    assert_vectors_are_right(index, photos, model)
+
+
 def test_an_unchanged_library_is_not_read_again(photos, model, monkeypatch):
     update(model, photos)
     monkeypatch.setattr(updating, "read_files", None)  # nothing to read

@@ -130,56 +130,53 @@ class Writer:
 
     def __init__(self, index: Index, model: OnnxCLIP, changes: Changes):
         self.index, self.model, self.changes = index, model, changes
-        self.batch = dict[bytes, tuple[ImageFacts, Pixels]]()  # by content, not encoded yet
+        self.rows = dict[bytes, int]()  # by content, of images that are not committed yet
         self.facts, self.vectors, self.files = list[ImageFacts](), list[Floats](), list[ReadFile]()
+        self.batch = list[Pixels]()  # not encoded yet
         self.committed_at = time.monotonic()
 
     def add(self, file: ReadFile | None) -> None:
         if file is None:
             self.changes.vanished += 1
             return
-        self.files.append(file)
-        if file.facts and file.pixels is not None:
-            self.batch.setdefault(file.content, (file.facts, file.pixels))
-            self.files[-1] = file._replace(pixels=None)
+        # Copies may have been read at the same time, or before the first of them was committed.
+        if file.facts and file.pixels is not None and self.row_of(file.content) is None:
+            self.rows[file.content] = self.index.row_count + len(self.facts)
+            self.facts.append(file.facts)
+            self.batch.append(file.pixels)
+        self.files.append(file._replace(pixels=None))
         if len(self.batch) >= BATCH:
             self.encode()
         if time.monotonic() - self.committed_at > COMMIT_S:
             self.commit()
 
+    def row_of(self, content: bytes) -> int | None:
+        row = self.rows.get(content)
+        return self.index.row_of(content) if row is None else row
+
     def encode(self) -> None:
         if not self.batch:
             return
-        vectors_BE = self.model.embed_pixels(np.stack([pixels for _, pixels in self.batch.values()]))
+        vectors_BE = self.model.embed_pixels(np.stack(self.batch))
         if not np.isfinite(vectors_BE).all():
             raise ValueError("the model's image embeddings are not finite numbers")
-        self.facts += [facts for facts, _ in self.batch.values()]
         self.vectors.append(vectors_BE)
-        self.batch = {}
+        self.batch = []
 
     def commit(self) -> None:
         self.encode()
-        first, row_of = self.index.row_count, dict[bytes, int]()
-        is_new = []  # two workers may have read copies at the same time
-        for facts in self.facts:
-            row = self.index.row_of(facts.content)
-            is_new.append(row is None)
-            row_of[facts.content] = first + sum(is_new) - 1 if row is None else row
-        images = [facts for facts, new in zip(self.facts, is_new, strict=True) if new]
-        vectors_NE = np.concatenate([np.empty((0, self.index.width), np.float32), *self.vectors])[is_new]
-        records = [self.record(file, row_of) for file in self.files]
-        self.index.add(images, vectors_NE, records)
-        self.changes.added += len(images)
-        self.changes.known += sum(record.row is not None for record in records) - len(images)
+        vectors_NE = np.concatenate([np.empty((0, self.index.width), np.float32), *self.vectors])
+        records = [self.record(file) for file in self.files]
+        self.index.add(self.facts, vectors_NE, records)
+        self.changes.added += len(self.facts)
+        self.changes.known += sum(record.row is not None for record in records) - len(self.facts)
         self.changes.bad |= {os.fsdecode(one.path): one.reason for one in records if one.reason}
-        self.facts, self.vectors, self.files = [], [], []
+        self.rows, self.facts, self.vectors, self.files = {}, [], [], []
         self.committed_at = time.monotonic()
 
-    def record(self, file: ReadFile, row_of: dict[bytes, int]) -> FileRecord:
-        if file.kind:
-            return FileRecord(file.path, file.version, None, file.kind, file.reason)
-        row = row_of.get(file.content)
-        return FileRecord(file.path, file.version, self.index.row_of(file.content) if row is None else row)
+    def record(self, file: ReadFile) -> FileRecord:
+        row = None if file.kind else self.row_of(file.content)
+        return FileRecord(file.path, file.version, row, file.kind, file.reason)
 
 
 def read_in_workers(paths: Sequence[bytes], read: Read, workers: int) -> Iterator[list[ReadFile | None]]:
