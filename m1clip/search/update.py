@@ -46,6 +46,7 @@ DECODE_SCALE = 2  # large JPEGs are decoded at this multiple of the image size o
 FILES_PER_TASK = 8
 BATCH, COMMIT_S = 32, 1.0
 EXIF_IFD, TAKEN = 0x8769, 0x9003  # DateTimeOriginal
+TOO_LARGE = f"it has {{:,.0f}} MB; files of more than {MAX_BYTES / 1e6:,.0f} MB are not read"
 UNREADABLE, CRASH = "cannot be read", "crash"  # kinds of bad files, beside those of BadImage
 
 
@@ -87,9 +88,11 @@ def update_index(
 ) -> Changes:
     """Index all images below a folder. The index must be locked."""
     found = scan_folder(folder, exclude, follow_links)
+    if reason := found.unreadable.get(os.fsencode(folder)):
+        raise OSError(f"{folder} cannot be read: {reason}")
     if not found.files:
         hint = f" ({found.placeholders:,} are only in iCloud)" if found.placeholders else ""
-        raise ValueError(f"{folder} has no images{hint}")
+        raise ValueError(f"{folder} has no images{hint or (' that are not excluded' if exclude else '')}")
     known, changes = index.files_below(folder), Changes(found=found)
     gone = [path for path in known if path not in found.files and not is_below_any(path, found.unreadable)]
     changed = sorted(path for path, version in found.files.items() if needs_reading(known.get(path), version))
@@ -105,7 +108,8 @@ def update_index(
                     writer.add(file)
                 advance(len(files))
             writer.commit()
-    index.compact()
+    if gone or changed:
+        index.compact()
     index.remove_leftovers()
     return changes
 
@@ -202,21 +206,28 @@ def read_in_workers(paths: Sequence[bytes], read: Read, workers: int) -> Iterato
 
 
 def read_alone(path: bytes, read: Read) -> ReadFile | None:
+    with closing(WorkerPool(read, 1)) as pool, suppress(WorkerDied):
+        return next(pool.map([[path]]))[0]
     with closing(WorkerPool(read, 1)) as pool:
         try:
-            return next(pool.map([[path]]))[0]
+            next(pool.map([[b""]]))  # there is no such file
         except WorkerDied:
-            with suppress(FileNotFoundError):
-                version, reason = Version.of(os.stat(path)), "decoding it crashes or needs more memory than there is"
-                return ReadFile(path, version, kind=CRASH, reason=reason)
+            reason = "processes that decode images end at once, probably for lack of memory; --workers 1 needs none"
+            raise MemoryError(reason) from None
+    with suppress(FileNotFoundError):
+        version, reason = Version.of(os.stat(path)), "decoding it crashes or needs more memory than there is"
+        return ReadFile(path, version, kind=CRASH, reason=reason)
     return None
 
 
 def read_files(database: Path, settings: Preprocess, paths: Sequence[bytes]) -> list[ReadFile | None]:
     """Read and decode files in a worker; None for those that vanish or change meanwhile."""
     address = f"file:{quote(os.fsencode(database))}?mode=ro"
-    with closing(sqlite3.connect(address, uri=True, timeout=60)) as connection:
-        return [read_image_file(path, settings, connection) for path in paths]
+    try:
+        with closing(sqlite3.connect(address, uri=True, timeout=60)) as connection:
+            return [read_image_file(path, settings, connection) for path in paths]
+    except sqlite3.Error as error:
+        raise OSError(f"the index {database} cannot be read: {error}") from None
 
 
 def read_image_file(path: bytes, settings: Preprocess, index: sqlite3.Connection) -> ReadFile | None:
@@ -224,7 +235,7 @@ def read_image_file(path: bytes, settings: Preprocess, index: sqlite3.Connection
         with open_regular(Path(os.fsdecode(path))) as file:
             version = Version.of(os.fstat(file.fileno()))
             if version.size > MAX_BYTES:
-                return ReadFile(path, version, kind="refused", reason=f"{version.size:,} bytes are too many")
+                return ReadFile(path, version, kind="refused", reason=TOO_LARGE.format(version.size / 1e6))
             data = file.read(version.size + 1)
             if len(data) != version.size or Version.of(os.fstat(file.fileno())) != version:
                 return None
