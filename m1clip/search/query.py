@@ -145,7 +145,9 @@ class Library:
         scores = np.empty(len(self) if is_copied else len(self.vectors_RE), np.float32)
         for start in range(0, len(scores), CHUNK):
             part = slice(start, start + CHUNK)
-            np.matmul(self.vectors_RE[self.rows_N[part] if is_copied else part], query_E, out=scores[part])
+            # Not matmul, whose threads wait for each other on a busy machine: 100,000 rows took 8 to 100 ms, this 6.
+            vectors_RE = self.vectors_RE[self.rows_N[part] if is_copied else part]
+            np.einsum("re,e->r", vectors_RE, query_E, out=scores[part])
             if self.reads_once and isinstance(self.vectors_RE, np.memmap):
                 self.vectors_RE.base.madvise(mmap.MADV_DONTNEED)  # type: ignore[union-attr]
         return scores if len(self) == len(scores) else scores[self.rows_N]
