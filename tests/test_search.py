@@ -459,6 +459,8 @@ def test_a_query_has_terms_with_weights(query, terms):
         ("", "is empty"),
         ("  \n", "is empty"),
         ("dog + ", "has no text beside it"),
+        ("dog +", "has no text beside it"),
+        ("- dog", "has no text beside it"),
         ('dog - ""', "has no text beside it"),
         ("0 * dog", "nothing to look for"),
         ("x" * 20_000, "may have 10,000 characters"),
@@ -657,6 +659,7 @@ def test_duplicates_are_printed_in_groups(photos, run):
         (["{photos}", "--like", "{text}"], "not an image of a known format"),
         (["a cat", "{photos}", "--json", "--paths"], "--json and --paths exclude each other"),
         (["a cat", "{photos}", "-n", "0"], "--top-k must be 1 to 10,000, not 0"),
+        (["a cat", "{photos}", "-n", "few"], "-n/--top-k must be a whole number, not 'few'"),
         (["a cat", "{photos}", "--min", "3"], "--min must be -1 to 1, not 3.0"),
         (["a cat", "{photos}", "--no-update"], "has no image that can be searched"),
         (["a cat", "{photos}", "--overwrite"], "--overwrite needs --static"),
@@ -678,6 +681,17 @@ def test_a_model_without_its_text_encoder_is_one_sentence(photos, exported, tmp_
     (broken / "text_model.onnx").unlink()
     assert cli.run_command(["search", "a cat", str(photos), "--model", str(broken), "--workers", "1"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith("text_model.onnx is missing: export it again")
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence(photos, model, monkeypatch):
+    def refuse(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(OSError, match="cannot be written: No space left on device; M1CLIP_CACHE names another"):
+        update(model, photos)
+    with pytest.raises(OSError, match="cannot be written: Not a directory; M1CLIP_CACHE names another"):
+        Index(photos / "0000.jpg" / "search", 8)
 
 
 def test_search_never_imports_torch(photos, exported):

@@ -48,10 +48,10 @@ class Args(ServerFlags, RunsFolder):
     """Queries, then the folder; by default the current folder."""
     model: Annotated[str | None, tyro.conf.arg(metavar="RUN|MODEL")] = None
     """Run (name or path; by default the newest), model folder, ONNX export, or a CLIP of another library."""
-    top_k: Annotated[int, tyro.conf.arg(metavar="N", aliases=["-n"])] = 10
+    top_k: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 10
     """Number of results."""
-    min: Annotated[float | None, tyro.conf.arg(metavar="COSINE")] = None
-    """Lowest similarity of a result, -1 to 1, instead of the model's own threshold."""
+    min: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    """Lowest cosine similarity of a result, -1 to 1, instead of the model's own threshold."""
     like: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(metavar="IMAGE")] = ()
     """Find images like this one; repeatable, and can be combined with a query."""
     json: Off = False
@@ -188,7 +188,7 @@ def update(index: "Index", folder: Path, model: "OnnxCLIP", args: Args, console:
             return
         changes = update_index(index, folder, model, console, args.exclude, args.follow_links, args.workers)
     counts = {"new": changes.added, "moved or copied": changes.known, "removed": changes.removed}
-    counts |= {"bad": len(changes.bad), "changed while they were read": changes.vanished}
+    counts |= {"bad": len(changes.bad), "changed or gone while they were read": changes.vanished}
     if texts := [f"{count:,} {name}" for name, count in counts.items() if count]:
         console.print_fact("index", f"{plural(len(changes.found.files), 'file')} in {folder}: {', '.join(texts)}")
     if changes.found.placeholders:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from m1clip.files import cache_folder, fsync, naming
+from m1clip.files import cache_folder, fsync
 from m1clip.onnx_model import OnnxCLIP
 from m1clip.search.scan import Version
 
@@ -86,7 +86,8 @@ class Index:
     def __init__(self, folder: Path, width: int):
         self.folder, self.width = folder, width
         self.row_bytes = 4 * width
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         self.database = open_database(folder / "files.sqlite")
         if not self.is_intact:
             self.database.close()
@@ -230,7 +231,7 @@ class Index:
 
     def _append(self, vectors_NE: Floats, first: int) -> None:
         path, data = self.vectors_path, vectors_NE.tobytes()
-        with naming(path):
+        with writing(path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 os.ftruncate(handle, first * self.row_bytes)  # what a killed process wrote, but did not name
@@ -246,13 +247,10 @@ class Index:
         self._write(("DELETE FROM file WHERE path = ?", [(path,) for path in paths]))
 
     def _write(self, *statements: tuple[str, Sequence[tuple[Any, ...]]]) -> None:
-        try:
-            with self.database:
-                self.database.execute("BEGIN IMMEDIATE")
-                for sql, rows in statements:
-                    self.database.executemany(sql, rows)
-        except sqlite3.OperationalError as error:
-            raise OSError(f"{self.folder} cannot be written: {error}; M1CLIP_CACHE names another folder") from None
+        with writing(self.folder), self.database:
+            self.database.execute("BEGIN IMMEDIATE")
+            for sql, rows in statements:
+                self.database.executemany(sql, rows)
 
     def compact(self) -> bool:
         """Remove vectors that belong to no file any more, if there are many."""
@@ -264,10 +262,11 @@ class Index:
         kept = [row for (row,) in self.database.execute(f"SELECT row FROM image EXCEPT SELECT row {unused}")]
         generation = self.generation + 1
         new = self.folder / f"vectors-{generation}.f32"
-        with naming(new), open(new, "wb") as file:
-            for start in range(0, len(kept), 4096):
-                file.write(vectors_NE[kept[start : start + 4096]].tobytes())
-        fsync(new)
+        with writing(new):
+            with open(new, "wb") as file:
+                for start in range(0, len(kept), 4096):
+                    file.write(vectors_NE[kept[start : start + 4096]].tobytes())
+            fsync(new)
         moved = list(enumerate(kept))  # in order, so that a row moves to a free one
         self._write(
             (f"DELETE {unused}", [()]),
@@ -307,6 +306,16 @@ def open_database(path: Path) -> sqlite3.Connection:
     except sqlite3.DatabaseError:
         pass  # it is no database; whoever opened it notices
     return database
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Let an error of the block be one sentence that names this path and the way out."""
+    try:
+        yield
+    except (OSError, sqlite3.OperationalError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OSError(f"{path} cannot be written: {reason}; M1CLIP_CACHE names another folder") from None
 
 
 def remove_files_of_index(folder: Path) -> None:

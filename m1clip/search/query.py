@@ -19,7 +19,7 @@ from m1clip.perceptual_hash import HASH, connected_rows, near_duplicates
 from m1clip.search.index import Floats, ImageFile, Index
 
 QUOTED = r"""(?:"[^"]*"|'[^']*'|“[^”]*”|„[^“”]*[“”]|«[^»]*»)"""
-OPERATOR = re.compile(rf"({QUOTED})|\s+([+-])\s+")
+OPERATOR = re.compile(rf"({QUOTED})|(?:\s+|^)([+-])(?:\s+|$)")
 TERM = re.compile(rf"\s*(?:(\d+(?:\.\d+)?)\s*[*×]\s*)?(?:({QUOTED})|(.*?))\s*", re.S)
 MAX_QUERY, MAX_WEIGHT = 10_000, 1_000_000  # characters, and factor of a term
 UNKNOWN_TOKENS = ("<|unknown|>", "[UNK]", "<unk>")
