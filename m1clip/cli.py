@@ -52,6 +52,9 @@ Exit codes: 0 success, 1 failure, 2 usage error, 130 stopped by Ctrl-C."""
 
 
 def main() -> None:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell, as in `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # arrows on ASCII terminals

@@ -96,7 +96,8 @@ class OnnxCLIP:
         self.text = OnnxGraph(folder, export["text"], files, (None, None), width, threads)
         colors = (np.array(color, np.float32).reshape(3, 1, 1) for color in (config.vision.mean, config.vision.std))
         self.mean_C11, self.std_C11 = (np.float32(255) * color_C11 for color_C11 in colors)  # in units of bytes
-        self.vision_key: str = files[export["vision"]].get("sha256", "")  # of what image embeddings depend on
+        # Of what image embeddings depend on: weights that do not fit into the graph are in a file of their own.
+        self.vision_key = "".join(str(files[path.name].get("sha256", "")) for path in self.vision.files)
         self.calibration = read_calibration(export.get("calibration"))  # of search
         self.scale_and_bias: tuple[float, float | None] = export["logit_scale"], export.get("logit_bias")
 

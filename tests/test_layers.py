@@ -157,11 +157,11 @@ BUDGETS = {
     "bench": 480,
     "export": 2_420,
     "monitor": 1_640,
-    "search": 2_200,
+    "search": 2_300,
     "serve": 1_400,
     "web": 410,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 5_040, 28_700, 165
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 5_040, 28_900, 165
 
 
 def test_every_part_stays_within_its_size():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import unicodedata
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,19 @@ def test_hidden_files_and_excluded_names_are_skipped(photos):
     assert names == {"0000.jpg", "0001.jpg", "0002.jpg", "trip/0003.jpg", "trip/0005.jpg"}
 
 
+@pytest.mark.parametrize("pattern", ["trip", "trip/", "*/trip", "./trip", "{photos}/trip", "TRIP"])
+def test_a_folder_is_excluded_by_its_name_or_path(photos, pattern):
+    found = scan_folder(photos, exclude=[pattern.format(photos=photos)])
+    assert len(found.files) == (6 if pattern == "TRIP" else 3)
+
+
+def test_patterns_match_names_in_either_unicode_form(photos):
+    (photos / unicodedata.normalize("NFD", "é.jpg")).write_bytes(jpeg(7))
+    (photos / unicodedata.normalize("NFC", "ü.jpg")).write_bytes(jpeg(8))
+    assert len(scan_folder(photos, exclude=[unicodedata.normalize("NFC", "é*")]).files) == 7
+    assert len(scan_folder(photos, exclude=[unicodedata.normalize("NFD", "ü*")]).files) == 7
+
+
 def test_files_that_are_only_in_icloud_are_counted_not_read(photos):
     (photos / ".IMG_1.heic.icloud").write_bytes(b"bplist00")
     assert scan_folder(photos).placeholders == 1
@@ -114,6 +128,15 @@ def test_every_image_gets_the_vector_of_its_model(photos, model):
     assert (changes.added, changes.known, changes.removed, changes.bad) == (6, 0, 0, {})
     assert_vectors_are_right(index, photos, model)
     assert sorted(path.name for path in photos.rglob("*")) == sorted(["trip", *(f"000{i}.jpg" for i in range(6))])
+
+
+def test_copies_in_different_batches_are_one_image(photos, model, monkeypatch):
+    monkeypatch.setattr(updating, "BATCH", 2)
+    for number in range(3):
+        shutil.copy(photos / "0000.jpg", photos / "trip" / f"copy{number}.jpg")
+    index, changes = update(model, photos)
+    assert (changes.added, changes.known) == (6, 3)
+    assert_vectors_are_right(index, photos, model)
 
 
 def test_an_unchanged_library_is_not_read_again(photos, model, monkeypatch):
@@ -232,6 +255,14 @@ def test_a_folder_that_cannot_be_listed_keeps_its_images(photos, model, monkeypa
     assert len(indexed_names(index, photos)) == 6
 
 
+def test_a_folder_that_cannot_be_read_is_an_error_that_says_why(photos, model, monkeypatch):
+    update(model, photos)
+    monkeypatch.setattr(os, "scandir", lambda path: os.open(photos / "trip" / "none", os.O_RDONLY))
+    with pytest.raises(OSError, match="photos cannot be read: No such file"):
+        update(model, photos)
+    assert len(index_of(model).image_files(photos)) == 6
+
+
 def test_a_folder_without_images_is_an_error_and_forgets_nothing(photos, model, tmp_path):
     update(model, photos)
     shutil.move(photos, tmp_path / "unmounted")
@@ -241,10 +272,11 @@ def test_a_folder_without_images_is_an_error_and_forgets_nothing(photos, model, 
     assert len(index_of(model).image_files(photos)) == 6
 
 
-def test_an_index_belongs_to_one_vision_encoder(photos, model, exported, tmp_path):
+@pytest.mark.parametrize("file", ["vision_model.onnx", "vision_model.onnx.data"])  # weights of large models
+def test_an_index_belongs_to_one_vision_encoder(photos, model, exported, tmp_path, file):
     copied = Path(shutil.copytree(exported, tmp_path / "other"))
     record = json.loads((copied / "export.json").read_text())
-    record["files"]["vision_model.onnx"]["sha256"] = "0" * 64
+    record["files"][file] = {"sha256": "0" * 64}
     (copied / "export.json").write_text(json.dumps(record))
     other = load_onnx(copied)
     update(model, photos)
@@ -274,6 +306,51 @@ def test_a_reader_keeps_its_vectors_while_another_process_removes_some(photos, m
         (photos / name).unlink()
     update(model, photos)
     np.testing.assert_array_equal(library.scores(library.vectors_RE[5]), before)
+
+
+def test_a_library_is_opened_again_when_another_process_has_renumbered_its_rows(photos, model, monkeypatch):
+    monkeypatch.setattr(indexing, "MIN_UNUSED", 2)
+    index, _ = update(model, photos)
+    searcher = Searcher(model, Library(index, photos))
+    for name in ("0000.jpg", "0001.jpg", "0002.jpg"):
+        (photos / name).unlink()
+    update(model, photos)
+    (hit,) = searcher.search([], [photos / "trip" / "0004.jpg"], top_k=1).hits
+    assert (hit.file.path.name, hit.score) == ("0004.jpg", pytest.approx(1, abs=1e-5))
+
+
+def test_a_library_whose_files_are_all_gone_is_one_sentence(photos, model):
+    index, _ = update(model, photos)
+    searcher = Searcher(model, Library(index, photos))
+    index.remove_files(list(index.files_below(photos)))
+    with pytest.raises(ValueError, match="has no image any more"):
+        searcher.search(parse_query("a cat"))
+
+
+def test_similarities_do_not_depend_on_how_vectors_are_read(photos, model):
+    index, _ = update(model, photos)
+    query_E = model.encode_text("a cat")[0]
+    expected = index.open_vectors() @ query_E
+    for library in (Library(index, photos), Library(index, photos, reads_once=True)):
+        for _ in range(2):
+            np.testing.assert_allclose(library.scores(query_E), expected, atol=1e-6)
+
+
+def test_a_damaged_index_that_another_process_has_built_again_is_kept(photos, model, monkeypatch):
+    update(model, photos)
+    answers = iter([False, True])
+    monkeypatch.setattr(Index, "is_intact", property(lambda self: next(answers)))
+    assert index_of(model).row_count == 6
+
+
+def test_a_process_that_waits_for_another_one_says_so(photos, model):
+    index = index_of(model)
+    with ExitStack() as other:
+        other.enter_context(index.locked(wait=False))
+        with index.locked(wait=False) as is_mine:
+            assert not is_mine
+        with index.locked(wait=True, report=other.close) as is_mine:
+            assert is_mine
 
 
 @pytest.mark.parametrize("damage", ["no database", "cut vectors", "no vectors", "another format"])
@@ -320,6 +397,16 @@ def test_a_file_that_crashes_the_decoder_is_bad_and_the_others_are_read(monkeypa
     files = [file for result in read_in_workers(paths, crash_on_bad, 2) for file in result]
     assert [file.path for file in files] == paths
     assert {file.path: file.kind for file in files if file.kind} == {b"/bad": "crash"}
+
+
+def die(paths):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_files_are_not_to_blame_if_processes_end_without_them(photos):
+    with pytest.raises(MemoryError, match="processes that decode images end at once"):
+        list(read_in_workers([b"/a", b"/b"], die, 2))
 
 
 def test_a_file_that_changes_while_it_is_read_is_left_for_the_next_update(photos, monkeypatch):
@@ -381,6 +468,8 @@ def test_a_query_has_terms_with_weights(query, terms):
         ("", "is empty"),
         ("  \n", "is empty"),
         ("dog + ", "has no text beside it"),
+        ("dog +", "has no text beside it"),
+        ("- dog", "has no text beside it"),
         ('dog - ""', "has no text beside it"),
         ("0 * dog", "nothing to look for"),
         ("x" * 20_000, "may have 10,000 characters"),
@@ -542,6 +631,21 @@ def test_thumbnails_are_printed_only_in_a_terminal(photos, run, monkeypatch):
     assert b"\33_G" not in run("a cat", photos)[0]
 
 
+def test_a_result_is_one_line_whatever_its_name(photos, run, monkeypatch):
+    (photos / "trip" / "line\nbreak\x1b[2J.jpg").write_bytes((photos / "0000.jpg").read_bytes())
+    (photos / "0000.jpg").unlink()
+    monkeypatch.chdir(photos)
+    out, _ = run("a cat")
+    assert len(out.splitlines()) == 6
+    assert b"trip/line?break?[2J.jpg\n" in out
+    assert b"trip/line?break?[2J.jpg\n" in run(photos, "--like", "0001.jpg")[0]
+
+
+def test_copies_are_one_result_that_says_so(photos, run):
+    shutil.copy(photos / "0001.jpg", photos / "copy.jpg")
+    assert b"0001.jpg  (+ 1 identical file)\n" in run("a cat", photos)[0]
+
+
 def test_duplicates_are_printed_in_groups(photos, run):
     shutil.copy(photos / "0001.jpg", photos / "copy.jpg")
     out, _ = run(photos, "--duplicates", "--json")
@@ -555,12 +659,16 @@ def test_duplicates_are_printed_in_groups(photos, run):
         (["a cat", "no/such/folder/"], "there is no folder no/such/folder"),
         (["", "{photos}"], "the query is empty"),
         ([], "what to search for?"),
+        (["{photos}"], "what to search for?"),
+        (["a cat", "{photos}", "--exclude", "*"], "has no images that are not excluded"),
+        (["a cat", "{photos}", "--exclude", "trip", "--no-update"], "so --no-update cannot use it"),
         (["a cat", "{photos}/0000.jpg/"], "0000.jpg is a file; search needs a folder"),
         (["a cat", "{empty}"], "has no images"),
         (["{photos}", "--like", "nothing.jpg"], "there is no image nothing.jpg"),
         (["{photos}", "--like", "{text}"], "not an image of a known format"),
         (["a cat", "{photos}", "--json", "--paths"], "--json and --paths exclude each other"),
         (["a cat", "{photos}", "-n", "0"], "--top-k must be 1 to 10,000, not 0"),
+        (["a cat", "{photos}", "-n", "few"], "-n/--top-k must be a whole number, not 'few'"),
         (["a cat", "{photos}", "--min", "3"], "--min must be -1 to 1, not 3.0"),
         (["a cat", "{photos}", "--no-update"], "has no image that can be searched"),
         (["a cat", "{photos}", "--overwrite"], "--overwrite needs --static"),
@@ -582,6 +690,17 @@ def test_a_model_without_its_text_encoder_is_one_sentence(photos, exported, tmp_
     (broken / "text_model.onnx").unlink()
     assert cli.run_command(["search", "a cat", str(photos), "--model", str(broken), "--workers", "1"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith("text_model.onnx is missing: export it again")
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence(photos, model, monkeypatch):
+    def refuse(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(OSError, match="cannot be written: No space left on device; M1CLIP_CACHE names another"):
+        update(model, photos)
+    with pytest.raises(OSError, match="cannot be written: Not a directory; M1CLIP_CACHE names another"):
+        Index(photos / "0000.jpg" / "search", 8)
 
 
 def test_search_never_imports_torch(photos, exported):

@@ -118,9 +118,10 @@ def describe_values(argument: Any) -> str:
 
 
 def given_value(name: str, argv: Sequence[str]) -> str:
-    """The value of a flag on a command line, as `--flag value` or `--flag=value`."""
+    """The value of a flag on a command line, as `--flag value` or `--flag=value`; its name may be `-f/--flag`."""
+    names = name.replace("_", "-").split("/")
     for index, word in enumerate(argv):
         flag, equals, value = word.partition("=")
-        if flag.replace("_", "-") == name.replace("_", "-"):
+        if flag.replace("_", "-") in names:
             return value if equals else " ".join(argv[index + 1 : index + 2])
     return " ".join(argv)

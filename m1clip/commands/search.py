@@ -5,6 +5,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,10 +48,10 @@ class Args(ServerFlags, RunsFolder):
     """Queries, then the folder; by default the current folder."""
     model: Annotated[str | None, tyro.conf.arg(metavar="RUN|MODEL")] = None
     """Run (name or path; by default the newest), model folder, ONNX export, or a CLIP of another library."""
-    top_k: Annotated[int, tyro.conf.arg(metavar="N", aliases=["-n"])] = 10
+    top_k: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 10
     """Number of results."""
-    min: Annotated[float | None, tyro.conf.arg(metavar="COSINE")] = None
-    """Lowest similarity of a result, -1 to 1, instead of the model's own threshold."""
+    min: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    """Lowest cosine similarity of a result, -1 to 1, instead of the model's own threshold."""
     like: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(metavar="IMAGE")] = ()
     """Find images like this one; repeatable, and can be combined with a query."""
     json: Off = False
@@ -82,6 +83,9 @@ class Args(ServerFlags, RunsFolder):
         is_page = self.web or self.static is not None
         modes = [name for name in ("web", "static", "duplicates") if getattr(self, name)]
         require(len(modes) <= 1, f"--{' and --'.join(modes)} exclude each other")
+        require(
+            self.update or not self.exclude, "--exclude leaves files out of the index, so --no-update cannot use it"
+        )
         formats = [name for name in ("json", "paths", "print0") if getattr(self, name)]
         require(len(formats) <= 1, f"--{' and --'.join(formats)} exclude each other")
         require(not (is_page and (formats or self.like)), f"--{modes[0] if modes else ''} takes no queries")
@@ -92,7 +96,9 @@ class Args(ServerFlags, RunsFolder):
         self.check_server("your images", self.web)
         queries, _ = self.split_words()
         needed = not (is_page or self.duplicates or self.like)
-        require(bool(queries) or not needed, 'what to search for? m1clip search "a dog" photos/')
+        is_only_folder = len(self.words) == 1 and is_path(self.words[0]) and Path(self.words[0]).expanduser().is_dir()
+        has_query = bool(queries) and not is_only_folder
+        require(has_query or not needed, 'what to search for? m1clip search "a dog" photos/')
         given = (
             f"--{modes[0] if modes else ''} takes no query, and there is no folder {queries[0] if queries else ''!r}"
         )
@@ -105,9 +111,13 @@ class Args(ServerFlags, RunsFolder):
         is_term = len(words) > 1 and words[-2] in OPERATORS
         if words and not is_term and (len(words) > 1 or not is_query_needed):
             path = Path(words[-1]).expanduser()
-            if path.is_dir() or os.sep in words[-1]:
+            if path.is_dir() or is_path(words[-1]):
                 return join_terms(words[:-1]), path
         return join_terms(words), Path()
+
+
+def is_path(word: str) -> bool:
+    return os.sep in word or word in (".", "..", "~")
 
 
 def join_terms(words: Sequence[str]) -> list[str]:
@@ -136,9 +146,11 @@ def main(args: Args) -> None:
         require(image.expanduser().is_file(), f"--like: there is no image {image}")
     model = load_onnx(find_onnx(args.runs, args.model, console))
     index = index_of(model)
+    if terms and index.row_count:  # loads the text encoder meanwhile; an error is raised when it is used
+        ThreadPoolExecutor(1).submit(model.text.session)
     if args.update:
         update(index, folder, model, args, console)
-    library = Library(index, folder)
+    library = Library(index, folder, reads_once=not args.web)
     hint = "" if args.update else "; --no-update searches only what was indexed before"
     require(len(library) > 0, f"{folder} has no image that can be searched{hint}")
     if args.web:
@@ -165,32 +177,36 @@ def update(index: "Index", folder: Path, model: "OnnxCLIP", args: Args, console:
     """Bring the index up to date, and print what that changed."""
     from m1clip.search.update import update_index
 
-    with index.locked(wait=not index.row_count) as is_mine:
+    def report_wait() -> None:
+        console.warn(
+            "another process is updating the index: waiting for it, because it has no image of this folder yet"
+        )
+
+    with index.locked(not len(index.rows_below(folder)), report_wait) as is_mine:
         if not is_mine:
             console.warn("another process is updating the index: new images may be missing")
             return
         changes = update_index(index, folder, model, console, args.exclude, args.follow_links, args.workers)
     counts = {"new": changes.added, "moved or copied": changes.known, "removed": changes.removed}
-    counts |= {"bad": len(changes.bad), "changed while they were read": changes.vanished}
+    counts |= {"bad": len(changes.bad), "changed or gone while they were read": changes.vanished}
     if texts := [f"{count:,} {name}" for name, count in counts.items() if count]:
         console.print_fact("index", f"{plural(len(changes.found.files), 'file')} in {folder}: {', '.join(texts)}")
     if changes.found.placeholders:
         console.warn(f"{changes.found.placeholders:,} images are only in iCloud; download them to search them")
     for path, reason in list(changes.found.unreadable.items())[:SHOWN_BAD]:
-        console.warn(f"{os.fsdecode(path)}: {reason}")
+        console.warn(f"{shown_path(Path(os.fsdecode(path)))}: {reason}")
     for name, reason in list(changes.bad.items())[:SHOWN_BAD]:
-        console.warn(f"{name}: {reason}")
+        console.warn(f"{shown_path(Path(name))}: {reason}")
     if len(changes.bad) > SHOWN_BAD:
         reasons = Counter(changes.bad.values()).most_common(3)
         console.warn(f"… and {len(changes.bad) - SHOWN_BAD:,} more; most often: {reasons[0][0]} ({reasons[0][1]:,})")
 
 
 def shown_path(path: Path) -> str:
-    """Relative to the current folder where that is shorter."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    """On one line, and relative to the current folder if it is in that."""
+    cwd = Path.cwd()
+    path = path.relative_to(cwd) if path.is_relative_to(cwd) else path
+    return printable(str(path)).replace("\n", "?")
 
 
 def write_text(query: str, answer: "Answer", args: Args) -> None:
@@ -201,8 +217,8 @@ def write_text(query: str, answer: "Answer", args: Args) -> None:
         nearest = f"; the nearest, {best.score:.3f}: {shown_path(best.file.path)}" if best else ""
         print(printable(f"nothing like it among {plural(answer.images, 'image')}{nearest}"))
     for hit in answer.hits:
-        copies = f"  (+ {plural(len(hit.files) - 1, 'copy').replace('copys', 'copies')})" if len(hit.files) > 1 else ""
-        print(f"{hit.score:6.3f}  {printable(shown_path(hit.file.path))}{copies}")
+        copies = f"  (+ {plural(len(hit.files) - 1, 'identical file')})" if len(hit.files) > 1 else ""
+        print(f"{hit.score:6.3f}  {shown_path(hit.file.path)}{copies}")
         if args.thumbnails and sys.stdout.isatty():
             from m1clip.search.terminal import inline_thumbnail
 
@@ -249,8 +265,8 @@ def show_duplicates(library: "Library", args: Args) -> None:
             for file in group:
                 sys.stdout.buffer.write(os.fsencode(file.path) + (b"\0" if args.print0 else b"\n"))
         else:
-            print(
-                "\n".join(printable(f"{file.width} × {file.height}  {shown_path(file.path)}") for file in group) + "\n"
-            )
+            for file in group:
+                print(f"{file.width} × {file.height}  {shown_path(file.path)}")
+            print()
     if not (args.json or args.paths or args.print0):
         print(f"{plural(len(groups), 'group')} among {plural(len(library), 'image')}")

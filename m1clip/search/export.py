@@ -17,8 +17,8 @@ ROWS = 10_000  # of Parquet, at a time
 
 def export_index(index: Index, folder: Path, kind: str, out: Path) -> int:
     """Write the images below a folder, a row for each file, and return their number."""
-    files, vectors_RE = index.image_files(folder), index.open_vectors()
-    files = [file for file in files if file.row < len(vectors_RE)]  # others were added since
+    with index.snapshot():
+        files, vectors_RE = index.image_files(folder), index.open_vectors()
     if not files:
         raise ValueError(f"{folder} has no image in the index of this model; m1clip search makes it")
     if out.exists():

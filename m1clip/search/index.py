@@ -10,7 +10,7 @@ Shapes: N rows, E embedding.
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from m1clip.files import cache_folder, fsync, naming
+from m1clip.files import cache_folder, fsync
 from m1clip.onnx_model import OnnxCLIP
 from m1clip.search.scan import Version
 
@@ -86,32 +86,49 @@ class Index:
     def __init__(self, folder: Path, width: int):
         self.folder, self.width = folder, width
         self.row_bytes = 4 * width
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         self.database = open_database(folder / "files.sqlite")
         if not self.is_intact:
             self.database.close()
             with self.locked(wait=True):  # or two processes would replace it
-                remove_files_of_index(folder)
                 self.database = open_database(folder / "files.sqlite")
+                if not self.is_intact:  # nor has another process done it meanwhile
+                    self.database.close()
+                    remove_files_of_index(folder)
+                    self.database = open_database(folder / "files.sqlite")
 
     def close(self) -> None:
         self.database.close()
 
     @contextmanager
-    def locked(self, wait: bool) -> Iterator[bool]:
-        """Only one process writes; yields whether it is this one."""
-        handle = os.open(self.folder, os.O_RDONLY)
+    def locked(self, wait: bool, report: Callable[[], None] | None = None) -> Iterator[bool]:
+        """Only one process writes; yields whether it is this one. `report` is called if it has to wait."""
+        handle, is_mine = os.open(self.folder, os.O_RDONLY), True
         try:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                yield False
-            else:
-                yield True
+                is_mine = wait
+                if wait:
+                    if report:
+                        report()
+                    fcntl.flock(handle, fcntl.LOCK_EX)
+            yield is_mine
         finally:
             os.close(handle)
 
     # Reading
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """All that the block reads is of one moment: no other process writes meanwhile."""
+        if self.database.in_transaction:
+            yield
+            return
+        with self.database:
+            self.database.execute("BEGIN")
+            yield
 
     @property
     def is_intact(self) -> bool:
@@ -120,12 +137,13 @@ class Index:
             (version,) = self.database.execute("PRAGMA user_version").fetchone()
             if version != FORMAT:
                 return False
-            rows, path = self.row_count, self.vectors_path
+            with self.snapshot():
+                rows, path = self.row_count, self.vectors_path
+                return rows == 0 or (path.exists() and path.stat().st_size >= rows * self.row_bytes)
         except sqlite3.OperationalError:  # locked, or a failing disk
             raise
         except sqlite3.DatabaseError:
             return False
-        return rows == 0 or (path.exists() and path.stat().st_size >= rows * self.row_bytes)
 
     @property
     def data_version(self) -> int:
@@ -134,9 +152,14 @@ class Index:
         return int(version)
 
     @property
-    def vectors_path(self) -> Path:
+    def generation(self) -> int:
+        """Of the rows: another one has other numbers."""
         (generation,) = self.database.execute("SELECT generation FROM vectors").fetchone()
-        return self.folder / f"vectors-{generation}.f32"
+        return int(generation)
+
+    @property
+    def vectors_path(self) -> Path:
+        return self.folder / f"vectors-{self.generation}.f32"
 
     @property
     def row_count(self) -> int:
@@ -145,9 +168,8 @@ class Index:
         return int(count)
 
     def open_vectors(self) -> Floats:
-        """(N, E), memory-mapped. The database is locked meanwhile, so that no other process replaces the file."""
-        with self.database:
-            self.database.execute("BEGIN")
+        """(N, E), memory-mapped."""
+        with self.snapshot():
             count = self.row_count
             if not count:
                 return np.zeros((0, self.width), np.float32)
@@ -156,8 +178,9 @@ class Index:
     def rows_below(self, folder: Path) -> NDArray[np.int64]:
         """Rows of the images below a folder, each once, in order."""
         query = "SELECT row FROM file WHERE path >= ? AND path < ? AND row IS NOT NULL"
-        rows = self.database.execute(query, path_range(folder))
-        return np.unique(np.fromiter((row for (row,) in rows), np.int64))
+        rows = np.fromiter((row for (row,) in self.database.execute(query, path_range(folder))), np.int64)
+        rows.sort()
+        return rows[np.diff(rows, prepend=-1) > 0]  # np.unique would import numpy.ma
 
     def files_below(self, folder: Path) -> dict[bytes, FileRecord]:
         query = "SELECT path, size, mtime_ns, ctime_ns, row, kind, reason FROM file WHERE path >= ? AND path < ?"
@@ -189,9 +212,8 @@ class Index:
         found = self.database.execute("SELECT row FROM image WHERE content = ?", (content,)).fetchone()
         return found[0] if found else None
 
-    def perceptual_hashes(self, rows: NDArray[np.int64]) -> list[bytes]:
-        by_row = dict(self.database.execute("SELECT row, hash FROM image"))
-        return [by_row[row] for row in rows.tolist()]
+    def perceptual_hashes(self) -> dict[int, bytes]:
+        return dict(self.database.execute("SELECT row, hash FROM image"))
 
     # Writing, only while it is locked
 
@@ -209,7 +231,7 @@ class Index:
 
     def _append(self, vectors_NE: Floats, first: int) -> None:
         path, data = self.vectors_path, vectors_NE.tobytes()
-        with naming(path):
+        with writing(path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 os.ftruncate(handle, first * self.row_bytes)  # what a killed process wrote, but did not name
@@ -225,13 +247,10 @@ class Index:
         self._write(("DELETE FROM file WHERE path = ?", [(path,) for path in paths]))
 
     def _write(self, *statements: tuple[str, Sequence[tuple[Any, ...]]]) -> None:
-        try:
-            with self.database:
-                self.database.execute("BEGIN IMMEDIATE")
-                for sql, rows in statements:
-                    self.database.executemany(sql, rows)
-        except sqlite3.OperationalError as error:
-            raise OSError(f"{self.folder} cannot be written: {error}; M1CLIP_CACHE names another folder") from None
+        with writing(self.folder), self.database:
+            self.database.execute("BEGIN IMMEDIATE")
+            for sql, rows in statements:
+                self.database.executemany(sql, rows)
 
     def compact(self) -> bool:
         """Remove vectors that belong to no file any more, if there are many."""
@@ -241,12 +260,13 @@ class Index:
             return False
         old, vectors_NE = self.vectors_path, self.open_vectors()
         kept = [row for (row,) in self.database.execute(f"SELECT row FROM image EXCEPT SELECT row {unused}")]
-        (generation,) = self.database.execute("SELECT generation + 1 FROM vectors").fetchone()
+        generation = self.generation + 1
         new = self.folder / f"vectors-{generation}.f32"
-        with naming(new), open(new, "wb") as file:
-            for start in range(0, len(kept), 4096):
-                file.write(vectors_NE[kept[start : start + 4096]].tobytes())
-        fsync(new)
+        with writing(new):
+            with open(new, "wb") as file:
+                for start in range(0, len(kept), 4096):
+                    file.write(vectors_NE[kept[start : start + 4096]].tobytes())
+            fsync(new)
         moved = list(enumerate(kept))  # in order, so that a row moves to a free one
         self._write(
             (f"DELETE {unused}", [()]),
@@ -286,6 +306,16 @@ def open_database(path: Path) -> sqlite3.Connection:
     except sqlite3.DatabaseError:
         pass  # it is no database; whoever opened it notices
     return database
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Let an error of the block be one sentence that names this path and the way out."""
+    try:
+        yield
+    except (OSError, sqlite3.OperationalError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OSError(f"{path} cannot be written: {reason}; M1CLIP_CACHE names another folder") from None
 
 
 def remove_files_of_index(folder: Path) -> None:

@@ -3,6 +3,7 @@
 Shapes: N images, R rows of the index, T terms, E embedding.
 """
 
+import mmap
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ from m1clip.perceptual_hash import HASH, connected_rows, near_duplicates
 from m1clip.search.index import Floats, ImageFile, Index
 
 QUOTED = r"""(?:"[^"]*"|'[^']*'|“[^”]*”|„[^“”]*[“”]|«[^»]*»)"""
-OPERATOR = re.compile(rf"({QUOTED})|\s+([+-])\s+")
+OPERATOR = re.compile(rf"({QUOTED})|(?:\s+|^)([+-])(?:\s+|$)")
 TERM = re.compile(rf"\s*(?:(\d+(?:\.\d+)?)\s*[*×]\s*)?(?:({QUOTED})|(.*?))\s*", re.S)
 MAX_QUERY, MAX_WEIGHT = 10_000, 1_000_000  # characters, and factor of a term
 UNKNOWN_TOKENS = ("<|unknown|>", "[UNK]", "<unk>")
-CHUNK = 65_536  # rows that are multiplied at once
+CHUNK = 8_192  # rows that are multiplied at once
 
 
 @dataclass(frozen=True)
@@ -121,25 +122,47 @@ class Answer:
 
 
 class Library:
-    """The images below a folder, as they were when it was opened."""
+    """The images below a folder, as they were when it was opened.
 
-    def __init__(self, index: Index, folder: Path):
-        self.index, self.folder = index, folder
-        self.vectors_RE = index.open_vectors()
-        rows = index.rows_below(folder)
-        self.rows_N = rows[rows < len(self.vectors_RE)]  # others were added since
+    `reads_once`: vectors are dropped from memory as soon as they are multiplied, because few queries will follow.
+    """
+
+    def __init__(self, index: Index, folder: Path, reads_once: bool = False):
+        self.index, self.folder, self.reads_once = index, folder, reads_once
+        self.open()
+
+    def open(self) -> None:
+        with self.index.snapshot():
+            self.generation = self.index.generation
+            self.vectors_RE, self.rows_N = self.index.open_vectors(), self.index.rows_below(self.folder)
 
     def __len__(self) -> int:
         return len(self.rows_N)
 
     def scores(self, query_E: Floats) -> Floats:
         """(N,) cosine similarities, in the order of `rows_N`."""
-        if len(self) < len(self.vectors_RE) / 4:  # few of many: their rows are copied
-            return self.vectors_RE[self.rows_N] @ query_E
-        scores_R = np.empty(len(self.vectors_RE), np.float32)
-        for start in range(0, len(scores_R), CHUNK):
-            np.matmul(self.vectors_RE[start : start + CHUNK], query_E, out=scores_R[start : start + CHUNK])
-        return scores_R if len(self) == len(scores_R) else scores_R[self.rows_N]
+        is_copied = len(self) < len(self.vectors_RE) / 4  # few of many
+        scores = np.empty(len(self) if is_copied else len(self.vectors_RE), np.float32)
+        for start in range(0, len(scores), CHUNK):
+            part = slice(start, start + CHUNK)
+            # Not matmul, whose threads wait for each other on a busy machine: 100,000 rows took 8 to 100 ms, this 6.
+            vectors_RE = self.vectors_RE[self.rows_N[part] if is_copied else part]
+            np.einsum("re,e->r", vectors_RE, query_E, out=scores[part])
+            if self.reads_once and isinstance(self.vectors_RE, np.memmap):
+                self.vectors_RE.base.madvise(mmap.MADV_DONTNEED)  # type: ignore[union-attr]
+        return scores if len(self) == len(scores) else scores[self.rows_N]
+
+    def best(self, query_E: Floats, top_k: int) -> tuple[list[Hit], Floats]:
+        """The images with the highest similarities, and all similarities (N,).
+
+        The library is opened again if another process has renumbered the rows, or removed all these files.
+        """
+        while True:
+            scores_N = self.scores(query_E)
+            hits = self.hits(best_first(scores_N, top_k), scores_N)
+            if self.index.generation == self.generation and (hits or not len(self)):
+                return hits, scores_N
+            self.open()
 
     def hits(self, positions: NDArray[np.int64], scores_N: Floats) -> list[Hit]:
         """Images by their positions in `rows_N`, with their files."""
@@ -151,16 +174,18 @@ class Library:
 
     def duplicates(self) -> list[list[ImageFile]]:
         """Groups of files with equal bytes, or whose perceptual hashes are nearly equal."""
-        hashes_N = np.frombuffer(b"".join(self.index.perceptual_hashes(self.rows_N)), HASH)
+        with self.index.snapshot():
+            self.open()
+            files, hash_of = self.index.image_files(self.folder), self.index.perceptual_hashes()
+        hashes_N = np.frombuffer(b"".join(hash_of[row] for row in self.rows_N.tolist()), HASH)
         keys: list[list[object]] = [[position] for position in range(len(self))]
         for pair in near_duplicates(hashes_N):
             for position in pair:
                 keys[position].append(pair)
         group_of = dict(zip(self.rows_N.tolist(), connected_rows(keys), strict=True))
         groups = dict[int, list[ImageFile]]()
-        for file in self.index.image_files(self.folder):
-            if file.row in group_of:
-                groups.setdefault(group_of[file.row], []).append(file)
+        for file in files:
+            groups.setdefault(group_of[file.row], []).append(file)
         return [files for files in groups.values() if len(files) > 1]
 
 
@@ -187,8 +212,8 @@ class Searcher:
         """The best images, or none if nothing fits: below `min_score`, or by the model's calibration for texts."""
         require_known_script(self.model, terms)
         query_E = encode_query(self.model, terms, like)
-        scores_N = self.library.scores(query_E)
-        hits = self.library.hits(best_first(scores_N, top_k), scores_N)
+        hits, scores_N = self.library.best(query_E, top_k)
+        require(bool(hits), f"{self.library.folder} has no image any more")
         if min_score is not None:
             found = [hit for hit in hits if hit.score >= min_score]
         else:

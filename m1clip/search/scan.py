@@ -7,6 +7,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from glob import escape
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +41,8 @@ class Found:
 def scan_folder(folder: Path, exclude: Sequence[str] = (), follow_links: bool = False) -> Found:
     """All images below a folder, without hidden ones. A folder is visited once, whatever links to it."""
     found, visited = Found(), set[tuple[int, int]]()
+    patterns = [nfc(os.path.normpath(pattern)) for pattern in exclude if pattern]  # thumbs/ is thumbs
+    patterns += [os.path.join(escape(nfc(str(folder))), pattern) for pattern in patterns if "/" in pattern]
     pending = [os.fsencode(folder)]
     while pending:
         path = pending.pop()
@@ -49,7 +52,7 @@ def scan_folder(folder: Path, exclude: Sequence[str] = (), follow_links: bool = 
                 continue
             visited.add((status.st_dev, status.st_ino))
             with os.scandir(path) as entries:
-                pending += list(scan_entries(entries, found, exclude, follow_links))
+                pending += list(scan_entries(entries, found, patterns, follow_links))
         except OSError as error:
             found.unreadable[path] = error.strerror or str(error)
     return found
@@ -80,8 +83,12 @@ def scan_entries(
 
 def is_excluded(name: str, path: str, patterns: Sequence[str]) -> bool:
     """Whether a name or a whole path matches one of the patterns, in any Unicode form."""
-    name, path = (unicodedata.normalize("NFC", text) for text in (name, path))
+    name, path = nfc(name), nfc(path)
     return any(fnmatchcase(name, pattern) or fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def nfc(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
 
 
 def existing_folder(folder: Path) -> Path:
@@ -109,8 +116,7 @@ def respelled(path: Path) -> Path:
                 names = os.listdir(spelled)
             except OSError:
                 names = []
-            form = unicodedata.normalize("NFC", name)
-            same = [other for other in names if unicodedata.normalize("NFC", other) == form]
+            same = [other for other in names if nfc(other) == nfc(name)]
             name = name if name in names else next(iter(same), name)
         spelled /= name
     return spelled

@@ -46,6 +46,7 @@ DECODE_SCALE = 2  # large JPEGs are decoded at this multiple of the image size o
 FILES_PER_TASK = 8
 BATCH, COMMIT_S = 32, 1.0
 EXIF_IFD, TAKEN = 0x8769, 0x9003  # DateTimeOriginal
+TOO_LARGE = f"it has {{:,.0f}} MB; files of more than {MAX_BYTES / 1e6:,.0f} MB are not read"
 UNREADABLE, CRASH = "cannot be read", "crash"  # kinds of bad files, beside those of BadImage
 
 
@@ -87,9 +88,11 @@ def update_index(
 ) -> Changes:
     """Index all images below a folder. The index must be locked."""
     found = scan_folder(folder, exclude, follow_links)
+    if reason := found.unreadable.get(os.fsencode(folder)):
+        raise OSError(f"{folder} cannot be read: {reason}")
     if not found.files:
         hint = f" ({found.placeholders:,} are only in iCloud)" if found.placeholders else ""
-        raise ValueError(f"{folder} has no images{hint}")
+        raise ValueError(f"{folder} has no images{hint or (' that are not excluded' if exclude else '')}")
     known, changes = index.files_below(folder), Changes(found=found)
     gone = [path for path in known if path not in found.files and not is_below_any(path, found.unreadable)]
     changed = sorted(path for path, version in found.files.items() if needs_reading(known.get(path), version))
@@ -105,7 +108,8 @@ def update_index(
                     writer.add(file)
                 advance(len(files))
             writer.commit()
-    index.compact()
+    if gone or changed:
+        index.compact()
     index.remove_leftovers()
     return changes
 
@@ -130,56 +134,53 @@ class Writer:
 
     def __init__(self, index: Index, model: OnnxCLIP, changes: Changes):
         self.index, self.model, self.changes = index, model, changes
-        self.batch = dict[bytes, tuple[ImageFacts, Pixels]]()  # by content, not encoded yet
+        self.rows = dict[bytes, int]()  # by content, of images that are not committed yet
         self.facts, self.vectors, self.files = list[ImageFacts](), list[Floats](), list[ReadFile]()
+        self.batch = list[Pixels]()  # not encoded yet
         self.committed_at = time.monotonic()
 
     def add(self, file: ReadFile | None) -> None:
         if file is None:
             self.changes.vanished += 1
             return
-        self.files.append(file)
-        if file.facts and file.pixels is not None:
-            self.batch.setdefault(file.content, (file.facts, file.pixels))
-            self.files[-1] = file._replace(pixels=None)
+        # Copies may have been read at the same time, or before the first of them was committed.
+        if file.facts and file.pixels is not None and self.row_of(file.content) is None:
+            self.rows[file.content] = self.index.row_count + len(self.facts)
+            self.facts.append(file.facts)
+            self.batch.append(file.pixels)
+        self.files.append(file._replace(pixels=None))
         if len(self.batch) >= BATCH:
             self.encode()
         if time.monotonic() - self.committed_at > COMMIT_S:
             self.commit()
 
+    def row_of(self, content: bytes) -> int | None:
+        row = self.rows.get(content)
+        return self.index.row_of(content) if row is None else row
+
     def encode(self) -> None:
         if not self.batch:
             return
-        vectors_BE = self.model.embed_pixels(np.stack([pixels for _, pixels in self.batch.values()]))
+        vectors_BE = self.model.embed_pixels(np.stack(self.batch))
         if not np.isfinite(vectors_BE).all():
             raise ValueError("the model's image embeddings are not finite numbers")
-        self.facts += [facts for facts, _ in self.batch.values()]
         self.vectors.append(vectors_BE)
-        self.batch = {}
+        self.batch = []
 
     def commit(self) -> None:
         self.encode()
-        first, row_of = self.index.row_count, dict[bytes, int]()
-        is_new = []  # copies may have been read at the same time, or before the first of them was committed
-        for facts in self.facts:
-            row = row_of.get(facts.content, self.index.row_of(facts.content))
-            is_new.append(row is None)
-            row_of[facts.content] = first + sum(is_new) - 1 if row is None else row
-        images = [facts for facts, new in zip(self.facts, is_new, strict=True) if new]
-        vectors_NE = np.concatenate([np.empty((0, self.index.width), np.float32), *self.vectors])[is_new]
-        records = [self.record(file, row_of) for file in self.files]
-        self.index.add(images, vectors_NE, records)
-        self.changes.added += len(images)
-        self.changes.known += sum(record.row is not None for record in records) - len(images)
+        vectors_NE = np.concatenate([np.empty((0, self.index.width), np.float32), *self.vectors])
+        records = [self.record(file) for file in self.files]
+        self.index.add(self.facts, vectors_NE, records)
+        self.changes.added += len(self.facts)
+        self.changes.known += sum(record.row is not None for record in records) - len(self.facts)
         self.changes.bad |= {os.fsdecode(one.path): one.reason for one in records if one.reason}
-        self.facts, self.vectors, self.files = [], [], []
+        self.rows, self.facts, self.vectors, self.files = {}, [], [], []
         self.committed_at = time.monotonic()
 
-    def record(self, file: ReadFile, row_of: dict[bytes, int]) -> FileRecord:
-        if file.kind:
-            return FileRecord(file.path, file.version, None, file.kind, file.reason)
-        row = row_of.get(file.content)
-        return FileRecord(file.path, file.version, self.index.row_of(file.content) if row is None else row)
+    def record(self, file: ReadFile) -> FileRecord:
+        row = None if file.kind else self.row_of(file.content)
+        return FileRecord(file.path, file.version, row, file.kind, file.reason)
 
 
 def read_in_workers(paths: Sequence[bytes], read: Read, workers: int) -> Iterator[list[ReadFile | None]]:
@@ -205,21 +206,28 @@ def read_in_workers(paths: Sequence[bytes], read: Read, workers: int) -> Iterato
 
 
 def read_alone(path: bytes, read: Read) -> ReadFile | None:
+    with closing(WorkerPool(read, 1)) as pool, suppress(WorkerDied):
+        return next(pool.map([[path]]))[0]
     with closing(WorkerPool(read, 1)) as pool:
         try:
-            return next(pool.map([[path]]))[0]
+            next(pool.map([[b""]]))  # there is no such file
         except WorkerDied:
-            with suppress(FileNotFoundError):
-                version, reason = Version.of(os.stat(path)), "decoding it crashes or needs more memory than there is"
-                return ReadFile(path, version, kind=CRASH, reason=reason)
+            reason = "processes that decode images end at once, probably for lack of memory; --workers 1 needs none"
+            raise MemoryError(reason) from None
+    with suppress(FileNotFoundError):
+        version, reason = Version.of(os.stat(path)), "decoding it crashes or needs more memory than there is"
+        return ReadFile(path, version, kind=CRASH, reason=reason)
     return None
 
 
 def read_files(database: Path, settings: Preprocess, paths: Sequence[bytes]) -> list[ReadFile | None]:
     """Read and decode files in a worker; None for those that vanish or change meanwhile."""
     address = f"file:{quote(os.fsencode(database))}?mode=ro"
-    with closing(sqlite3.connect(address, uri=True, timeout=60)) as connection:
-        return [read_image_file(path, settings, connection) for path in paths]
+    try:
+        with closing(sqlite3.connect(address, uri=True, timeout=60)) as connection:
+            return [read_image_file(path, settings, connection) for path in paths]
+    except sqlite3.Error as error:
+        raise OSError(f"the index {database} cannot be read: {error}") from None
 
 
 def read_image_file(path: bytes, settings: Preprocess, index: sqlite3.Connection) -> ReadFile | None:
@@ -227,7 +235,7 @@ def read_image_file(path: bytes, settings: Preprocess, index: sqlite3.Connection
         with open_regular(Path(os.fsdecode(path))) as file:
             version = Version.of(os.fstat(file.fileno()))
             if version.size > MAX_BYTES:
-                return ReadFile(path, version, kind="refused", reason=f"{version.size:,} bytes are too many")
+                return ReadFile(path, version, kind="refused", reason=TOO_LARGE.format(version.size / 1e6))
             data = file.read(version.size + 1)
             if len(data) != version.size or Version.of(os.fstat(file.fileno())) != version:
                 return None
