@@ -575,6 +575,17 @@ def test_the_command_serves_without_torch_and_stops_on_a_signal(tiny_onnx, model
     assert lines[-1] == "without torch"
 
 
+def test_a_token_in_a_file_is_shown_neither_by_ps_nor_in_the_log(tiny_onnx, tmp_path):
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    with started(tiny_onnx, "--token", f"@{tmp_path}/token") as (process, address):
+        assert TOKEN not in address
+        assert len(ask(address, token=TOKEN)) == 24
+        with pytest.raises(json.JSONDecodeError):  # "a token is needed"
+            ask(address)
+        process.send_signal(signal.SIGTERM)
+        assert TOKEN not in process.communicate(timeout=120)[0]
+
+
 @pytest.mark.slow
 def test_workers_share_a_socket_are_replaced_and_end_with_their_parent(tiny_onnx, model):
     with started(tiny_onnx, "--workers", "2", "--no-access-log") as (process, address):
@@ -609,13 +620,16 @@ def server_processes(process):
     [
         (["--host", "0.0.0.0"], "shows the model to other machines: it needs a --token"),
         (["--max-queue", "5"], "--max-queue must be at least --max-batch (2048)"),
+        (["--token", "@missing"], "missing: No such file"),
+        (["--token", "@export.json"], "--token must be ASCII without spaces"),
         (["--workers", "0"], "--workers must be 1–256, not 0"),
         (["--max-mb", "0"], "--max-mb must be 0.001–2000, not 0"),
         (["--allow", "links"], "--allow must be urls"),
         (["--search", "photos"], "there is no folder photos"),
     ],
 )
-def test_wrong_flags_are_one_sentence(tiny_onnx, capsys, flags, words):
+def test_wrong_flags_are_one_sentence(tiny_onnx, capsys, monkeypatch, flags, words):
+    monkeypatch.chdir(tiny_onnx)
     assert cli.run_command(["serve", str(tiny_onnx), *flags]) == 2
     assert words in capsys.readouterr().err
 

@@ -133,21 +133,21 @@ def create_server(app: "ASGIApp", **options: Any) -> ReadyServer:
 
 
 def announce(what: str, address: Address, port: int) -> None:
-    host, token = address.host, address.token
+    host = address.host
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    url = f"http://{name}:{port}/" + (f"?token={quote(token, safe='')}" if token else "")
-    print(f"{what} at {url}  (Ctrl-C stops)", flush=True)
+    url = f"http://{name}:{port}/"
+    url_with_token = f"{url}?token={quote(address.token, safe='')}" if address.token else url
+    print(f"{what} at {url_with_token if address.shows_token else url}  (Ctrl-C stops)", flush=True)
     if host in LOOPBACK_HOSTS:
         print(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}", flush=True)
     if address.browse:
-        webbrowser.open(url)
+        webbrowser.open(url_with_token)
 
 
 def run_server(
     what: str, make_app: Callable[[str | None, Callable[[], bool]], "ASGIApp"], address: Address, **options: Any
 ) -> None:
     """Serve until Ctrl-C. `make_app` gets the token, and a function that tells whether the server is closing."""
-    address = address.with_token()
     with listen(address.host, address.port) as listener:
         server = create_server(make_app(address.token, lambda: server.should_exit), **options)
         server.on_ready = partial(announce, what, address, listener.getsockname()[1])
