@@ -158,7 +158,7 @@ BUDGETS = {
     "export": 2_420,
     "monitor": 1_640,
     "search": 2_200,
-    "serve": 1_400,
+    "serve": 1_450,
     "web": 410,
 }
 TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 5_040, 28_700, 165

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from urllib.parse import urlsplit
@@ -265,6 +266,7 @@ WRONG = [
     ("/v1/classify", {"inputs": URIS[0], "parameters": {"candidate_labels": ["a", "A"]}}, 400, "given twice"),
     ("/v1/classify", {"inputs": URIS[0], "parameters": {**LABELS, "hypothesis_template": "x"}}, 400, "needs a {}"),
     ("/v1/classify", {"inputs": URIS[0], "parameters": {"candidate_labels": [*map(str, range(60))]}}, 413, "60 labels"),
+    ("/v1/classify", {"inputs": "", "parameters": {"candidate_labels": ["a"] * 65}}, 413, "65 labels; the limit is 64"),
     ("/v1/search", {"query": "a", "image": URIS[0]}, 400, "needs either query or image"),
     ("/v1/search", {"query": "a", "top_k": 0}, 400, "top_k: Input should be greater than or equal to 1"),
 ]
@@ -300,6 +302,27 @@ def test_a_body_that_is_too_large_is_refused_while_it_arrives(client):
     answers.append(client.post("/predict", data={"entries": "{}"}, files={"image": large}))
     assert [answer.status_code for answer in answers] == [413, 413, 413]
     assert "larger than 0.3 MB" in answers[0].json()["error"]["message"]
+
+
+HOSTILE_LISTS = [
+    {"input": [{"text": 1}] * 120_000},
+    {"input": [{"text": "a"}] * 120_000},
+    {"input": [[1]] * 120_000},
+    {"messages": [{"content": []}] * 120_000},
+    {"input": "a", "ignored": [[]] * 1_100_000},
+]
+
+
+@pytest.mark.parametrize("body", HOSTILE_LISTS)
+def test_a_body_of_a_million_values_is_refused_before_they_become_objects(model, body):
+    with TestClient(make_app(model, replace(LIMITS, max_bytes=32_000_000)), base_url="http://127.0.0.1") as client:
+        data = json.dumps(body)
+        tracemalloc.start()
+        answer = client.post("/v1/embeddings", content=data)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert answer.status_code in (400, 413)
+    assert peak < 100_000_000
 
 
 def test_an_image_of_too_many_pixels_is_refused_at_its_header(client):

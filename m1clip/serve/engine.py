@@ -145,6 +145,8 @@ class Engine:
         if key not in self.classifiers:
             if template is not None and not PLACEHOLDER.search(template):
                 raise RequestError(400, "hypothesis_template needs a {} for the label", "hypothesis_template")
+            if len(labels) > self.limits.max_batch:
+                raise RequestError(413, f"{len(labels):,} labels; the limit is {self.limits.max_batch:,} (--max-batch)")
             try:
                 texts = prompt_texts(labels, Prompts() if template is None else Prompts((template,)))
             except ValueError as error:
