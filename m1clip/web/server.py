@@ -94,8 +94,9 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self.head_bytes += len(data)
         super().data_received(data)
-        if self.head_bytes > MAX_HEAD_BYTES:
-            self.transport.close()
+        if self.head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            is_idle = self.cycle is None or self.cycle.response_complete
+            self.send_400_response("The headers are too large.") if is_idle else self.transport.close()
 
     def on_url(self, url: bytes) -> None:
         """Keep an address such as http://other.example/api/ from being served as /api/."""
