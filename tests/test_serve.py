@@ -103,6 +103,7 @@ IMAGE_URL = {"type": "image_url", "image_url": {"url": URIS[0]}}
         ({"input": TEXTS}, TEXTS),
         ({"input": TEXTS[0], "model": "any", "user": "me", "encoding_format": "float"}, TEXTS[:1]),
         ({"input": TEXTS, "modality": "text"}, TEXTS),
+        ({"input": TEXTS, "encoding_format": None, "dimensions": None, "model": None}, TEXTS),
         ({"input": [{"text": text} for text in TEXTS], "task": "retrieval.query"}, TEXTS),
         ({"input": {"text": TEXTS[1]}}, TEXTS[1:2]),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": TEXTS[0]}]}]}, TEXTS[:1]),
@@ -171,12 +172,18 @@ def test_cohere_formats(client, model):
     assert_same(ask(texts=TEXTS)["float"], model.encode_text(TEXTS))
     assert_same(ask(images=URIS)["float"], model.encode_image(PHOTOS))
     assert_same(ask(inputs=inputs)["float"][1], model.encode_image(PHOTOS[0])[0])
-    all_types = ask(texts=TEXTS, embedding_types=["float", "base64", "binary", "ubinary"], output_dimension=16)
+    kinds = ["float", "base64", "int8", "uint8", "binary", "ubinary"]
+    all_types = ask(texts=TEXTS, embedding_types=kinds, output_dimension=16)
     floats = np.array(all_types["float"], np.float32)
     assert np.array_equal(floats, [np.frombuffer(base64.b64decode(each), "<f4") for each in all_types["base64"]])
     bits = np.packbits(floats > 0, axis=1)
     assert np.array_equal(bits, all_types["ubinary"])
     assert np.array_equal(bits.astype(int) - 128, all_types["binary"])
+    signed = np.array(all_types["int8"])
+    assert np.abs(signed).max(axis=1).tolist() == [127] * len(TEXTS)
+    assert np.array_equal(signed + 128, all_types["uint8"])
+    scaled = signed / np.linalg.norm(signed, axis=1, keepdims=True)
+    np.testing.assert_allclose(scaled, floats, rtol=0, atol=0.01)
 
 
 @pytest.mark.parametrize("path", ["/", "/v1/classify"])
@@ -218,6 +225,8 @@ def test_search_over_an_index(client, model):
 def test_models_health_figures_and_documentation(client):
     (served,) = client.get("/v1/models").json()["data"]
     assert (served["id"], served["dimensions"], served["image_size"]) == ("tiny", 24, 32)
+    assert client.get("/v1/models/tiny").json() == served
+    assert "the model of this server is tiny" in client.get("/v1/models/other").json()["error"]["message"]
     assert client.get("/health").json() == {"status": "ok"}
     client.post("/v1/embeddings", json={"input": TEXTS})
     figures = client.get("/metrics").text
@@ -231,6 +240,14 @@ def test_models_health_figures_and_documentation(client):
     assert client.get("/").text == page.text
 
 
+def test_health_checks_may_send_head_instead_of_get(address):
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=120)
+    for path, status in (("/health", 200), ("/ping", 200), ("/v1/embeddings", 405)):
+        connection.request("HEAD", path)
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (status, b"")
+
+
 LABELS = {"candidate_labels": ["a", "b"]}
 WRONG = [
     ("/v1/embeddings", {}, 400, "needs either input or messages"),
@@ -239,6 +256,8 @@ WRONG = [
     ("/v1/embeddings", {"input": ["a", "  "]}, 400, "input 1 is an empty text"),
     ("/v1/embeddings", {"input": 5}, 400, "input must be a text, a list of texts, token ids, or objects"),
     ("/v1/embeddings", {"input": ["a", 5]}, 400, "input must be a text, a list of texts"),
+    ("/v1/embeddings", {"input": [[1], []]}, 400, "input 1 is an empty list"),
+    ("/v1/embeddings", {"input": [1] * 10_001}, 413, "input 0 has 10,001 token ids; the limit is 10,000"),
     ("/v1/embeddings", {"input": [1, -1]}, 400, "token ids must be 0 to 511"),
     ("/v1/embeddings", {"input": [[1, 512]]}, 400, "token ids must be 0 to 511, of this model's own tokenizer"),
     ("/v1/embeddings", {"input": "a", "dimensions": 25}, 400, "dimensions must be at most 24, not 25"),
@@ -250,7 +269,7 @@ WRONG = [
     ("/v1/embeddings", {"input": [{"image": "https://example.com/a.jpg"}]}, 400, "URLs are not fetched by this server"),
     ("/v1/embeddings", {"input": "file:///etc/passwd", "modality": "image"}, 400, "image 0: "),
     ("/v1/embeddings", {"input": "data:image/png,x", "modality": "image"}, 400, "must be data:image/…;base64"),
-    ("/v1/embeddings", {"input": "abc", "modality": "image"}, 400, "not base64"),
+    ("/v1/embeddings", {"input": "abc", "modality": "image"}, 400, "neither a data URI nor base64"),
     ("/v1/embeddings", {"input": "YWJj", "modality": "image"}, 400, "not an image of a known format"),
     ("/v1/embeddings", {"input": [[1]], "modality": "image"}, 400, "must be data URIs"),
     ("/v1/embeddings", ["a"], 400, "the body must be an object"),
@@ -289,6 +308,7 @@ def test_wrong_immich_requests_and_unknown_paths(client):
     visual = {"entries": '{"clip": {"visual": {}}}'}
     assert client.post("/predict", data=visual).json()["detail"] == "visual needs image"
     assert client.post("/predict", data=visual, files={"image": b"x"}).status_code == 400
+    assert client.post("/predict", data={**visual, "image": "x"}).json()["detail"] == "image: needs a file"
     assert client.post("/predict", content=b"x").status_code == 422
     broken = {"content-type": "multipart/form-data; boundary=x"}
     assert client.post("/predict", content=b"--x\r\nA" + bytes(99), headers=broken).status_code == 400
@@ -444,7 +464,7 @@ OPERATIONS = operations()
 def test_the_schema_names_every_endpoint():
     assert {path for path, _ in OPERATIONS} == {
         *("/v1/embeddings", "/embeddings", "/v2/embed", "/v1/classify", "/", "/v1/search", "/predict"),
-        *("/v1/models", "/health", "/ping", "/metrics"),
+        *("/v1/models", "/v1/models/{name}", "/health", "/ping", "/metrics"),
     }
 
 

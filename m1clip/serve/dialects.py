@@ -103,7 +103,7 @@ class EmbeddingRequest(Request):
         return [ImageSource(each) for each in inputs if isinstance(each, str)]
 
     def to_response(self, rows_BE: Floats, tokens: int, model: str) -> bytes:
-        encoded = encode_rows(rows_BE, self.embedding_type or self.encoding_format)
+        encoded = encode_rows(rows_BE, self.embedding_type or self.encoding_format or "float")
         data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(encoded)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return to_json({"object": "list", "data": data, "model": model, "usage": usage})
@@ -206,11 +206,14 @@ def parse_immich(entries: str) -> Literal["visual", "textual"]:
 
 
 def encode_rows(rows_BE: Floats, kind: str) -> Any:
-    """Floats as they are, base64 of little-endian float32, or one bit for each sign."""
+    """Floats as they are, base64 of little-endian float32, bytes up to ±127 in each row, or one bit for each sign."""
     if kind == "float":
         return list(rows_BE)
     if kind == "base64":
         return [b64encode(row_E.astype("<f4", copy=False).tobytes()).decode() for row_E in rows_BE]
+    if kind in ("int8", "uint8"):
+        bytes_BE = np.rint(rows_BE * (127 / abs(rows_BE).max(axis=1, keepdims=True).clip(min=1e-12)))
+        return list(bytes_BE.astype(np.int8) if kind == "int8" else (bytes_BE + 128).astype(np.uint8))
     bits = np.packbits(rows_BE > 0, axis=1)
     return list(bits) if kind == "ubinary" else list((bits.astype(np.int16) - 128).astype(np.int8))
 
