@@ -4,6 +4,7 @@ import base64
 import http.client
 import io
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ import time
 import tracemalloc
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -34,6 +36,7 @@ from m1clip.serve.app import SearchHit, Service, embedding_app
 from m1clip.serve.engine import Engine
 from m1clip.serve.metrics import Metrics
 from m1clip.serve.middleware import LineWriter
+from m1clip.web import server
 from m1clip.web.access import Access
 from m1clip.web.server import create_server
 from onnx_export import export_tiny, tiny_clip
@@ -411,11 +414,11 @@ def test_bodies_of_all_requests_together_are_bounded(model, monkeypatch):
 
 
 def test_a_request_in_flight_is_answered_while_the_server_stops(model, monkeypatch):
-    gate, server = Gate(monkeypatch, model), create_server(make_app(model), timeout_graceful_shutdown=120)
-    with run_in_thread(server) as url:
+    gate, running = Gate(monkeypatch, model), create_server(make_app(model), timeout_graceful_shutdown=120)
+    with run_in_thread(running) as url:
         threads, answers = post_in_threads(url, [{"input": "a"}])
         assert gate.reached.wait(120)
-        server.should_exit = True
+        running.should_exit = True
         time.sleep(0.3)
         assert not answers
         gate.opened.set()
@@ -627,6 +630,53 @@ def test_a_token_in_a_file_is_shown_neither_by_ps_nor_in_the_log(tiny_onnx, tmp_
             ask(address)
         process.send_signal(signal.SIGTERM)
         assert TOKEN not in process.communicate(timeout=120)[0]
+
+
+def test_a_second_ctrl_c_ends_the_server_at_once_without_a_traceback(tiny_onnx):
+    with started(tiny_onnx) as (process, address):
+        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=120)
+        connection.putrequest("POST", "/v1/embeddings")
+        connection.putheader("Content-Length", "100")
+        connection.endheaders(b"{")  # a request that never ends
+        ask(address)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert (process.returncode, "Traceback" in errors) == (0, False), errors
+
+
+def test_a_request_that_takes_longer_than_the_shutdown_is_answered(model, monkeypatch):
+    gate, running = Gate(monkeypatch, model), create_server(make_app(model), timeout_graceful_shutdown=1)
+    with run_in_thread(running) as url:
+        threads, answers = post_in_threads(url, [{"input": "a"}])
+        assert gate.reached.wait(120)
+        running.should_exit = True
+        threads[0].join(120)
+        gate.opened.set()
+    assert answers == [(503, "5")]
+
+
+def test_onnxruntime_reports_nothing_to_its_vendor(tiny_onnx, tmp_path):
+    """Its telemetry keeps the number of this device and what it will send in the cache folder of the user."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "XDG_CACHE_HOME")}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("ORT_DISABLE_TELEMETRY", None)
+    code = f"import m1clip; m1clip.load({str(tiny_onnx)!r}).encode_text('a cat')"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+    assert not [path for path in tmp_path.rglob("*") if "onnxruntime" in path.name]
+
+
+def test_a_worker_that_does_not_end_is_killed(monkeypatch):
+    monkeypatch.setattr(server, "KILL_S", 0.1)
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    process.start()
+    workers = server.Workers.__new__(server.Workers)
+    workers.config = server.server_config(None, timeout_graceful_shutdown=0)
+    workers.processes = [SimpleNamespace(process=process)]
+    workers.join_all()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.slow

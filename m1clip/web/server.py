@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import uvicorn
+from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.supervisors import Multiprocess
 
@@ -22,6 +24,7 @@ MAX_CONNECTIONS = 256
 MAX_HEAD_BYTES = 65_536  # of a request line with its headers
 IDLE_S = 10.0  # then a connection without a complete request is closed
 START_S = 60.0  # for a worker to be ready
+KILL_S = 10.0  # for a worker to end, after the time for the requests that it answers
 STALLED_S = 60.0  # then a client that still sends the same request, or does not read its response, is disconnected
 
 
@@ -120,13 +123,18 @@ def server_config(app: Any, **options: Any) -> uvicorn.Config:
 
 
 class ReadyServer(uvicorn.Server):
-    """Calls `on_ready` once it accepts connections and answers signals."""
+    """Calls `on_ready` once it accepts connections and answers signals; ends without a traceback on a second Ctrl-C."""
 
     on_ready: Callable[[], None] = staticmethod(lambda: None)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves the application to asyncio, which cancels it
+            await self.lifespan.shutdown()
 
 
 def create_server(app: "ASGIApp", **options: Any) -> ReadyServer:
@@ -170,6 +178,17 @@ class Workers(Multiprocess):
         self.is_ready = all(process.wait_until_ready(START_S, self.should_exit) for process in self.processes)
         self.on_ready() if self.is_ready else self.should_exit.set()
 
+    def terminate_all(self) -> None:
+        for listener in self.sockets:
+            listener.close()  # new clients are refused at once, instead of queueing for nobody
+        super().terminate_all()
+
+    def join_all(self) -> None:
+        until = time.monotonic() + (self.config.timeout_graceful_shutdown or 0) + KILL_S
+        for worker in self.processes:
+            worker.process.join(max(0.0, until - time.monotonic()))
+            worker.process.kill()  # one that was stopped, or hangs
+
 
 def run_workers(what: str, make_app: Callable[[], "ASGIApp"], address: Address, count: int, **options: Any) -> None:
     """Serve in several processes until Ctrl-C. Each of them calls `make_app`, which it gets as a pickle."""
@@ -177,5 +196,5 @@ def run_workers(what: str, make_app: Callable[[], "ASGIApp"], address: Address, 
         config = server_config(make_app, factory=True, workers=count, **options)
         workers = Workers(config, listener, partial(announce, what, address, listener.getsockname()[1]))
         workers.run()
-    if not workers.is_ready:
-        raise RuntimeError("the workers could not be started")
+    if not workers.is_ready or STARTUP_FAILURE in [process.exitcode for process in workers.processes]:
+        raise RuntimeError("a worker could not be started")
