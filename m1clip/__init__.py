@@ -1,5 +1,6 @@
 """m1clip: train, understand and ship a CLIP model on the computer you own."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -7,6 +8,9 @@ if TYPE_CHECKING:
     from m1clip.evaluation import evaluate
     from m1clip.inference import load
     from m1clip.model.clip import CLIP
+
+# onnxruntime >= 1.29 sends facts about models and the machine to its vendor unless this is set when it is imported.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __version__ = "0.1.0"
 __all__ = ["CLIP", "evaluate", "load", "train"]

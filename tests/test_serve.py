@@ -4,6 +4,7 @@ import base64
 import http.client
 import io
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -11,8 +12,10 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -33,6 +36,7 @@ from m1clip.serve.app import SearchHit, Service, embedding_app
 from m1clip.serve.engine import Engine
 from m1clip.serve.metrics import Metrics
 from m1clip.serve.middleware import LineWriter
+from m1clip.web import server
 from m1clip.web.access import Access
 from m1clip.web.server import create_server
 from onnx_export import export_tiny, tiny_clip
@@ -102,6 +106,7 @@ IMAGE_URL = {"type": "image_url", "image_url": {"url": URIS[0]}}
         ({"input": TEXTS}, TEXTS),
         ({"input": TEXTS[0], "model": "any", "user": "me", "encoding_format": "float"}, TEXTS[:1]),
         ({"input": TEXTS, "modality": "text"}, TEXTS),
+        ({"input": TEXTS, "encoding_format": None, "dimensions": None, "model": None}, TEXTS),
         ({"input": [{"text": text} for text in TEXTS], "task": "retrieval.query"}, TEXTS),
         ({"input": {"text": TEXTS[1]}}, TEXTS[1:2]),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": TEXTS[0]}]}]}, TEXTS[:1]),
@@ -170,12 +175,18 @@ def test_cohere_formats(client, model):
     assert_same(ask(texts=TEXTS)["float"], model.encode_text(TEXTS))
     assert_same(ask(images=URIS)["float"], model.encode_image(PHOTOS))
     assert_same(ask(inputs=inputs)["float"][1], model.encode_image(PHOTOS[0])[0])
-    all_types = ask(texts=TEXTS, embedding_types=["float", "base64", "binary", "ubinary"], output_dimension=16)
+    kinds = ["float", "base64", "int8", "uint8", "binary", "ubinary"]
+    all_types = ask(texts=TEXTS, embedding_types=kinds, output_dimension=16)
     floats = np.array(all_types["float"], np.float32)
     assert np.array_equal(floats, [np.frombuffer(base64.b64decode(each), "<f4") for each in all_types["base64"]])
     bits = np.packbits(floats > 0, axis=1)
     assert np.array_equal(bits, all_types["ubinary"])
     assert np.array_equal(bits.astype(int) - 128, all_types["binary"])
+    signed = np.array(all_types["int8"])
+    assert np.abs(signed).max(axis=1).tolist() == [127] * len(TEXTS)
+    assert np.array_equal(signed + 128, all_types["uint8"])
+    scaled = signed / np.linalg.norm(signed, axis=1, keepdims=True)
+    np.testing.assert_allclose(scaled, floats, rtol=0, atol=0.01)
 
 
 @pytest.mark.parametrize("path", ["/", "/v1/classify"])
@@ -217,6 +228,8 @@ def test_search_over_an_index(client, model):
 def test_models_health_figures_and_documentation(client):
     (served,) = client.get("/v1/models").json()["data"]
     assert (served["id"], served["dimensions"], served["image_size"]) == ("tiny", 24, 32)
+    assert client.get("/v1/models/tiny").json() == served
+    assert "the model of this server is tiny" in client.get("/v1/models/other").json()["error"]["message"]
     assert client.get("/health").json() == {"status": "ok"}
     client.post("/v1/embeddings", json={"input": TEXTS})
     figures = client.get("/metrics").text
@@ -230,6 +243,14 @@ def test_models_health_figures_and_documentation(client):
     assert client.get("/").text == page.text
 
 
+def test_health_checks_may_send_head_instead_of_get(address):
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=120)
+    for path, status in (("/health", 200), ("/ping", 200), ("/v1/embeddings", 405)):
+        connection.request("HEAD", path)
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (status, b"")
+
+
 LABELS = {"candidate_labels": ["a", "b"]}
 WRONG = [
     ("/v1/embeddings", {}, 400, "needs either input or messages"),
@@ -238,6 +259,8 @@ WRONG = [
     ("/v1/embeddings", {"input": ["a", "  "]}, 400, "input 1 is an empty text"),
     ("/v1/embeddings", {"input": 5}, 400, "input must be a text, a list of texts, token ids, or objects"),
     ("/v1/embeddings", {"input": ["a", 5]}, 400, "input must be a text, a list of texts"),
+    ("/v1/embeddings", {"input": [[1], []]}, 400, "input 1 is an empty list"),
+    ("/v1/embeddings", {"input": [1] * 10_001}, 413, "input 0 has 10,001 token ids; the limit is 10,000"),
     ("/v1/embeddings", {"input": [1, -1]}, 400, "token ids must be 0 to 511"),
     ("/v1/embeddings", {"input": [[1, 512]]}, 400, "token ids must be 0 to 511, of this model's own tokenizer"),
     ("/v1/embeddings", {"input": "a", "dimensions": 25}, 400, "dimensions must be at most 24, not 25"),
@@ -249,7 +272,7 @@ WRONG = [
     ("/v1/embeddings", {"input": [{"image": "https://example.com/a.jpg"}]}, 400, "URLs are not fetched by this server"),
     ("/v1/embeddings", {"input": "file:///etc/passwd", "modality": "image"}, 400, "image 0: "),
     ("/v1/embeddings", {"input": "data:image/png,x", "modality": "image"}, 400, "must be data:image/…;base64"),
-    ("/v1/embeddings", {"input": "abc", "modality": "image"}, 400, "not base64"),
+    ("/v1/embeddings", {"input": "abc", "modality": "image"}, 400, "neither a data URI nor base64"),
     ("/v1/embeddings", {"input": "YWJj", "modality": "image"}, 400, "not an image of a known format"),
     ("/v1/embeddings", {"input": [[1]], "modality": "image"}, 400, "must be data URIs"),
     ("/v1/embeddings", ["a"], 400, "the body must be an object"),
@@ -265,6 +288,7 @@ WRONG = [
     ("/v1/classify", {"inputs": URIS[0], "parameters": {"candidate_labels": ["a", "A"]}}, 400, "given twice"),
     ("/v1/classify", {"inputs": URIS[0], "parameters": {**LABELS, "hypothesis_template": "x"}}, 400, "needs a {}"),
     ("/v1/classify", {"inputs": URIS[0], "parameters": {"candidate_labels": [*map(str, range(60))]}}, 413, "60 labels"),
+    ("/v1/classify", {"inputs": "", "parameters": {"candidate_labels": ["a"] * 65}}, 413, "65 labels; the limit is 64"),
     ("/v1/search", {"query": "a", "image": URIS[0]}, 400, "needs either query or image"),
     ("/v1/search", {"query": "a", "top_k": 0}, 400, "top_k: Input should be greater than or equal to 1"),
 ]
@@ -287,6 +311,7 @@ def test_wrong_immich_requests_and_unknown_paths(client):
     visual = {"entries": '{"clip": {"visual": {}}}'}
     assert client.post("/predict", data=visual).json()["detail"] == "visual needs image"
     assert client.post("/predict", data=visual, files={"image": b"x"}).status_code == 400
+    assert client.post("/predict", data={**visual, "image": "x"}).json()["detail"] == "image: needs a file"
     assert client.post("/predict", content=b"x").status_code == 422
     broken = {"content-type": "multipart/form-data; boundary=x"}
     assert client.post("/predict", content=b"--x\r\nA" + bytes(99), headers=broken).status_code == 400
@@ -300,6 +325,27 @@ def test_a_body_that_is_too_large_is_refused_while_it_arrives(client):
     answers.append(client.post("/predict", data={"entries": "{}"}, files={"image": large}))
     assert [answer.status_code for answer in answers] == [413, 413, 413]
     assert "larger than 0.3 MB" in answers[0].json()["error"]["message"]
+
+
+HOSTILE_LISTS = [
+    {"input": [{"text": 1}] * 120_000},
+    {"input": [{"text": "a"}] * 120_000},
+    {"input": [[1]] * 120_000},
+    {"messages": [{"content": []}] * 120_000},
+    {"input": "a", "ignored": [[]] * 1_100_000},
+]
+
+
+@pytest.mark.parametrize("body", HOSTILE_LISTS)
+def test_a_body_of_a_million_values_is_refused_before_they_become_objects(model, body):
+    with TestClient(make_app(model, replace(LIMITS, max_bytes=32_000_000)), base_url="http://127.0.0.1") as client:
+        data = json.dumps(body)
+        tracemalloc.start()
+        answer = client.post("/v1/embeddings", content=data)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert answer.status_code in (400, 413)
+    assert peak < 100_000_000
 
 
 def test_an_image_of_too_many_pixels_is_refused_at_its_header(client):
@@ -368,11 +414,11 @@ def test_bodies_of_all_requests_together_are_bounded(model, monkeypatch):
 
 
 def test_a_request_in_flight_is_answered_while_the_server_stops(model, monkeypatch):
-    gate, server = Gate(monkeypatch, model), create_server(make_app(model), timeout_graceful_shutdown=120)
-    with run_in_thread(server) as url:
+    gate, running = Gate(monkeypatch, model), create_server(make_app(model), timeout_graceful_shutdown=120)
+    with run_in_thread(running) as url:
         threads, answers = post_in_threads(url, [{"input": "a"}])
         assert gate.reached.wait(120)
-        server.should_exit = True
+        running.should_exit = True
         time.sleep(0.3)
         assert not answers
         gate.opened.set()
@@ -421,7 +467,7 @@ OPERATIONS = operations()
 def test_the_schema_names_every_endpoint():
     assert {path for path, _ in OPERATIONS} == {
         *("/v1/embeddings", "/embeddings", "/v2/embed", "/v1/classify", "/", "/v1/search", "/predict"),
-        *("/v1/models", "/health", "/ping", "/metrics"),
+        *("/v1/models", "/v1/models/{name}", "/health", "/ping", "/metrics"),
     }
 
 
@@ -575,6 +621,64 @@ def test_the_command_serves_without_torch_and_stops_on_a_signal(tiny_onnx, model
     assert lines[-1] == "without torch"
 
 
+def test_a_token_in_a_file_is_shown_neither_by_ps_nor_in_the_log(tiny_onnx, tmp_path):
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    with started(tiny_onnx, "--token", f"@{tmp_path}/token") as (process, address):
+        assert TOKEN not in address
+        assert len(ask(address, token=TOKEN)) == 24
+        with pytest.raises(json.JSONDecodeError):  # "a token is needed"
+            ask(address)
+        process.send_signal(signal.SIGTERM)
+        assert TOKEN not in process.communicate(timeout=120)[0]
+
+
+def test_a_second_ctrl_c_ends_the_server_at_once_without_a_traceback(tiny_onnx):
+    with started(tiny_onnx) as (process, address):
+        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=120)
+        connection.putrequest("POST", "/v1/embeddings")
+        connection.putheader("Content-Length", "100")
+        connection.endheaders(b"{")  # a request that never ends
+        ask(address)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert (process.returncode, "Traceback" in errors) == (0, False), errors
+
+
+def test_a_request_that_takes_longer_than_the_shutdown_is_answered(model, monkeypatch):
+    gate, running = Gate(monkeypatch, model), create_server(make_app(model), timeout_graceful_shutdown=1)
+    with run_in_thread(running) as url:
+        threads, answers = post_in_threads(url, [{"input": "a"}])
+        assert gate.reached.wait(120)
+        running.should_exit = True
+        threads[0].join(120)
+        gate.opened.set()
+    assert answers == [(503, "5")]
+
+
+def test_onnxruntime_reports_nothing_to_its_vendor(tiny_onnx, tmp_path):
+    """Its telemetry keeps the number of this device and what it will send in the cache folder of the user."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "XDG_CACHE_HOME")}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("ORT_DISABLE_TELEMETRY", None)
+    code = f"import m1clip; m1clip.load({str(tiny_onnx)!r}).encode_text('a cat')"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+    assert not [path for path in tmp_path.rglob("*") if "onnxruntime" in path.name]
+
+
+def test_a_worker_that_does_not_end_is_killed(monkeypatch):
+    monkeypatch.setattr(server, "KILL_S", 0.1)
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    process.start()
+    workers = server.Workers.__new__(server.Workers)
+    workers.config = server.server_config(None, timeout_graceful_shutdown=0)
+    workers.processes = [SimpleNamespace(process=process)]
+    workers.join_all()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+
+
 @pytest.mark.slow
 def test_workers_share_a_socket_are_replaced_and_end_with_their_parent(tiny_onnx, model):
     with started(tiny_onnx, "--workers", "2", "--no-access-log") as (process, address):
@@ -609,13 +713,16 @@ def server_processes(process):
     [
         (["--host", "0.0.0.0"], "shows the model to other machines: it needs a --token"),
         (["--max-queue", "5"], "--max-queue must be at least --max-batch (2048)"),
+        (["--token", "@missing"], "missing: No such file"),
+        (["--token", "@export.json"], "--token must be ASCII without spaces"),
         (["--workers", "0"], "--workers must be 1–256, not 0"),
         (["--max-mb", "0"], "--max-mb must be 0.001–2000, not 0"),
         (["--allow", "links"], "--allow must be urls"),
         (["--search", "photos"], "there is no folder photos"),
     ],
 )
-def test_wrong_flags_are_one_sentence(tiny_onnx, capsys, flags, words):
+def test_wrong_flags_are_one_sentence(tiny_onnx, capsys, monkeypatch, flags, words):
+    monkeypatch.chdir(tiny_onnx)
     assert cli.run_command(["serve", str(tiny_onnx), *flags]) == 2
     assert words in capsys.readouterr().err
 

@@ -3,6 +3,7 @@ refuses flags that contradict each other; `main` runs the command and returns th
 """
 
 import re
+import secrets
 from collections.abc import Sequence, Set
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, fields
@@ -16,6 +17,7 @@ import tyro
 from tyro import _errors  # where tyro reports a wrong flag; the public interface only prints a box
 
 from m1clip.config import require
+from m1clip.files import read_file
 from m1clip.web import LOOPBACK_HOSTS, Address
 
 RunName = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")]
@@ -37,12 +39,13 @@ class ServerFlags:
     port: int = 8265
     """Port; if it is taken, one of the next twenty."""
     token: str | None = None
-    """Secret that clients need; `auto` generates one."""
+    """Secret that clients need; `auto` generates one, @FILE is read from a file, as all users see flags."""
     open: bool = False
     """Open the browser."""
 
     def check_server(self, shows: str, is_server: bool = True) -> None:
-        is_ascii = self.token is None or re.fullmatch(r"[!-~]+", self.token) is not None
+        token = read_token(self.token)
+        is_ascii = token is None or re.fullmatch(r"[!-~]+", token) is not None
         require(is_ascii, "--token must be ASCII without spaces; `auto` generates one")
         default = {
             field.name: field.default for field in fields(type(self)) if field.name in ServerFlags.__annotations__
@@ -56,7 +59,17 @@ class ServerFlags:
 
     @property
     def address(self) -> Address:
-        return Address(self.host, self.port, self.token, self.open)
+        is_file = str(self.token).startswith("@")
+        return Address(self.host, self.port, read_token(self.token), self.open, shows_token=not is_file)
+
+
+def read_token(given: str | None) -> str | None:
+    """The token that --token asks for."""
+    if given == "auto":
+        return secrets.token_urlsafe(12)
+    if given and given[0] == "@":
+        return read_file(Path(given[1:]), 10_000).decode(errors="replace").strip()
+    return given
 
 
 def parse_flags(kind: Any, program: str, argv: Sequence[str]) -> Any:

@@ -94,7 +94,10 @@ async def read_body(receive: Receive) -> bytes:
 
 
 class DirectRoutes:
-    """Leads to the JSON routes directly, and to all others through FastAPI, whose layers take 50 µs of a request."""
+    """Leads to the JSON routes directly, and to all others through FastAPI, whose layers take 50 µs of a request.
+
+    HEAD, which FastAPI refuses, is answered as GET, whose body uvicorn leaves out: health checks send it.
+    """
 
     def __init__(self, app: ASGIApp, routes: Mapping[str, JsonRoute]):
         self.app, self.routes = app, routes
@@ -102,7 +105,10 @@ class DirectRoutes:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self.routes.get(scope.get("path", "")) if scope.get("method") == "POST" else None
         if route is None:
-            return await self.app(scope, receive, send)
+            asked = {**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope
+            await self.app(asked, receive, send)
+            scope["route"] = asked.get("route")
+            return
         scope["route"] = route
         await route.answer(scope, receive, send)
 
@@ -165,12 +171,27 @@ class Service:
         return Response(to_json(answer), media_type="application/json")
 
     async def models(self) -> schema.ModelList:
+        """The model that is served, as a list."""
+        return schema.ModelList(object="list", data=[self.served])
+
+    async def model(self, name: str) -> schema.ServedModel:
         """The model that is served."""
+        if name != self.name:
+            raise RequestError(404, f"the model of this server is {self.name}", "model")
+        return self.served
+
+    @property
+    def served(self) -> schema.ServedModel:
         config = self.engine.model.config
-        sizes = {"dimensions": config.embed_dim, "image_size": config.vision.image_size}
-        sizes["context_length"] = config.text.context_length
-        identity = {"id": self.name, "object": "model", "created": self.created, "owned_by": "m1clip"}
-        return schema.ModelList.model_validate({"object": "list", "data": [identity | sizes]})
+        return schema.ServedModel(
+            id=self.name,
+            object="model",
+            created=self.created,
+            owned_by="m1clip",
+            dimensions=config.embed_dim,
+            context_length=config.text.context_length,
+            image_size=config.vision.image_size,
+        )
 
     async def health(self) -> schema.Health:
         """Whether requests are answered: not before both encoders are loaded."""
@@ -219,6 +240,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     post("/v1/search", service.search, schema.SearchResults)
     post("/predict", service.predict, schema.ImmichResponse, APIRoute)
     app.get("/v1/models", responses=schema.ERRORS)(service.models)
+    app.get("/v1/models/{name}", responses=schema.ERRORS)(service.model)
     app.get("/health", responses=schema.ERRORS)(service.health)
     app.get("/ping", response_class=PlainTextResponse, responses=schema.ERRORS)(service.ping)
     app.get("/metrics", response_class=PlainTextResponse, responses=schema.ERRORS)(service.figures)
@@ -238,7 +260,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     """One sentence, in the format of the server that the client expects."""
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
-        error = RequestError(422, f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}")
+        reason = "needs a file" if first["type"] == "value_error" else first["msg"]  # a form field has no others
+        error = RequestError(422, f"{'.'.join(map(str, first['loc'][1:]))}: {reason}")
     if not isinstance(error, HTTPException):  # the client has gone, and nobody reads the response
         return Response(status_code=499)
     message, shape = str(error.detail), ERROR_SHAPES.get(request.scope["path"])

@@ -7,7 +7,7 @@ import time
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import orjson
@@ -16,9 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from m1clip.model.classify import Classifier, Floats
 from m1clip.serve.errors import RequestError
 
+T = TypeVar("T")
+MAX_TOP_K = 1000
+MAX_ITEMS = 100_000  # of a list; --max-batch is at most as many
+MAX_VALUES = 1_000_000  # of a body: 31 MB of {"text": 1} became 8 GB of Python objects and their errors
 Uri = Annotated[str, Field(description="data URI, base64, or URL where the server allows them")]
 Name = Annotated[str, StringConstraints(max_length=500)]
-MAX_TOP_K = 1000
+Items = Annotated[list[T], Field(fail_fast=True, max_length=MAX_ITEMS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class Content(BaseModel):
 
 class Message(BaseModel):
     role: Name = "user"
-    content: str | list[Content]
+    content: str | Items[Content]
 
 
 class JinaItem(BaseModel):
@@ -75,12 +79,12 @@ class EmbeddingRequest(Request):
     """OpenAI's request; `modality` is infinity's, objects in `input` are Jina's, `messages` are vLLM's."""
 
     input: Annotated[
-        str | list[str] | list[int] | list[list[int]] | JinaItem | list[JinaItem | str] | None,
+        str | Items[str] | Items[int] | Items[Items[int]] | JinaItem | Items[JinaItem | str] | None,
         Field(description='a text, a list of texts, token ids, or objects {"text": …} or {"image": …}'),
     ] = None
-    messages: list[Message] | None = None
+    messages: Items[Message] | None = None
     modality: Literal["text", "image"] = "text"
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     embedding_type: Annotated[Literal["float", "base64"] | None, Field(description="Jina's encoding_format")] = None
     dimensions: Annotated[int | None, Field(ge=1, le=65_536)] = None
 
@@ -99,7 +103,7 @@ class EmbeddingRequest(Request):
         return [ImageSource(each) for each in inputs if isinstance(each, str)]
 
     def to_response(self, rows_BE: Floats, tokens: int, model: str) -> bytes:
-        encoded = encode_rows(rows_BE, self.embedding_type or self.encoding_format)
+        encoded = encode_rows(rows_BE, self.embedding_type or self.encoding_format or "float")
         data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(encoded)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return to_json({"object": "list", "data": data, "model": model, "usage": usage})
@@ -129,16 +133,16 @@ def one_part(parts: Sequence[Input], param: str) -> Input:
 
 
 class CohereInput(BaseModel):
-    content: list[Content]
+    content: Items[Content]
 
 
 class CohereRequest(Request):
     """Cohere's /v2/embed."""
 
-    texts: list[str] | None = None
-    images: list[Uri] | None = None
-    inputs: list[CohereInput] | None = None
-    embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = None
+    texts: Items[str] | None = None
+    images: Items[Uri] | None = None
+    inputs: Items[CohereInput] | None = None
+    embedding_types: Items[Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]] | None = None
     output_dimension: Annotated[int | None, Field(ge=1, le=65_536)] = None
 
     def to_inputs(self) -> list[Input]:
@@ -158,7 +162,7 @@ class CohereRequest(Request):
 
 
 class ZeroShotParameters(BaseModel):
-    candidate_labels: Annotated[list[str] | str, Field(description="labels, as a list or with commas between them")]
+    candidate_labels: Annotated[Items[str] | str, Field(description="labels, as a list or with commas between them")]
     hypothesis_template: Annotated[str | None, StringConstraints(max_length=1000)] = None
 
     @property
@@ -202,11 +206,14 @@ def parse_immich(entries: str) -> Literal["visual", "textual"]:
 
 
 def encode_rows(rows_BE: Floats, kind: str) -> Any:
-    """Floats as they are, base64 of little-endian float32, or one bit for each sign."""
+    """Floats as they are, base64 of little-endian float32, bytes up to ±127 in each row, or one bit for each sign."""
     if kind == "float":
         return list(rows_BE)
     if kind == "base64":
         return [b64encode(row_E.astype("<f4", copy=False).tobytes()).decode() for row_E in rows_BE]
+    if kind in ("int8", "uint8"):
+        bytes_BE = np.rint(rows_BE * (127 / abs(rows_BE).max(axis=1, keepdims=True).clip(min=1e-12)))
+        return list(bytes_BE.astype(np.int8) if kind == "int8" else (bytes_BE + 128).astype(np.uint8))
     bits = np.packbits(rows_BE > 0, axis=1)
     return list(bits) if kind == "ubinary" else list((bits.astype(np.int16) - 128).astype(np.int8))
 
@@ -216,21 +223,25 @@ def to_json(value: Any) -> bytes:
 
 
 def parse_body(kind: type[BaseModel], body: bytes) -> BaseModel:
+    if len(body) > MAX_VALUES and sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise RequestError(413, f"the body has more than {MAX_VALUES:,} values")
     try:
         return kind.model_validate(orjson.loads(body))
     except orjson.JSONDecodeError as error:
         raise RequestError(400, f"the body is not JSON: {error}") from None
     except ValidationError as error:
-        raise RequestError(400, *explain(kind, error)) from None
+        raise explain(kind, error) from None
 
 
-def explain(kind: type[BaseModel], error: ValidationError) -> tuple[str, str | None]:
+def explain(kind: type[BaseModel], error: ValidationError) -> RequestError:
     """What is wrong, and the field it is wrong in. Where a field may have several types, its description says which."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     names = [str(part) for part in errors[0]["loc"]]
     if not names:
-        return f"the body must be an object: {errors[0]['msg']}", None
+        return RequestError(400, f"the body must be an object: {errors[0]['msg']}")
+    if any(each["type"] == "too_long" for each in errors):
+        return RequestError(413, f"{names[0]} has a list of more than {MAX_ITEMS:,} items", names[0])
     description = kind.model_fields[names[0]].description if names[0] in kind.model_fields else None
     if len(errors) > 1 and description:
-        return f"{names[0]} must be {description}", names[0]
-    return f"{'.'.join(names)}: {errors[0]['msg']}", names[0]
+        return RequestError(400, f"{names[0]} must be {description}", names[0])
+    return RequestError(400, f"{'.'.join(names)}: {errors[0]['msg']}", names[0])

@@ -66,18 +66,18 @@ class Engine:
         for index, each in enumerate(inputs):
             if isinstance(each, ImageSource):
                 continue
+            kind, unit = ("text", "characters") if isinstance(each, str) else ("list", "token ids")
             if len(each) > MAX_TEXT:
-                raise RequestError(
-                    413, f"input {index} has {len(each):,} characters; the limit is {MAX_TEXT:,}", "input"
-                )
+                raise RequestError(413, f"input {index} has {len(each):,} {unit}; the limit is {MAX_TEXT:,}", "input")
+            if not (each.strip() if isinstance(each, str) else each):
+                raise RequestError(400, f"input {index} is an empty {kind}", "input")
             if isinstance(each, str):
-                if not each.strip():
-                    raise RequestError(400, f"input {index} is an empty text", "input")
-            elif not takes_ids:
+                continue
+            if not takes_ids:
                 raise RequestError(
                     400, "this model's tokenizer adds its own tokens: send texts, not token ids", "input"
                 )
-            elif not all(0 <= number < vocabulary for number in each):
+            if not all(0 <= number < vocabulary for number in each):
                 wanted = f"0 to {vocabulary - 1:,}, of this model's own tokenizer"
                 raise RequestError(400, f"input {index}: token ids must be {wanted}; or send texts", "input")
 
@@ -145,6 +145,8 @@ class Engine:
         if key not in self.classifiers:
             if template is not None and not PLACEHOLDER.search(template):
                 raise RequestError(400, "hypothesis_template needs a {} for the label", "hypothesis_template")
+            if len(labels) > self.limits.max_batch:
+                raise RequestError(413, f"{len(labels):,} labels; the limit is {self.limits.max_batch:,} (--max-batch)")
             try:
                 texts = prompt_texts(labels, Prompts() if template is None else Prompts((template,)))
             except ValueError as error:
@@ -198,7 +200,7 @@ def decode_base64(text: str) -> bytes:
     try:
         return binascii.a2b_base64(text)
     except binascii.Error as error:
-        raise ValueError(f"not base64 ({error})") from None
+        raise ValueError(f"neither a data URI nor base64 ({error})") from None
 
 
 def bad_image(error: BaseException, name: str) -> RequestError:

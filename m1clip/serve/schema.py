@@ -33,6 +33,8 @@ class EmbeddingList(BaseModel):
 class CohereEmbeddings(BaseModel):
     floats: list[list[float]] | None = Field(None, alias="float")
     base64: list[str] | None = None
+    int8: list[list[int]] | None = None
+    uint8: list[list[int]] | None = None
     binary: list[list[int]] | None = None
     ubinary: list[list[int]] | None = None
 

@@ -50,7 +50,7 @@ class ServeSettings:
 
 
 def serve(settings: ServeSettings) -> None:
-    settings = replace(settings, address=settings.address.with_token(), session=secrets.token_urlsafe(32))
+    settings = replace(settings, session=secrets.token_urlsafe(32))
     raise_file_limit()
     what, address, options = f"serving {settings.name}", settings.address, {"timeout_graceful_shutdown": SHUTDOWN_S}
     if settings.workers == 1:

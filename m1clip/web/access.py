@@ -1,5 +1,6 @@
 """Who may read a server's pages: host names, the token, the session cookie, and the rate of wrong tokens."""
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -168,15 +169,23 @@ class AccessMiddleware:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = self.api_headers if self.access.is_api(scope["path"]) else self.page_headers
+        has_started = False
 
         async def send_with_headers(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
             if message["type"] == "http.response.start":
                 given = {name for name, _ in message["headers"]}
                 message["headers"] = [*message["headers"], *(header for header in headers if header[0] not in given)]
             await send(message)
 
         respond = self.access.refuse(scope) or self.app
-        await respond(scope, receive, send_with_headers)
+        try:
+            await respond(scope, receive, send_with_headers)
+        except asyncio.CancelledError:  # the server stops, and has waited long enough
+            if not has_started:
+                stopped = PlainTextResponse("the server is stopping", 503, {"Retry-After": "5"})
+                await stopped(scope, receive, send_with_headers)
 
 
 def secured_app(title: str, access: Access) -> FastAPI:

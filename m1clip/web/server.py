@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import uvicorn
+from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.supervisors import Multiprocess
 
@@ -22,6 +24,7 @@ MAX_CONNECTIONS = 256
 MAX_HEAD_BYTES = 65_536  # of a request line with its headers
 IDLE_S = 10.0  # then a connection without a complete request is closed
 START_S = 60.0  # for a worker to be ready
+KILL_S = 10.0  # for a worker to end, after the time for the requests that it answers
 STALLED_S = 60.0  # then a client that still sends the same request, or does not read its response, is disconnected
 
 
@@ -94,8 +97,9 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self.head_bytes += len(data)
         super().data_received(data)
-        if self.head_bytes > MAX_HEAD_BYTES:
-            self.transport.close()
+        if self.head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            is_idle = self.cycle is None or self.cycle.response_complete
+            self.send_400_response("The headers are too large.") if is_idle else self.transport.close()
 
     def on_url(self, url: bytes) -> None:
         """Keep an address such as http://other.example/api/ from being served as /api/."""
@@ -119,7 +123,7 @@ def server_config(app: Any, **options: Any) -> uvicorn.Config:
 
 
 class ReadyServer(uvicorn.Server):
-    """Calls `on_ready` once it accepts connections and answers signals."""
+    """Calls `on_ready` once it accepts connections and answers signals; ends without a traceback on a second Ctrl-C."""
 
     on_ready: Callable[[], None] = staticmethod(lambda: None)
 
@@ -127,27 +131,32 @@ class ReadyServer(uvicorn.Server):
         await super().startup(sockets)
         self.on_ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves the application to asyncio, which cancels it
+            await self.lifespan.shutdown()
+
 
 def create_server(app: "ASGIApp", **options: Any) -> ReadyServer:
     return ReadyServer(server_config(app, **options))
 
 
 def announce(what: str, address: Address, port: int) -> None:
-    host, token = address.host, address.token
+    host = address.host
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    url = f"http://{name}:{port}/" + (f"?token={quote(token, safe='')}" if token else "")
-    print(f"{what} at {url}  (Ctrl-C stops)", flush=True)
+    url = f"http://{name}:{port}/"
+    url_with_token = f"{url}?token={quote(address.token, safe='')}" if address.token else url
+    print(f"{what} at {url_with_token if address.shows_token else url}  (Ctrl-C stops)", flush=True)
     if host in LOOPBACK_HOSTS:
         print(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}", flush=True)
     if address.browse:
-        webbrowser.open(url)
+        webbrowser.open(url_with_token)
 
 
 def run_server(
     what: str, make_app: Callable[[str | None, Callable[[], bool]], "ASGIApp"], address: Address, **options: Any
 ) -> None:
     """Serve until Ctrl-C. `make_app` gets the token, and a function that tells whether the server is closing."""
-    address = address.with_token()
     with listen(address.host, address.port) as listener:
         server = create_server(make_app(address.token, lambda: server.should_exit), **options)
         server.on_ready = partial(announce, what, address, listener.getsockname()[1])
@@ -169,6 +178,17 @@ class Workers(Multiprocess):
         self.is_ready = all(process.wait_until_ready(START_S, self.should_exit) for process in self.processes)
         self.on_ready() if self.is_ready else self.should_exit.set()
 
+    def terminate_all(self) -> None:
+        for listener in self.sockets:
+            listener.close()  # new clients are refused at once, instead of queueing for nobody
+        super().terminate_all()
+
+    def join_all(self) -> None:
+        until = time.monotonic() + (self.config.timeout_graceful_shutdown or 0) + KILL_S
+        for worker in self.processes:
+            worker.process.join(max(0.0, until - time.monotonic()))
+            worker.process.kill()  # one that was stopped, or hangs
+
 
 def run_workers(what: str, make_app: Callable[[], "ASGIApp"], address: Address, count: int, **options: Any) -> None:
     """Serve in several processes until Ctrl-C. Each of them calls `make_app`, which it gets as a pickle."""
@@ -176,5 +196,5 @@ def run_workers(what: str, make_app: Callable[[], "ASGIApp"], address: Address, 
         config = server_config(make_app, factory=True, workers=count, **options)
         workers = Workers(config, listener, partial(announce, what, address, listener.getsockname()[1]))
         workers.run()
-    if not workers.is_ready:
-        raise RuntimeError("the workers could not be started")
+    if not workers.is_ready or STARTUP_FAILURE in [process.exitcode for process in workers.processes]:
+        raise RuntimeError("a worker could not be started")
