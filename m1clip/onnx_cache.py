@@ -11,7 +11,7 @@ from m1clip.files import cache_folder
 from m1clip.onnx_model import is_onnx
 from m1clip.run import find_model
 
-VAL_SIZE = 500  # images that the export is compared with torch and calibrated on
+VAL_SIZE = 1_000  # images that the export is compared with torch and calibrated on
 
 
 def find_onnx(runs: Path, name: str | None, console: Console) -> Path:

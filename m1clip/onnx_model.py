@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from m1clip.calibration import read_calibration
+from m1clip.calibration import SEARCH_REFERENCE, find_peak, read_calibration, read_reference
 from m1clip.config import ModelConfig, from_json
 from m1clip.errors import untrusted_input
 from m1clip.files import open_regular, read_json
@@ -99,6 +100,7 @@ class OnnxCLIP:
         # Of what image embeddings depend on: weights that do not fit into the graph are in a file of their own.
         self.vision_key = "".join(str(files[path.name].get("sha256", "")) for path in self.vision.files)
         self.calibration = read_calibration(export.get("calibration"))  # of search
+        self.reference_file: Mapping[str, Any] = files.get(SEARCH_REFERENCE) or {}
         self.scale_and_bias: tuple[float, float | None] = export["logit_scale"], export.get("logit_bias")
 
     def check_files(self) -> None:
@@ -158,6 +160,22 @@ class OnnxCLIP:
     ) -> list[Classification]:
         """Zero-shot classification with the arguments of CLIP.classify."""
         return classify(self, images, labels, templates, top_k, batch_size)
+
+    @cached_property
+    def reference_RE(self) -> Floats | None:
+        """Embeddings of validation images; None if the model cannot tell that a library has nothing like a text."""
+        if self.calibration is None or not self.calibration.has_rule:
+            return None
+        path = self.folder / SEARCH_REFERENCE
+        check_file(path, self.reference_file)
+        with untrusted_input(f"{path} cannot be loaded, {AGAIN}"):
+            return read_reference(path, self.config.embed_dim)
+
+    def is_nothing(self, text_E: Floats, best: float, mean: float) -> bool:
+        """Whether a library has nothing like a text, by its best cosine and the mean of all."""
+        if self.calibration is None or self.reference_RE is None:
+            return False
+        return self.calibration.is_nothing(find_peak(text_E, self.reference_RE), best, mean)
 
     def tokenize(self, texts: str | Iterable[str]) -> TokenArray:
         """Token ids (B, L)."""

@@ -4,12 +4,16 @@ import io
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from helpers import QuietConsole
+from m1clip.calibration import SEARCH_REFERENCE, Calibration, find_peak, read_reference, write_reference
+from m1clip.export.export import file_record
 from m1clip.onnx_model import load_onnx
 from m1clip.search.index import Index, index_of
 from m1clip.search.query import Library
@@ -73,8 +77,21 @@ def open_plain(model: Path, folder: Path) -> Library:
     return Library(*build_index(model, folder))
 
 
-def calibrate_at(model: Path, margin: float) -> None:
-    """Let a model say that nothing fits if the best image is not so far above the mean."""
-    record = {"margin": margin, "precision": 0.95, "recall": 0.5, "queries": 100, "images": 100}
-    export = json.loads((model / "export.json").read_text())
-    (model / "export.json").write_text(json.dumps({**export, "calibration": record}))
+def calibrate_between(source: Path, library: Library, texts: Sequence[str], folder: Path) -> tuple[str, str]:
+    """A copy of a model with a rule by which the library has nothing like the first of two texts; both are returned."""
+    shutil.copytree(source, folder)
+    model = load_onnx(source)
+    image_NE = np.random.default_rng(0).standard_normal((200, model.config.embed_dim)).astype(np.float32)
+    write_reference(folder / SEARCH_REFERENCE, image_NE / np.linalg.norm(image_NE, axis=1, keepdims=True))
+    reference_RE, ratio = read_reference(folder / SEARCH_REFERENCE, model.config.embed_dim), dict[str, float]()
+    for text in texts:
+        text_E = model.encode_text(text)[0]
+        score_N, peak = library.scores(text_E), find_peak(text_E, reference_RE)
+        ratio[text] = float(score_N.max() - min(score_N.mean(), peak.mean)) / peak.height
+    low, *_, high = sorted(ratio, key=lambda text: ratio[text])
+    rule = Calibration((ratio[low] + ratio[high]) / 2, 1.0, 0.95, 0.5, 100, 200)
+    export = json.loads((folder / "export.json").read_text())
+    export |= {"calibration": rule.record()}
+    export["files"][SEARCH_REFERENCE] = file_record(folder / SEARCH_REFERENCE)
+    (folder / "export.json").write_text(json.dumps(export))
+    return low, high

@@ -17,7 +17,7 @@ import pytest
 
 from browser import Visit
 from helpers import QuietConsole, run_in_thread
-from image_library import calibrate_at, open_plain, open_shared, write_library
+from image_library import calibrate_between, open_plain, open_shared, write_library
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import Tokenizer
 from m1clip.onnx_model import load_onnx
@@ -457,13 +457,8 @@ def test_a_server_that_has_ended_is_a_friendly_error(chromium, model, folder):
 @pytest.fixture(scope="module")
 def calibrated(model, folder, tmp_path_factory):
     """A model that finds nothing like `low`, but something like `high`."""
-    copy = Path(shutil.copytree(model, tmp_path_factory.mktemp("calibrated") / "model"))
-    loaded, library = load_onnx(model), open_plain(model, folder)
-    scores = {text: library.scores(loaded.encode_text(text)[0]) for text in ("a cat", "dog", "snow", "car")}
-    margin = {text: float(score_N.max() - score_N.mean()) for text, score_N in scores.items()}
-    low, *_, high = sorted(margin, key=margin.get)
-    calibrate_at(copy, (margin[low] + margin[high]) / 2)
-    return copy, low, high
+    copy = tmp_path_factory.mktemp("calibrated") / "model"
+    return copy, *calibrate_between(model, open_plain(model, folder), ("a cat", "dog", "snow", "car"), copy)
 
 
 def check_nothing(visit, low, high):

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi import checks
 from starlette.testclient import TestClient
 
 from helpers import run_in_thread
-from image_library import add_odd_name, build_index, calibrate_at, open_shared, write_library
+from image_library import add_odd_name, build_index, calibrate_between, open_plain, open_shared, write_library
 from m1clip.onnx_model import load_onnx
 from m1clip.search import shared, thumbnails, web
 from m1clip.search.catalog import Catalog
@@ -156,7 +156,7 @@ def test_the_library_is_described(client, folder, model):
         {"name": "dogs", "files": 10},
         {"name": "dogs/big", "files": 10},
     ]
-    assert (facts["first"], facts["last"], facts["has_threshold"]) == ("2019-12-22", "2024-05-20", False)
+    assert (facts["first"], facts["last"]) == ("2019-12-22", "2024-05-20")
 
 
 def test_of_too_many_folders_the_deepest_are_left_out(library, monkeypatch):
@@ -175,22 +175,12 @@ def test_the_filters_are_those_of_a_loop_over_the_files(library):
 
 
 def test_nothing_like_it_is_said_and_the_nearest_are_there(model, folder, tmp_path):
-    calibrated = tmp_path / "model"
-    calibrated.mkdir()
-    for file in model.iterdir():
-        (calibrated / file.name).write_bytes(file.read_bytes())
-    margins = dict[str, float]()
-    for text in ("a cat", "x"):
-        scores = [result["score"] for result in search(client_of(open_shared(model, folder)), q=text)["results"]]
-        margins[text] = max(scores) - sum(scores) / len(scores)
-    low, high = sorted(margins, key=margins.get)
-    calibrate_at(calibrated, sum(margins.values()) / 2)
-    client = client_of(open_shared(calibrated, folder))
+    low, high = calibrate_between(model, open_plain(model, folder), ("a cat", "x"), tmp_path / "model")
+    client = client_of(open_shared(tmp_path / "model", folder))
     assert search(client, q=low)["is_nothing"]
     assert search(client, q=low)["results"]
     assert not search(client, q=high)["is_nothing"]
     assert not search(client, q=low, like=0)["is_nothing"]  # images are not calibrated
-    assert client.get("/api/library").json()["has_threshold"]
 
 
 # Images

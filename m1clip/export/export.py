@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from m1clip import __version__, sensors
-from m1clip.calibration import MIN_QUERIES, Calibration, calibrate, word_queries
+from m1clip.calibration import SEARCH_REFERENCE, Calibration, calibrate, word_queries, write_reference
 from m1clip.config import Target, TimmConfig, TrainConfig
 from m1clip.console import Console
 from m1clip.data.splits import Split
@@ -169,21 +169,23 @@ class Exporter:
         if target == "rclip":
             self.add_rclip_package(result, folder)
         if target == "onnx":
-            result.calibration = self.calibrate_search()
+            result.calibration = self.calibrate_search(folder)
         if target != "onnx":  # where the tokenizer is ours, and start and end tokens are added by m1clip
             self.judge_tokenizers(result, folder)
         result.problems += [problem for check in result.checks if (problem := find_difference(check, self.reference))]
         return result
 
-    def calibrate_search(self) -> Calibration | None:
-        """When a library has nothing like a query; None without images like those that the model knows."""
+    def calibrate_search(self, folder: Path) -> Calibration | None:
+        """Learn when a library has nothing like a text; None without images like those that the model knows."""
         if self.reference.is_generic or not self.reference.is_above_chance:
             return None
-        queries, has_QN = word_queries(self.reference.captions())
-        if len(queries) < MIN_QUERIES:
-            return None
-        text_QE = Embedder(self.model, self.console.progress).texts(queries).numpy()
-        return calibrate(text_QE, has_QN, self.reference.image_NE)
+        image_NE, embedder = self.reference.image_NE, Embedder(self.model, self.console.progress)
+        found = calibrate(
+            lambda texts: embedder.texts(texts).numpy(), word_queries(self.reference.captions()), image_NE
+        )
+        if found and found.has_rule:
+            write_reference(folder / SEARCH_REFERENCE, image_NE)
+        return found
 
     def add_rclip_package(self, result: Exported, folder: Path) -> None:
         """The Core ML package that rclip looks for on macOS, where coremltools is installed."""

@@ -204,7 +204,7 @@ class Searcher:
     """Answers queries to a model and a library."""
 
     def __init__(self, model: OnnxCLIP, library: Library):
-        self.model, self.library, self.calibration = model, library, model.calibration
+        self.model, self.library = model, library
 
     def search(
         self, terms: Sequence[Term], like: Sequence[ImageInput] = (), top_k: int = 10, min_score: float | None = None
@@ -218,8 +218,6 @@ class Searcher:
             found = [hit for hit in hits if hit.score >= min_score]
         else:
             is_text = bool(terms) and not like
-            found = [] if is_text and self.is_nothing(hits[0].score, float(scores_N.mean())) else hits
+            is_nothing = is_text and self.model.is_nothing(query_E, hits[0].score, float(scores_N.mean()))
+            found = [] if is_nothing else hits
         return Answer(found, len(self.library), not found, None if found else hits[0])
-
-    def is_nothing(self, best: float, mean: float) -> bool:
-        return self.calibration is not None and self.calibration.is_nothing(best, mean)

@@ -90,7 +90,6 @@ class LibraryFacts:
     first: str | None  # day of the oldest file
     last: str | None
     model: str
-    has_threshold: bool  # whether the model can say that nothing fits
 
 
 class SharedLibrary:
@@ -98,7 +97,7 @@ class SharedLibrary:
 
     def __init__(self, model: OnnxCLIP, index: Index, folder: Path, clock: Callable[[], float] = time.monotonic):
         self.model, self.index, self.folder = model, index, folder
-        self.calibration, self.clock, self.lock = model.calibration, clock, threading.Lock()
+        self.clock, self.lock = clock, threading.Lock()
         self.thumbnails = ThumbnailCache(index.folder / "thumbnails.sqlite")
         self.encode_text = lru_cache(CACHED_QUERIES)(lambda text: model.encode_text(text)[0])
         self.uploads = dict[bytes, Floats]()  # vectors of images that were searched for, by their hash
@@ -149,10 +148,10 @@ class SharedLibrary:
         masked_N = np.where(is_image_N, scores_N, -np.inf).astype(np.float32)
         best = best_first(masked_N, min(offset + top_k, int(is_image_N.sum())))
         found = describe_results(catalog, best[offset:], is_selected_F, scores_N)
-        if like is not None or upload is not None or self.calibration is None:
+        if like is not None or upload is not None or not len(best):
             return SearchResults(images, False, found)
         # The mean is that of the whole library: in a folder of dogs, a dog does not stand out.
-        is_nothing = len(best) > 0 and self.calibration.is_nothing(float(scores_N[best[0]]), float(scores_N.mean()))
+        is_nothing = self.model.is_nothing(query_E, float(scores_N[best[0]]), float(scores_N.mean()))
         return SearchResults(images, is_nothing, found)
 
     def encode(self, catalog: Catalog, text: str, like: int | None, upload: bytes | None) -> Floats | None:
@@ -242,7 +241,7 @@ def describe_results(
 
 
 def describe_library(catalog: Catalog, model: OnnxCLIP) -> LibraryFacts:
-    dates, calibration = catalog.date_F, model.calibration
+    dates = catalog.date_F
     extremes = [int(dates.argmin()), int(dates.argmax())] if len(dates) else []
     first, last = [catalog.date_of(file).date().isoformat() for file in extremes] or (None, None)
     return LibraryFacts(
@@ -252,7 +251,6 @@ def describe_library(catalog: Catalog, model: OnnxCLIP) -> LibraryFacts:
         first=first,
         last=last,
         model=model_name(model.folder),
-        has_threshold=calibration is not None and calibration.margin is not None,
     )
 
 

@@ -65,7 +65,9 @@ def write_static(model: OnnxCLIP, library: Library, out: Path, overwrite: bool, 
         precision = write_text_encoder(model, folder, console)
         images = write_thumbnails(catalog, folder, out, console)
         require(bool(images), f"all images of {library.folder} are gone or have changed: search without --no-update")
-        write_vectors(catalog, images, folder / "vectors.bin")
+        write_vectors(vectors_of(catalog, images), folder / "vectors.bin")
+        if model.reference_RE is not None:
+            write_vectors(model.reference_RE, folder / "reference.bin")
         write_items(catalog, images, folder / "items.json")
         (folder / SETTINGS).write_text(json.dumps(page_settings(model, catalog, images, folder), indent=2))
         share = verify_static(model, catalog, images, folder)
@@ -231,10 +233,13 @@ def quantize_vectors(vectors_NE: Floats) -> tuple[Floats, NDArray[np.int8]]:
     return scale_N, np.rint(vectors_NE / np.maximum(scale_N, 1e-12)[:, None]).astype(np.int8)
 
 
-def write_vectors(catalog: Catalog, images: Sequence[int], path: Path) -> None:
-    """Scales (N,) in float32, then int8 vectors (N, E)."""
+def vectors_of(catalog: Catalog, images: Sequence[int]) -> Floats:
     library = catalog.library
-    vectors_NE = np.asarray(library.vectors_RE[library.rows_N[list(images)]])
+    return np.asarray(library.vectors_RE[library.rows_N[list(images)]])
+
+
+def write_vectors(vectors_NE: Floats, path: Path) -> None:
+    """Scales (N,) in float32, then int8 vectors (N, E)."""
     scale_N, int8_NE = quantize_vectors(vectors_NE)
     path.write_bytes(scale_N.tobytes() + int8_NE.tobytes())
 
@@ -276,7 +281,7 @@ def page_settings(model: OnnxCLIP, catalog: Catalog, images: Sequence[int], fold
         "embed_dim": model.config.embed_dim,
         "thumbnail_size": SIZE,
         "text": text,
-        "margin": calibration and calibration.margin,
+        "calibration": calibration.record() if calibration and model.reference_RE is not None else None,
     }
 
 
@@ -290,8 +295,7 @@ def verify_static(model: OnnxCLIP, catalog: Catalog, images: Sequence[int], fold
     cosine = min(compare_texts(model, folder / TEXT_MODEL))
     if not cosine >= MIN_COSINE:
         raise ValueError(f"the text encoder that was written has a cosine of {cosine:.4f} to the model's")
-    library, shares = catalog.library, list[float]()
-    vectors_NE = np.asarray(library.vectors_RE[library.rows_N[list(images)]])
+    shares, vectors_NE = list[float](), vectors_of(catalog, images)
     for ours_E, theirs_E in zip(encode_each(model), encode_each(shipped), strict=True):
         best = {*best_first(vectors_NE @ ours_E, TOP_K).tolist()}
         found = {*best_first((int8_NE @ theirs_E) * scale_N, TOP_K).tolist()}

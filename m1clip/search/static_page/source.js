@@ -4,6 +4,7 @@ import {QueryEncoder} from "./encoder.js";
 import {addTerms, parseQuery} from "./query.js";
 
 const FORMAT = 1, DAY = 86400;
+const TOP_SHARE = 0.01;  // of the reference, as in calibration.py
 export const canUpload = false;
 
 /** Files are checked for changes, or a page that was exported again would mix old files with new ones. */
@@ -23,8 +24,14 @@ async function load() {
   if (settings.static_format !== FORMAT || buffer.byteLength !== images * (4 + width)) {
     throw new Error("The files of this page do not belong together: reload it, or export it again.");
   }
-  return {settings, items, images, width, scales: new Float32Array(buffer, 0, images),
-    vectors: new Int8Array(buffer, 4 * images), encoder: new QueryEncoder(settings.text, fetchFile)};
+  const reference = settings.calibration ? readVectors(await (await fetchFile("reference.bin")).arrayBuffer(), width) : null;
+  return {settings, items, reference, ...readVectors(buffer, width), encoder: new QueryEncoder(settings.text, fetchFile)};
+}
+
+/** Scales in float32, then int8 vectors. */
+function readVectors(buffer, width) {
+  const images = buffer.byteLength / (4 + width);
+  return {images, width, scales: new Float32Array(buffer, 0, images), vectors: new Int8Array(buffer, 4 * images)};
 }
 
 const library = load();
@@ -61,9 +68,20 @@ export async function search(query, upload, {offset, count, report}) {
   const scores = scoreAll(data, vector);
   candidates.sort((a, b) => scores[b] - scores[a] || a - b);
   const results = candidates.slice(offset, offset + count).map((image) => ({...describe(data, image, isFile), score: scores[image]}));
-  const {margin} = data.settings, mean = scores.reduce((sum, score) => sum + score, 0) / images;
-  const isNothing = query.like == null && margin != null && candidates.length > 0 && scores[candidates[0]] - mean < margin;
+  const isNothing = query.like == null && candidates.length > 0 && hasNothing(data, vector, scores[candidates[0]], meanOf(scores));
   return {images: matching, is_nothing: isNothing, results};
+}
+
+const meanOf = (scores) => scores.reduce((sum, score) => sum + score, 0) / scores.length;
+
+/** Whether the library has nothing like a text, as in calibration.py. */
+function hasNothing({settings, reference}, vector, best, mean) {
+  if (!reference) return false;
+  const {ratio, min_peak: minPeak} = settings.calibration;
+  const scores = scoreAll(reference, vector).sort(), count = Math.max(1, Math.round(TOP_SHARE * scores.length));
+  const center = meanOf(scores), height = meanOf(scores.slice(-count)) - center;
+  const std = Math.sqrt(meanOf(scores.map((score) => (score - center) ** 2)));
+  return height >= minPeak * std && best - Math.min(mean, center) < ratio * height;
 }
 
 function selectFiles(items, {folder, from, to}) {
