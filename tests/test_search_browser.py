@@ -208,8 +208,9 @@ def drop_file(page, data, name="photo.jpg", kind="image/jpeg"):
       transfer.items.add(new File([bytes], name, {type}));
       return transfer; }"""
     transfer = page.evaluate_handle(code, [base64.b64encode(data).decode(), name, kind])
-    page.dispatch_event("body", "dragenter", {"dataTransfer": transfer})
-    assert page.is_visible("#drop")
+    for event, is_shown in (("dragenter", True), ("dragleave", False), ("dragover", True)):
+        page.dispatch_event("body", event, {"dataTransfer": transfer})
+        assert page.is_visible("#drop") == is_shown
     page.dispatch_event("body", "drop", {"dataTransfer": transfer})
     assert page.is_hidden("#drop")
 

@@ -52,7 +52,7 @@ class Filters:
         except ValueError:
             raise ValueError("a date must be a day of the calendar, such as 2026-02-28") from None
         if self.folder not in catalog.folders:
-            raise NotInLibrary("the library has no such folder, or none any more")
+            raise NotInLibrary("the library has no such folder")
         return catalog.select(self.folder, first, last)
 
 
@@ -144,7 +144,7 @@ class SharedLibrary:
             positions = catalog.newest[is_image_N[catalog.newest]][offset:][:top_k]
             return SearchResults(images, False, describe_results(catalog, positions, is_selected_F))
         if like is not None:
-            is_image_N[catalog.position(like)] = False  # everybody knows that it is like itself
+            is_image_N[catalog.position(like)] = False  # it is always most like itself
         scores_N = catalog.library.scores(query_E)
         masked_N = np.where(is_image_N, scores_N, -np.inf).astype(np.float32)
         best = best_first(masked_N, min(offset + top_k, int(is_image_N.sum())))
