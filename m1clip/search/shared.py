@@ -33,6 +33,7 @@ CHECK_S, MAX_LOAD_SHARE = 1.0, 0.1  # how often the index is checked; share of t
 LOADS = 5  # tries, while another process writes
 MAX_FOLDERS = 1_000  # that the page offers as filters
 CACHED_QUERIES = 256
+GONE = "the file is gone or has changed since it was indexed: start m1clip search again"
 
 
 class NotInLibrary(ValueError):  # noqa: N818 - what is asked for is missing, the program is right
@@ -199,7 +200,7 @@ class SharedLibrary:
                 jpeg = make_thumbnail(path, data)
                 self.thumbnails.put(content, THUMBNAIL_SIZE, jpeg)
                 return jpeg
-        raise gone()
+        raise NotInLibrary(GONE)
 
     def image(self, row: int, version: str | None) -> tuple[bytes, str, str]:
         """Bytes, media type and file name."""
@@ -209,7 +210,7 @@ class SharedLibrary:
             if (data := read_unchanged(path, catalog.contents[position])) is not None:
                 shown, media_type = full_image(path, data)
                 return shown, media_type, name.name if shown is data else f"{name.stem}.jpg"
-        raise gone()
+        raise NotInLibrary(GONE)
 
     def find_image(self, row: int, version: str | None) -> tuple[Catalog, int]:
         catalog = self.current()
@@ -278,7 +279,3 @@ def model_name(folder: Path) -> str:
 
 def version_of(content: bytes) -> str:
     return content[:8].hex()
-
-
-def gone() -> NotInLibrary:
-    return NotInLibrary("the file is gone or has changed since it was indexed: start m1clip search again")
