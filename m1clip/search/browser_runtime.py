@@ -11,6 +11,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from m1clip.console import Console
 from m1clip.files import atomic_folder, cache_folder, read_file
@@ -131,15 +132,8 @@ def run_npm(npm: str, folder: Path) -> None:
         "--fetch-retry-mintimeout=1000",
     ]
     try:
-        done = subprocess.run(
-            [npm, "pack", *options, *specs],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=FETCH_S,
-            text=True,
-            errors="replace",
-        )
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
+        done = subprocess.run([npm, "pack", *options, *specs], cwd=folder, timeout=FETCH_S, **pipes)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"npm cannot fetch {' and '.join(specs)}: {error}") from None
     if done.returncode:

@@ -33,6 +33,7 @@ CHECK_S, MAX_LOAD_SHARE = 1.0, 0.1  # how often the index is checked; share of t
 LOADS = 5  # tries, while another process writes
 MAX_FOLDERS = 1_000  # that the page offers as filters
 CACHED_QUERIES = 256
+GONE = "the file is gone or has changed since it was indexed: start m1clip search again"
 
 
 class NotInLibrary(ValueError):  # noqa: N818 - what is asked for is missing, the program is right
@@ -52,7 +53,7 @@ class Filters:
         except ValueError:
             raise ValueError("a date must be a day of the calendar, such as 2026-02-28") from None
         if self.folder not in catalog.folders:
-            raise NotInLibrary("the library has no such folder, or none any more")
+            raise NotInLibrary("the library has no such folder")
         return catalog.select(self.folder, first, last)
 
 
@@ -143,7 +144,7 @@ class SharedLibrary:
             positions = catalog.newest[is_image_N[catalog.newest]][offset:][:top_k]
             return SearchResults(images, False, describe_results(catalog, positions, is_selected_F))
         if like is not None:
-            is_image_N[catalog.position(like)] = False  # everybody knows that it is like itself
+            is_image_N[catalog.position(like)] = False  # it is always most like itself
         scores_N = catalog.library.scores(query_E)
         masked_N = np.where(is_image_N, scores_N, -np.inf).astype(np.float32)
         best = best_first(masked_N, min(offset + top_k, int(is_image_N.sum())))
@@ -198,7 +199,7 @@ class SharedLibrary:
                 jpeg = make_thumbnail(path, data)
                 self.thumbnails.put(content, THUMBNAIL_SIZE, jpeg)
                 return jpeg
-        raise gone()
+        raise NotInLibrary(GONE)
 
     def image(self, row: int, version: str | None) -> tuple[bytes, str, str]:
         """Bytes, media type and file name."""
@@ -208,7 +209,7 @@ class SharedLibrary:
             if (data := read_unchanged(path, catalog.contents[position])) is not None:
                 shown, media_type = full_image(path, data)
                 return shown, media_type, name.name if shown is data else f"{name.stem}.jpg"
-        raise gone()
+        raise NotInLibrary(GONE)
 
     def find_image(self, row: int, version: str | None) -> tuple[Catalog, int]:
         catalog = self.current()
@@ -276,7 +277,3 @@ def model_name(folder: Path) -> str:
 
 def version_of(content: bytes) -> str:
     return content[:8].hex()
-
-
-def gone() -> NotInLibrary:
-    return NotInLibrary("the file is gone or has changed since it was indexed: start m1clip search again")

@@ -26,7 +26,7 @@ from m1clip.workers import usable_cores
 
 PAGE = Path(__file__).parent / "page"
 MAX_TOP_K, MAX_OFFSET = 200, 10_000
-MAX_UPLOAD, UPLOAD_S, UPLOADS = 32_000_000, 60.0, 4  # bytes of an image, seconds until it is there, at the same time
+MAX_UPLOAD, UPLOAD_S, UPLOADS = 32_000_000, 60.0, 4  # bytes and seconds of an upload; uploads at a time
 SEARCHES = 2  # at the same time: each uses several cores
 FOREVER = "private, max-age=31536000, immutable"
 DAY = r"^\d{4}-\d{2}-\d{2}$"
@@ -39,7 +39,7 @@ ERROR: dict[str, Any] = {"schema": {"type": "object", "properties": {"detail": D
 REASONS = {
     400: "The query cannot be used.",
     404: "No such image or folder, or its file is gone or has changed.",
-    408: "The image came too slowly.",
+    408: "The upload is too slow.",
     413: "The image is too large.",
     422: "A parameter is invalid.",
     503: "Too many requests; try again.",
@@ -58,8 +58,8 @@ class PageQuery(BaseModel):
     top_k: Annotated[int, Field(ge=1, le=MAX_TOP_K)] = 60
 
 
-class Places:
-    """Bounds what runs at the same time. Others wait without a thread, and give up when their client does."""
+class ConcurrencyLimit:
+    """Runs so many functions at a time. Other requests wait without a thread, and end when their client disconnects."""
 
     def __init__(self, count: int):
         self.free = asyncio.Semaphore(count)
@@ -83,7 +83,7 @@ def create_search_app(
     app.add_exception_handler(RequestValidationError, explain_invalid)
     add_search_api(app, library)
     add_image_api(app, library)
-    # The last resort, not a mount: that would also answer wrong methods of the API.
+    # Not a mount, which would also answer wrong methods of the API.
     app.router.default = StaticFiles(directory=PAGE, packages=[SHARED_PAGE], html=True)
     return app
 
@@ -101,7 +101,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def add_search_api(app: FastAPI, library: SharedLibrary) -> None:
-    searches, uploads = Places(SEARCHES), asyncio.Semaphore(UPLOADS)
+    searches, uploads = ConcurrencyLimit(SEARCHES), asyncio.Semaphore(UPLOADS)
 
     async def answer(request: Request, query: PageQuery, upload: bytes | None = None) -> SearchResults:
         filters = Filters(query.folder, query.first, query.last)
@@ -125,7 +125,7 @@ def add_search_api(app: FastAPI, library: SharedLibrary) -> None:
     async def search_by_image(request: Request, query: Annotated[PageQuery, Query()]) -> Any:
         """Images like the one in the body."""
         if uploads.locked():
-            raise HTTPException(503, "too many images are being sent; try again", {"Retry-After": "2"})
+            raise HTTPException(503, "too many uploads at the same time; try again", {"Retry-After": "2"})
         async with uploads:
             return await answer(request, query, await read_upload(request))
 
@@ -143,14 +143,14 @@ async def read_upload(request: Request) -> bytes:
                 if len(data) > MAX_UPLOAD:
                     raise too_large
     except TimeoutError:
-        raise HTTPException(408, "the image came too slowly") from None
+        raise HTTPException(408, "the upload is too slow") from None
     except ClientDisconnect:
-        raise HTTPException(400, "the image did not come whole") from None
+        raise HTTPException(400, "the upload ended too early") from None
     return bytes(data)
 
 
 def add_image_api(app: FastAPI, library: SharedLibrary) -> None:
-    decoders = Places(usable_cores())
+    decoders = ConcurrencyLimit(usable_cores())
 
     @app.get(
         "/api/thumbnail/{row}",

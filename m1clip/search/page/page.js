@@ -189,15 +189,14 @@ function addUploads() {
   $("pick").onclick = () => $("file").click();
   $("file").onchange = () => { searchByFile($("file").files[0]); $("file").value = ""; };
   const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
-  let depth = 0;  // dragenter and dragleave come for every element under the pointer
-  const show = (change) => { depth = Math.max(0, depth + change); $("drop").hidden = depth === 0; };
-  addEventListener("dragenter", (event) => { if (hasFiles(event)) show(1); });
-  addEventListener("dragleave", (event) => { if (hasFiles(event)) show(-1); });
-  addEventListener("dragover", (event) => { if (hasFiles(event)) event.preventDefault(); });
+  for (const type of ["dragenter", "dragover"]) {
+    addEventListener(type, (event) => { if (hasFiles(event)) { event.preventDefault(); $("drop").hidden = false; } });
+  }
+  addEventListener("dragleave", (event) => { if (!event.relatedTarget) $("drop").hidden = true; });  // it left the window
   addEventListener("drop", (event) => {
     if (!hasFiles(event)) return;
     event.preventDefault();
-    show(-depth);
+    $("drop").hidden = true;
     searchByFile(event.dataTransfer.files[0]);
   });
   addEventListener("paste", (event) => {
