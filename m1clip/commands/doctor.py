@@ -35,7 +35,14 @@ KNOWN_BUGS = {  # of PyTorch on macOS
     "2.13.0": ("warn", "torch.compile on MPS is 9 times slower (pytorch#192551)"),
 }
 EXTRAS = {  # of pyproject.toml, and a module of each
-    **{"timm": "timm", "hf": "transformers", "openclip": "open_clip", "lora": "peft", "heic": "pillow_heif"},
+    **{
+        "timm": "timm",
+        "hf": "transformers",
+        "openclip": "open_clip",
+        "lora": "peft",
+        "heic": "pillow_heif",
+        "raw": "rawpy",
+    },
     **{"eval": "sklearn", "energy": "zeus"},
     **{
         "tensorboard": "tensorboard",
