@@ -30,6 +30,9 @@ from starlette.testclient import TestClient
 
 from helpers import run_in_thread
 from m1clip import cli
+from m1clip.commands import parse_flags
+from m1clip.commands import serve as serve_command
+from m1clip.images import preprocess
 from m1clip.onnx_model import load_onnx
 from m1clip.serve import Limits
 from m1clip.serve.app import SearchHit, Service, embedding_app
@@ -353,6 +356,18 @@ def test_an_image_of_too_many_pixels_is_refused_at_its_header(client):
     Image.new("L", (1001, 1000)).save(file, "PNG")
     answer = client.post("/v1/embeddings", json={"input": data_uri(file.getvalue()), "modality": "image"})
     assert (answer.status_code, "1,001 × 1,000 pixels" in answer.json()["error"]["message"]) == (413, True)
+
+
+def test_of_a_very_long_image_only_the_middle_is_resized(model, monkeypatch):
+    sizes, resize = [], Image.Image.resize
+    monkeypatch.setattr(
+        Image.Image, "resize", lambda self, size, *args: sizes.append(size) or resize(self, size, *args)
+    )
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6000, 12, 3), np.uint8))
+    pixels = preprocess(image, model.config.vision.preprocess)
+    assert sizes == [(32, 1600)]
+    whole = resize(image, (32, 16_000), Image.Resampling.BICUBIC).crop((0, 7984, 32, 8016))
+    np.testing.assert_allclose(pixels.astype(int), np.asarray(whole, int), atol=1)
 
 
 class Gate:
