@@ -6,15 +6,19 @@ import io
 import json
 import multiprocessing
 import os
+import plistlib
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 import tracemalloc
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -749,3 +753,18 @@ def test_a_model_that_is_damaged_is_one_sentence(tiny_onnx, tmp_path, capsys):
     for flags in ([], ["--workers", "2"]):
         assert cli.run_command(["serve", str(tmp_path), *flags]) == 2
         assert "vision_model.onnx is missing: export it again" in capsys.readouterr().err
+
+
+def test_the_deployment_files_of_the_documentation():
+    root = Path(__file__).parent.parent
+    blocks = re.findall(r"^```console\n(.*?)^```$", (root / "docs" / "serve.md").read_text(), re.M | re.S)
+    agent = plistlib.loads(next(block for block in blocks if block.startswith("<?xml")).encode())
+    unit = next(block for block in blocks if block.startswith("[Unit]"))
+    started = re.search(r"ExecStart=(.*)", unit)[1].replace("@%d/", "").split()
+    image = next(block for block in blocks if block.startswith("FROM"))
+    entry = json.loads(re.search(r"ENTRYPOINT (.*)", image)[1].replace("@", ""))
+    for command in (agent["ProgramArguments"][1:], started[1:], entry[1:]):
+        assert parse_flags(serve_command.Args, "m1clip serve", command[1:]).model
+    packages = [re.findall(r"'([\w-]+[>=<.,\d]*)'", block) for block in blocks if "'onnxruntime>=" in block]
+    assert packages[0] == packages[1]
+    assert {*packages[0]} <= {*tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]}
