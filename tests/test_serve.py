@@ -277,6 +277,7 @@ WRONG = [
     ("/v1/embeddings", {"messages": [{"content": [IMAGE_URL, IMAGE_URL]}]}, 400, "one text or one image, not 2 parts"),
     ("/v1/embeddings", {"messages": [{"content": [{"type": "text"}]}]}, 400, "content of type text needs a field text"),
     ("/v1/embeddings", {"input": [{"image": "https://example.com/a.jpg"}]}, 400, "URLs are not fetched by this server"),
+    ("/v1/embeddings", {"input": "HTTPS://example.com", "modality": "image"}, 400, "URLs are not fetched by this"),
     ("/v1/embeddings", {"input": "file:///etc/passwd", "modality": "image"}, 400, "image 0: "),
     ("/v1/embeddings", {"input": "data:image/png,x", "modality": "image"}, 400, "must be data:image/…;base64"),
     ("/v1/embeddings", {"input": "abc", "modality": "image"}, 400, "neither a data URI nor base64"),
