@@ -10,6 +10,7 @@ from PIL import Image, ImageOps
 from m1clip.config import Preprocess
 
 Pixels = NDArray[np.uint8]
+MAX_RATIO = 50  # of the edges of an image that is resized as a whole
 
 
 def preprocess(image: Image.Image, settings: Preprocess) -> Pixels:
@@ -20,11 +21,19 @@ def preprocess(image: Image.Image, settings: Preprocess) -> Pixels:
         return np.asarray(image.resize((size, size), resample))
     if settings.resize_mode == "longest":
         return np.asarray(_pad(image.resize(_fit(image.size, size, max), resample), size))
+    image = _center(image)
     # Not the box of Pillow's resize: that is rounded to float32, and some pixels would differ.
     image = image.resize(_fit(image.size, round(size / settings.crop_pct), min), resample)
     to_int = round if settings.crop_offset == "round" else math.floor
     left, top = (to_int((length - size) / 2) for length in image.size)
     return np.asarray(image.crop((left, top, left + size, top + size)))
+
+
+def _center(image: Image.Image) -> Image.Image:
+    """The middle of a very long image: 8 × 6,000,000 pixels, a PNG of 50 kB, would take gigabytes to resize."""
+    limit = MAX_RATIO * min(image.size)
+    left, top = (max(0, length - limit) // 2 for length in image.size)
+    return image.crop((left, top, image.width - left, image.height - top)) if left or top else image
 
 
 def _fit(image_size: tuple[int, int], edge: int, choose: Callable[[tuple[int, int]], int]) -> tuple[int, int]:

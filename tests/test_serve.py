@@ -6,15 +6,19 @@ import io
 import json
 import multiprocessing
 import os
+import plistlib
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 import tracemalloc
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -30,6 +34,9 @@ from starlette.testclient import TestClient
 
 from helpers import run_in_thread
 from m1clip import cli
+from m1clip.commands import parse_flags
+from m1clip.commands import serve as serve_command
+from m1clip.images import preprocess
 from m1clip.onnx_model import load_onnx
 from m1clip.serve import Limits
 from m1clip.serve.app import SearchHit, Service, embedding_app
@@ -270,6 +277,7 @@ WRONG = [
     ("/v1/embeddings", {"messages": [{"content": [IMAGE_URL, IMAGE_URL]}]}, 400, "one text or one image, not 2 parts"),
     ("/v1/embeddings", {"messages": [{"content": [{"type": "text"}]}]}, 400, "content of type text needs a field text"),
     ("/v1/embeddings", {"input": [{"image": "https://example.com/a.jpg"}]}, 400, "URLs are not fetched by this server"),
+    ("/v1/embeddings", {"input": "HTTPS://example.com", "modality": "image"}, 400, "URLs are not fetched by this"),
     ("/v1/embeddings", {"input": "file:///etc/passwd", "modality": "image"}, 400, "image 0: "),
     ("/v1/embeddings", {"input": "data:image/png,x", "modality": "image"}, 400, "must be data:image/…;base64"),
     ("/v1/embeddings", {"input": "abc", "modality": "image"}, 400, "neither a data URI nor base64"),
@@ -353,6 +361,18 @@ def test_an_image_of_too_many_pixels_is_refused_at_its_header(client):
     Image.new("L", (1001, 1000)).save(file, "PNG")
     answer = client.post("/v1/embeddings", json={"input": data_uri(file.getvalue()), "modality": "image"})
     assert (answer.status_code, "1,001 × 1,000 pixels" in answer.json()["error"]["message"]) == (413, True)
+
+
+def test_of_a_very_long_image_only_the_middle_is_resized(model, monkeypatch):
+    sizes, resize = [], Image.Image.resize
+    monkeypatch.setattr(
+        Image.Image, "resize", lambda self, size, *args: sizes.append(size) or resize(self, size, *args)
+    )
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6000, 12, 3), np.uint8))
+    pixels = preprocess(image, model.config.vision.preprocess)
+    assert sizes == [(32, 1600)]
+    whole = resize(image, (32, 16_000), Image.Resampling.BICUBIC).crop((0, 7984, 32, 8016))
+    np.testing.assert_allclose(pixels.astype(int), np.asarray(whole, int), atol=1)
 
 
 class Gate:
@@ -734,3 +754,18 @@ def test_a_model_that_is_damaged_is_one_sentence(tiny_onnx, tmp_path, capsys):
     for flags in ([], ["--workers", "2"]):
         assert cli.run_command(["serve", str(tmp_path), *flags]) == 2
         assert "vision_model.onnx is missing: export it again" in capsys.readouterr().err
+
+
+def test_the_deployment_files_of_the_documentation():
+    root = Path(__file__).parent.parent
+    blocks = re.findall(r"^```console\n(.*?)^```$", (root / "docs" / "serve.md").read_text(), re.M | re.S)
+    agent = plistlib.loads(next(block for block in blocks if block.startswith("<?xml")).encode())
+    unit = next(block for block in blocks if block.startswith("[Unit]"))
+    started = re.search(r"ExecStart=(.*)", unit)[1].replace("@%d/", "").split()
+    image = next(block for block in blocks if block.startswith("FROM"))
+    entry = json.loads(re.search(r"ENTRYPOINT (.*)", image)[1].replace("@", ""))
+    for command in (agent["ProgramArguments"][1:], started[1:], entry[1:]):
+        assert parse_flags(serve_command.Args, "m1clip serve", command[1:]).model
+    packages = [re.findall(r"'([\w-]+[>=<.,\d]*)'", block) for block in blocks if "'onnxruntime>=" in block]
+    assert packages[0] == packages[1]
+    assert {*packages[0]} <= {*tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]}

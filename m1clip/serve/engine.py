@@ -106,7 +106,7 @@ class Engine:
     async def _embed_image(self, index: int, image: ImageSource) -> Floats:
         async with self.decoding:
             data = image.data
-            if isinstance(data, str) and data.startswith(("http://", "https://")):
+            if isinstance(data, str) and data[:8].lower().startswith(("http://", "https://")):
                 if self.fetch is None:
                     reason = "URLs are not fetched by this server (--allow urls); send the image as a data URI"
                     raise RequestError(400, f"image {index}: {reason}", "input")

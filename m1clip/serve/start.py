@@ -89,12 +89,16 @@ def build_app(settings: ServeSettings, on_start: Callable[[], None] = lambda: No
 
 
 def load_model(folder: Path, threads: int) -> OnnxCLIP:
-    """Both encoders, which have been run once: the first request is as fast as the others."""
+    """Both encoders, which have been run once: the first request is as fast as the others.
+
+    Not on a large batch: of ViT-B/32 that takes seconds.
+    """
     model = load_onnx(folder, threads)
     size = model.config.vision.image_size
-    for count in (1, ENCODER_BATCH):
-        model.embed_texts(["a photo"] * count)
-        model.embed_pixels(np.zeros((count, size, size, 3), np.uint8))
+    model.embed_texts(["a photo"])
+    model.embed_pixels(np.zeros((1, size, size, 3), np.uint8))
+    for graph in (model.text, model.vision):
+        graph.session(ENCODER_BATCH)  # a small graph has another session for these
     return model
 
 

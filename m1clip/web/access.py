@@ -146,7 +146,7 @@ def client_name(request: Request) -> str:
 
 def refuse_token(status: int, headers: dict[str, str] | None = None) -> Response:
     reasons = {401: "a token is needed", 429: "too many wrong tokens; wait a moment"}
-    text = f"{reasons[status]}: open the address that was printed at the start"
+    text = f"{reasons[status]}: open the address that was printed at the start, or send Authorization: Bearer TOKEN"
     return PlainTextResponse(
         text, status, {"WWW-Authenticate": "Bearer", "Cache-Control": "no-store", **(headers or {})}
     )
