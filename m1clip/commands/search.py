@@ -36,7 +36,7 @@ class Args(ServerFlags, RunsFolder):
     m1clip search dog + "0.5 * snow" - "a person" photos/           terms with weights
     m1clip search "a dog" "a cat" photos/ --json                    several queries, a line of JSON for each
     m1clip search photos/ --like cat.jpg -n 3                       images like another one
-    m1clip search "a dog" photos/ --paths -n 100 | xargs -d'\\n' …   paths for other programs
+    m1clip search "a dog" photos/ --print0 -n 100 | xargs -0 …      paths for other programs
     m1clip search photos/ --duplicates                              files that look the same
     m1clip search photos/ --web                                     a page in the browser
     m1clip search photos/ --static site/                            the page as a folder that any web server can host
