@@ -647,7 +647,7 @@ def kill_and_check(args: argparse.Namespace) -> int:
             for _ in range(CHANGES_BETWEEN):
                 library.change()
             with library.changing():
-                test.kill(random.uniform(0.5 * start_s, 1.2 * start_s + 1), whole_group=kills % 2 == 0)
+                test.kill(random.uniform(0.6 * start_s, start_s + 1.5), whole_group=kills % 2 == 0)
             test.check(database.stat().st_ino)
             print(f"{kills} kills: {dict(test.counts)}", file=sys.stderr)
         test.compare()

@@ -52,6 +52,11 @@ class OnnxGraph:
                 self._sessions = self._load()
             return self._sessions.for_batch(batch)
 
+    def unload(self) -> None:
+        """Free its memory; it is loaded again when it is run."""
+        with self._loading:
+            self._sessions = None
+
     def check_files(self) -> None:
         for path, record in self.files.items():
             check_file(path, record)

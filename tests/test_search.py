@@ -22,6 +22,7 @@ from PIL import Image
 
 from helpers import QuietConsole
 from m1clip import cli
+from m1clip.commands.search import Args
 from m1clip.config import Preprocess
 from m1clip.onnx_model import OnnxCLIP, load_onnx
 from m1clip.search import index as indexing
@@ -582,6 +583,27 @@ def test_operators_may_be_words_of_their_own(photos, run, monkeypatch, words, qu
     monkeypatch.chdir(photos)  # where trip is a folder, but not after an operator
     out, _ = run(*words, "--json")
     assert [json.loads(line)["query"] for line in out.splitlines()] == queries
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["a cat", "{photos}", "--json", "-n", "1"],
+        ["a cat", "-n", "1", "{photos}", "--json"],
+        ["-n", "1", "--json", "a cat", "{photos}"],
+        ["--json", "a cat", "--top-k=1", "{photos}"],
+        ["a cat", "--no-thumbnails", "{photos}", "--min", "-0.99", "-n1", "--json"],
+    ],
+)
+def test_words_may_stand_before_between_and_after_flags(photos, run, words):
+    out, _ = run(*(word.format(photos=photos) for word in words))
+    answer = json.loads(out)
+    assert (answer["query"], answer["images"], len(answer["results"])) == ("a cat", 6, 1)
+
+
+def test_words_after_two_dashes_are_no_flags(photos):
+    assert Args.arrange(["-n", "3", "--", "-dog", "{photos}"]) == ["-n", "3", "--", "-dog", "{photos}"]
+    assert Args.arrange(["cat", "--json", "--", "--dog"]) == ["--json", "--", "cat", "--dog"]
 
 
 def test_the_current_folder_is_searched_by_default(photos, run, monkeypatch):

@@ -1,5 +1,6 @@
 """One file per command. The fields of its `Args` are flags, and their docstrings are help lines; `Args.check`
-refuses flags that contradict each other; `main` runs the command and returns the exit code, or None for 0.
+refuses flags that contradict each other, `Args.arrange` may change the order of words and flags; `main` runs the
+command and returns the exit code, or None for 0.
 """
 
 import re
@@ -87,7 +88,7 @@ def parse_flags(kind: Any, program: str, argv: Sequence[str]) -> Any:
         raise ValueError(explain_flag(event, program, argv, {*re.findall(r"--[a-z][\w.-]*", text.getvalue())}))
 
     with _errors.on_parse_error(refuse):
-        args = tyro.cli(kind, args=argv, **options)
+        args = tyro.cli(kind, args=kind.arrange(argv) if hasattr(kind, "arrange") else argv, **options)
     if hasattr(args, "check"):
         args.check()
     return args

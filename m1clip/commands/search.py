@@ -4,9 +4,10 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,7 +36,7 @@ class Args(ServerFlags, RunsFolder):
     m1clip search dog + "0.5 * snow" - "a person" photos/           terms with weights
     m1clip search "a dog" "a cat" photos/ --json                    several queries, a line of JSON for each
     m1clip search photos/ --like cat.jpg -n 3                       images like another one
-    m1clip search "a dog" photos/ --paths -n 100 | xargs -d'\\n' …   paths for other programs
+    m1clip search "a dog" photos/ --print0 -n 100 | xargs -0 …      paths for other programs
     m1clip search photos/ --duplicates                              files that look the same
     m1clip search photos/ --web                                     a page in the browser
     m1clip search photos/ --static site/                            the page as a folder that any web server can host
@@ -79,6 +80,22 @@ class Args(ServerFlags, RunsFolder):
     overwrite: Off = False
     """With --static: replace an earlier one."""
 
+    @classmethod
+    def arrange(cls, argv: Sequence[str]) -> list[str]:
+        """Queries and folder in one place: they may stand before, between and after flags."""
+        switches = {f"--{field.name}" for field in fields(cls) if field.type in (bool, Off)}
+        words, flags, rest = list[str](), list[str](), iter(argv)
+        for word in rest:
+            if word == "--":
+                return [*flags, word, *words, *rest]
+            if not word.startswith("-") or word == "-":
+                words.append(word)
+                continue
+            flags.append(word)
+            if word == "-n" or (word[:2] == "--" and "=" not in word and not is_switch(word, switches)):
+                flags += islice(rest, 1)
+        return [*words, *flags]
+
     def check(self) -> None:
         is_page = self.web or self.static is not None
         modes = [name for name in ("web", "static", "duplicates") if getattr(self, name)]
@@ -114,6 +131,10 @@ class Args(ServerFlags, RunsFolder):
             if path.is_dir() or is_path(words[-1]):
                 return join_terms(words[:-1]), path
         return join_terms(words), Path()
+
+
+def is_switch(word: str, switches: Set[str]) -> bool:
+    return word.replace("_", "-").replace("--no-", "--") in {*switches, "--help"}
 
 
 def is_path(word: str) -> bool:
@@ -187,12 +208,15 @@ def update(index: "Index", folder: Path, model: "OnnxCLIP", args: Args, console:
             console.warn("another process is updating the index: new images may be missing")
             return
         changes = update_index(index, folder, model, console, args.exclude, args.follow_links, args.workers)
+    if not args.web:  # where images can be queries
+        model.vision.unload()
     counts = {"new": changes.added, "moved or copied": changes.known, "removed": changes.removed}
     counts |= {"bad": len(changes.bad), "changed or gone while they were read": changes.vanished}
     if texts := [f"{count:,} {name}" for name, count in counts.items() if count]:
         console.print_fact("index", f"{plural(len(changes.found.files), 'file')} in {folder}: {', '.join(texts)}")
     if changes.found.placeholders:
-        console.warn(f"{changes.found.placeholders:,} images are only in iCloud; download them to search them")
+        count = plural(changes.found.placeholders, "image")
+        console.warn(f"not searched, because only in iCloud: {count}; download them to search them")
     for path, reason in list(changes.found.unreadable.items())[:SHOWN_BAD]:
         console.warn(f"{shown_path(Path(os.fsdecode(path)))}: {reason}")
     for name, reason in list(changes.bad.items())[:SHOWN_BAD]:
