@@ -76,7 +76,7 @@ class Args(ServerFlags, RunsFolder):
     web: Off = False
     """Serve a page; --host, --port, --token and --open say where and to whom."""
     static: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Write the page with all vectors and thumbnails, to be hosted anywhere."""
+    """Write the page with all vectors and thumbnails, to be hosted anywhere. Needs npm the first time."""
     overwrite: Off = False
     """With --static: replace an earlier one."""
 
@@ -165,6 +165,10 @@ def main(args: Args) -> None:
     terms = [parse_query(query) for query in queries]
     for image in args.like:
         require(image.expanduser().is_file(), f"--like: there is no image {image}")
+    if args.static:
+        from m1clip.search.static import check_static
+
+        check_static(args.static, args.overwrite, folder, console)  # before images are indexed
     model = load_onnx(find_onnx(args.runs, args.model, console))
     index = index_of(model)
     if terms and index.row_count:  # loads the text encoder meanwhile; an error is raised when it is used

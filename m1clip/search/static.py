@@ -55,6 +55,12 @@ TEXTS = (
 TOP_K = 10
 
 
+def check_static(out: Path, overwrite: bool, library: Path, console: Console) -> None:
+    """Whether a page can be written there, and what it runs in the browser is here; else an error."""
+    check_target(out.expanduser().absolute(), overwrite, library)
+    browser_runtime(console)
+
+
 def write_static(model: OnnxCLIP, library: Library, out: Path, overwrite: bool, console: Console) -> None:
     """Write the page; it is complete or absent."""
     out = out.expanduser().absolute()
