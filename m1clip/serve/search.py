@@ -4,7 +4,7 @@ import os
 from threading import Lock
 
 from m1clip.model.classify import Floats
-from m1clip.search.query import Library, best_first
+from m1clip.search.query import Library
 from m1clip.serve.app import SearchHit
 
 
@@ -13,9 +13,8 @@ class LibraryIndex:
         self.library, self.lock = library, Lock()  # one database connection for all threads
 
     def search(self, query_E: Floats, top_k: int) -> list[SearchHit]:
-        scores_N = self.library.scores(query_E)
         with self.lock:
-            hits = self.library.hits(best_first(scores_N, top_k), scores_N)
+            hits, _ = self.library.best(query_E, top_k)
         return [SearchHit(hit.file.row, self.name(hit.file.path), hit.score) for hit in hits]
 
     def name(self, path: os.PathLike[str]) -> str:
