@@ -260,14 +260,15 @@ def test_the_tokenizer_of_a_product_gives_our_ids(exported, run):
 
 def test_the_joint_graph_of_transformers_js_has_the_logits_of_torch(exported, run):
     model, folder = m1clip.load(run), exported / "transformers-js" / "onnx"
-    pixels, ids = torch.randn(5, 3, 32, 32), model.tokenize(CAPTIONS)
-    for name, tolerance in (("model.onnx", 1e-4), ("model_quantized.onnx", 1.0)):
+    pixels, ids = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0)), model.tokenize(CAPTIONS)
+    expected = model(pixels, ids).detach().numpy()
+    for name, correlation in (("model.onnx", 0.999999), ("model_quantized.onnx", 0.95)):
         session = onnxruntime.InferenceSession(folder / name)
         names = [output.name for output in session.get_outputs()]
         found = dict(
             zip(names, session.run(None, {"pixel_values": pixels.numpy(), "input_ids": ids.numpy()}), strict=True)
         )
-        np.testing.assert_allclose(found["logits_per_image"], model(pixels, ids).detach().numpy(), atol=tolerance)
+        assert np.corrcoef(found["logits_per_image"].ravel(), expected.ravel())[0, 1] >= correlation
         np.testing.assert_array_equal(found["logits_per_text"], found["logits_per_image"].T)
     assert json.loads((folder.parent / "config.json").read_text())["model_type"] == "clip"
 
