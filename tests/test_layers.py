@@ -161,7 +161,7 @@ BUDGETS = {
     "serve": 1_450,
     "web": 440,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 5_160, 29_100, 165
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 5_180, 29_100, 165
 
 
 def test_every_part_stays_within_its_size():

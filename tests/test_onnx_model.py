@@ -13,10 +13,10 @@ import torch
 from onnx import TensorProto, helper
 
 import m1clip
-from m1clip import cli
+from m1clip import cli, onnx_model
 from m1clip.export.graph import make_encoders
 from m1clip.model.clip import CLIP
-from m1clip.onnx_model import OnnxCLIP, load_onnx
+from m1clip.onnx_model import OnnxCLIP, Session, load_onnx
 from onnx_export import GRAPHS, export_graph, export_tiny, tiny_clip, write_export
 from photos import write_photos
 
@@ -98,7 +98,7 @@ RUN = """
 import sys, m1clip
 model = m1clip.load(sys.argv[1])
 model.encode_text("a cat")
-assert model.vision._sessions is None
+assert model.vision._session is None
 model.classify(sys.argv[2], "cat,dog")
 from m1clip.cli import run_command
 assert run_command(["classify", *sys.argv[1:], "--labels", "cat,dog"]) == 0
@@ -231,3 +231,19 @@ def test_eval_needs_the_weights(folder):
     assert type(m1clip.load(folder)) is OnnxCLIP
     with pytest.raises(FileNotFoundError, match=r"no model.safetensors in .*; a model folder has"):
         m1clip.evaluate(folder, data="synthetic:8")
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 13])
+def test_a_batch_that_is_split_over_threads_has_the_rows_of_single_items(folder, model, count):
+    session = Session(folder / GRAPHS["vision"], threads=3)
+    pixels_BCHW = np.random.default_rng(0).standard_normal((count, 3, 32, 32)).astype(np.float32)
+    rows = [session.onnx.run(None, {session.input.name: pixels_CHW[None]})[0] for pixels_CHW in pixels_BCHW]
+    assert session.is_split
+    expected = np.concatenate([np.empty((0, model.config.embed_dim), np.float32), *rows])
+    np.testing.assert_allclose(session.run(pixels_BCHW), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("batch", "is_split"), [(1, False), (2, False), (3, True), (16, True)])
+def test_few_items_of_a_large_graph_share_all_threads(folder, monkeypatch, batch, is_split):
+    monkeypatch.setattr(onnx_model, "SMALL_GRAPH", 0)
+    assert Session(folder / GRAPHS["vision"], 3, batch).is_split == is_split

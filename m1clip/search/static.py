@@ -268,7 +268,7 @@ def page_settings(model: OnnxCLIP, catalog: Catalog, images: Sequence[int], fold
     text = {
         "file": TEXT_MODEL,
         "download_bytes": sum((folder / name).stat().st_size for name in (*RUNTIME, TEXT_MODEL, "tokenizer.json")),
-        "type": model.text.session().get_inputs()[0].type,
+        "type": model.text.session().input.type,
         "context_length": model.config.text.context_length,
         "fixed_length": model.text.length or (model.config.text.context_length if tokenizer.fixed_length else None),
         "pad_id": tokenizer.pad_id,

@@ -20,7 +20,7 @@ import numpy as np
 from uvicorn.config import STARTUP_FAILURE
 
 from m1clip.onnx_model import OnnxCLIP, load_onnx
-from m1clip.serve import ENCODER_BATCH, MAX_REQUESTS, Limits
+from m1clip.serve import MAX_REQUESTS, Limits
 from m1clip.web import Address
 from m1clip.web.server import run_server, run_workers
 from m1clip.workers import usable_cores
@@ -97,8 +97,6 @@ def load_model(folder: Path, threads: int) -> OnnxCLIP:
     size = model.config.vision.image_size
     model.embed_texts(["a photo"])
     model.embed_pixels(np.zeros((1, size, size, 3), np.uint8))
-    for graph in (model.text, model.vision):
-        graph.session(ENCODER_BATCH)  # a small graph has another session for these
     return model
 
 
