@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,8 +15,13 @@ from m1clip.run import find_model
 VAL_SIZE = 1_000  # images that the export is compared with torch and calibrated on
 
 
-def find_onnx(runs: Path, name: str | None, console: Console) -> Path:
-    """The folder of an ONNX export: the model itself, or one in the cache that is made now if it is missing."""
+def find_onnx(
+    runs: Path, name: str | None, console: Console, before_export: Callable[[], object] = lambda: None
+) -> Path:
+    """The folder of an ONNX export: the model itself, or one in the cache that is made now if it is missing.
+
+    `before_export` raises if the export, which takes a minute, would be for nothing.
+    """
     folder = find_model(runs, name)
     if folder is not None and is_onnx(folder):
         return folder
@@ -23,6 +29,7 @@ def find_onnx(runs: Path, name: str | None, console: Console) -> Path:
     spec = str(source.resolve() if source.exists() else name)
     exported = cache_folder() / f"onnx-{source_key(spec)}"
     if not is_onnx(exported):
+        before_export()
         export_in_child(spec, exported, console)
     return exported
 

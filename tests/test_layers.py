@@ -157,11 +157,11 @@ BUDGETS = {
     "bench": 480,
     "export": 2_420,
     "monitor": 1_640,
-    "search": 2_300,
+    "search": 2_320,
     "serve": 1_450,
     "web": 440,
 }
-TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 5_180, 29_100, 165
+TOP_LEVEL, TOTAL_LINES, TOTAL_FILES = 5_180, 29_150, 165
 
 
 def test_every_part_stays_within_its_size():

@@ -28,7 +28,7 @@ from m1clip.onnx_model import OnnxCLIP, load_onnx
 from m1clip.search import index as indexing
 from m1clip.search import update as updating
 from m1clip.search.index import Index, index_of
-from m1clip.search.query import Library, Searcher, Term, best_first, encode_query, parse_query
+from m1clip.search.query import Library, Searcher, Term, best_first, encode_query, joins_letters, parse_query
 from m1clip.search.scan import Version, existing_folder, scan_folder
 from m1clip.search.terminal import image_protocol, inline_thumbnail
 from m1clip.search.update import Changes, ReadFile, read_in_workers, update_index
@@ -534,6 +534,20 @@ def test_a_query_in_letters_that_the_tokenizer_does_not_know_is_refused(photos, 
         with pytest.raises(ValueError, match="tokenizer does not know"):
             Searcher(model, Library(index, photos)).search(parse_query(query))
     assert Searcher(model, Library(index, photos)).search(parse_query("café")).hits
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "letters", "joins"),
+    [
+        (["the", "##ing", "с", "##о"], "собака", False),
+        (["the", "##ing", "соб", "##ака"], "собака", True),
+        (["с", "о", "б", "а", "к"], "собака", True),  # a tokenizer of letters
+        (["the", "##ing", "犬"], "犬小屋", True),
+        (["the", "##ing"], "über", True),
+    ],
+)
+def test_a_script_is_unknown_if_only_tokens_of_others_have_several_letters(vocabulary, letters, joins):
+    assert joins_letters(vocabulary, letters) == joins
 
 
 # The command

@@ -5,7 +5,8 @@ Shapes: N images, R rows of the index, T terms, E embedding.
 
 import mmap
 import re
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ QUOTED = r"""(?:"[^"]*"|'[^']*'|“[^”]*”|„[^“”]*[“”]|«[^»]*»)"
 OPERATOR = re.compile(rf"({QUOTED})|(?:\s+|^)([+-])(?:\s+|$)")
 TERM = re.compile(rf"\s*(?:(\d+(?:\.\d+)?)\s*[*×]\s*)?(?:({QUOTED})|(.*?))\s*", re.S)
 MAX_QUERY, MAX_WEIGHT = 10_000, 1_000_000  # characters, and factor of a term
+IDEOGRAPHIC = ("CJK", "HANGUL", "HIRAGANA", "KATAKANA")  # scripts whose letters are tokens
 UNKNOWN_TOKENS = ("<|unknown|>", "[UNK]", "<unk>")
 CHUNK = 8_192  # rows that are multiplied at once
 
@@ -98,7 +100,24 @@ def find_unknown_script(model: OnnxCLIP, terms: Sequence[Term]) -> str | None:
         ids = core.encode(letters.lower(), add_special_tokens=False).ids
         if set(ids) <= unknown or len(ids) >= len(letters.encode()) > len(letters):
             return term.text
+        if 3 * len(ids) >= 2 * len(letters) and not joins_letters(core.get_vocab(), letters):
+            return term.text
     return None
+
+
+def joins_letters(vocabulary: Iterable[str], letters: str) -> bool:
+    """Whether tokens have several letters of the script of these letters, as those of other scripts have.
+
+    MiniLM has 25,660 such tokens in Latin and two in Cyrillic.
+    """
+    scripts = {script_of(letter) for letter in letters if not letter.isascii()}
+    long = [script_of(token[-1]) for token in vocabulary if len(token) > 2 and token[-3:].isalpha()]
+    return not scripts.isdisjoint(IDEOGRAPHIC) or sum(script in scripts for script in long) >= len(long) / 1000
+
+
+def script_of(letter: str) -> str:
+    """Such as CYRILLIC."""
+    return unicodedata.name(letter, "").partition(" ")[0]
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,17 @@ class Changes:
     found: Found = field(default_factory=Found)
 
 
+def find_images(folder: Path, exclude: Sequence[str] = (), follow_links: bool = False) -> Found:
+    """The image files of a folder, which must have some."""
+    found = scan_folder(folder, exclude, follow_links)
+    if reason := found.unreadable.get(os.fsencode(folder)):
+        raise OSError(f"{folder} cannot be read: {reason}")
+    if not found.files:
+        hint = f" ({found.placeholders:,} are only in iCloud)" if found.placeholders else ""
+        raise ValueError(f"{folder} has no images{hint or (' that are not excluded' if exclude else '')}")
+    return found
+
+
 def update_index(
     index: Index,
     folder: Path,
@@ -87,12 +98,7 @@ def update_index(
     workers: int = 0,
 ) -> Changes:
     """Index all images below a folder. The index must be locked."""
-    found = scan_folder(folder, exclude, follow_links)
-    if reason := found.unreadable.get(os.fsencode(folder)):
-        raise OSError(f"{folder} cannot be read: {reason}")
-    if not found.files:
-        hint = f" ({found.placeholders:,} are only in iCloud)" if found.placeholders else ""
-        raise ValueError(f"{folder} has no images{hint or (' that are not excluded' if exclude else '')}")
+    found = find_images(folder, exclude, follow_links)
     known, changes = index.files_below(folder), Changes(found=found)
     gone = [path for path in known if path not in found.files and not is_below_any(path, found.unreadable)]
     changed = sorted(path for path, version in found.files.items() if needs_reading(known.get(path), version))
