@@ -101,7 +101,8 @@ def test_the_manifest_has_checksums_versions_and_the_recall_that_onnxruntime_alo
     text_NE = text.run(None, {"input_ids": model.tokenize(captions).numpy()})[0]
     score_NN = image_NE @ text_NE.T
     correct = [captions[int(row.argmax())] == caption for row, caption in zip(score_NN, captions, strict=True)]
-    assert np.mean(correct) == pytest.approx(manifest["recall"]["after"]["i2t_r1"])
+    # Dynamic INT8 rounds by the largest value of a batch, so one image may differ with the size of batches.
+    assert np.mean(correct) == pytest.approx(manifest["recall"]["after"]["i2t_r1"], abs=1.01 / len(correct))
 
 
 def test_a_file_that_differs_from_torch_is_not_left_behind(run, exported, tmp_path, monkeypatch, capsys):
