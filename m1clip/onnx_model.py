@@ -44,10 +44,10 @@ class OnnxGraph:
         self.path, self.shape, self.width, self.threads = folder / name, shape, width, threads
         # Beside the graph itself, weights that do not fit into it: vision_model.onnx.data.
         self.files = {folder / file: files[file] for file in files if file.startswith(name)}
-        self._session: Session | None = None
+        self._session: OnnxSession | None = None
         self._loading = Lock()
 
-    def session(self, batch: int = 1) -> "Session":
+    def session(self, batch: int = 1) -> "OnnxSession":
         """Loaded for a first batch of this size."""
         with self._loading:  # or two threads would load it twice
             self._session = self._session or self._load(batch)
@@ -62,10 +62,10 @@ class OnnxGraph:
         for path, record in self.files.items():
             check_file(path, record)
 
-    def _load(self, batch: int) -> "Session":
+    def _load(self, batch: int) -> "OnnxSession":
         self.check_files()
         with untrusted_input(f"{self.path} cannot be loaded, {AGAIN}"):
-            session = Session(self.path, self.threads, batch)
+            session = OnnxSession(self.path, self.threads, batch)
             inputs = session.onnx.get_inputs()
         shape = inputs[0].shape if len(inputs) == 1 and inputs[0].type in DTYPES else []
         sizes = zip(shape, self.shape, strict=False)
@@ -237,7 +237,7 @@ def check_file(path: Path, record: Mapping[str, Any]) -> None:
         raise ValueError(f"{path} is missing: {AGAIN}") from None
 
 
-class Session:
+class OnnxSession:
     """A graph of one input, in onnxruntime.
 
     Threads inside of an operation wait for each other. So a batch is split into parts that run beside each other, on

@@ -16,7 +16,7 @@ import m1clip
 from m1clip import cli, onnx_model
 from m1clip.export.graph import make_encoders
 from m1clip.model.clip import CLIP
-from m1clip.onnx_model import OnnxCLIP, Session, load_onnx
+from m1clip.onnx_model import OnnxCLIP, OnnxSession, load_onnx
 from onnx_export import GRAPHS, export_graph, export_tiny, tiny_clip, write_export
 from photos import write_photos
 
@@ -235,7 +235,7 @@ def test_eval_needs_the_weights(folder):
 
 @pytest.mark.parametrize("count", [0, 1, 5, 13])
 def test_a_batch_that_is_split_over_threads_has_the_rows_of_single_items(folder, model, count):
-    session = Session(folder / GRAPHS["vision"], threads=3)
+    session = OnnxSession(folder / GRAPHS["vision"], threads=3)
     pixels_BCHW = np.random.default_rng(0).standard_normal((count, 3, 32, 32)).astype(np.float32)
     rows = [session.onnx.run(None, {session.input.name: pixels_CHW[None]})[0] for pixels_CHW in pixels_BCHW]
     assert session.is_split
@@ -246,4 +246,4 @@ def test_a_batch_that_is_split_over_threads_has_the_rows_of_single_items(folder,
 @pytest.mark.parametrize(("batch", "is_split"), [(1, False), (2, False), (3, True), (16, True)])
 def test_few_items_of_a_large_graph_share_all_threads(folder, monkeypatch, batch, is_split):
     monkeypatch.setattr(onnx_model, "SMALL_GRAPH", 0)
-    assert Session(folder / GRAPHS["vision"], 3, batch).is_split == is_split
+    assert OnnxSession(folder / GRAPHS["vision"], 3, batch).is_split == is_split

@@ -159,7 +159,7 @@ def main(args: Args) -> None:
     from m1clip.search.index import index_of
     from m1clip.search.query import Library, Searcher, parse_query
     from m1clip.search.scan import existing_folder
-    from m1clip.search.update import find_images
+    from m1clip.search.update import scan_images
 
     console = Console()
     queries, folder = args.split_words()
@@ -171,7 +171,7 @@ def main(args: Args) -> None:
         from m1clip.search.static import check_static
 
         check_static(args.static, args.overwrite, folder, console)  # before images are indexed
-    check_folder = partial(find_images, folder, args.exclude, args.follow_links)
+    check_folder = partial(scan_images, folder, args.exclude, args.follow_links)
     model = load_onnx(find_onnx(args.runs, args.model, console, check_folder))
     index = index_of(model)
     if terms and index.row_count:  # loads the text encoder meanwhile; an error is raised when it is used

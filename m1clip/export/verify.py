@@ -24,7 +24,7 @@ from m1clip.evals.retrieval import Relevance, Retrieval, retrieval
 from m1clip.format import percent, wilson_interval
 from m1clip.model.clip import CLIP
 from m1clip.model.tokenizer import clean_white_space
-from m1clip.onnx_model import Session, graph_bytes
+from m1clip.onnx_model import OnnxSession, graph_bytes
 
 Array = NDArray[Any]
 Encode = Callable[[Array], Array]  # a batch of normalized pixels or token ids to unit vectors
@@ -192,7 +192,7 @@ def cosines(found: Array, expected: Array) -> Array:
 
 def check_joint(path: Path, reference: Reference, is_int8: bool) -> None:
     """Compare the logits of a graph of both encoders, for different numbers of images and texts."""
-    session, (scale, bias) = Session(path).onnx, reference.model.scale_and_bias
+    session, (scale, bias) = OnnxSession(path).onnx, reference.model.scale_and_bias
     inputs = {"pixel_values": reference.inputs("vision", 0, 3), "input_ids": reference.inputs("text", 0, 5)}
     names = [output.name for output in session.get_outputs()]
     found = dict(zip(names, session.run(None, inputs), strict=True))["logits_per_image"]
@@ -204,7 +204,7 @@ def check_joint(path: Path, reference: Reference, is_int8: bool) -> None:
 
 def require_any_length(paths: Sequence[Path]) -> None:
     for path in paths:
-        length = Session(path).input.shape[1]
+        length = OnnxSession(path).input.shape[1]
         if not isinstance(length, str):
             raise ExportFailed(
                 f"{path.name} takes captions of {length} tokens only, and this product pads to the longest"
@@ -321,7 +321,7 @@ def load_session(path: Path, pad_id: int = 0, width: int | None = None) -> Encod
     Of embeddings that are padded with zeros, only `width` numbers are returned.
     """
     try:
-        session = Session(path)
+        session = OnnxSession(path)
         node = session.input
     except Exception as error:  # its errors have no common class
         raise ExportFailed(f"{path.name} cannot be loaded: {short_error(error)[:200]}") from None

@@ -77,7 +77,7 @@ class Changes:
     found: Found = field(default_factory=Found)
 
 
-def find_images(folder: Path, exclude: Sequence[str] = (), follow_links: bool = False) -> Found:
+def scan_images(folder: Path, exclude: Sequence[str] = (), follow_links: bool = False) -> Found:
     """The image files of a folder, which must have some."""
     found = scan_folder(folder, exclude, follow_links)
     if reason := found.unreadable.get(os.fsencode(folder)):
@@ -98,7 +98,7 @@ def update_index(
     workers: int = 0,
 ) -> Changes:
     """Index all images below a folder. The index must be locked."""
-    found = find_images(folder, exclude, follow_links)
+    found = scan_images(folder, exclude, follow_links)
     known, changes = index.files_below(folder), Changes(found=found)
     gone = [path for path in known if path not in found.files and not is_below_any(path, found.unreadable)]
     changed = sorted(path for path, version in found.files.items() if needs_reading(known.get(path), version))
