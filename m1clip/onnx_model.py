@@ -166,7 +166,7 @@ class OnnxCLIP:
 
     @cached_property
     def reference_RE(self) -> Floats | None:
-        """Embeddings of validation images; None if the model cannot tell that a library has nothing like a text."""
+        """Embeddings of validation images; None if the model has no rule for "nothing like it"."""
         if self.calibration is None or not self.calibration.has_rule:
             return None
         path = self.folder / SEARCH_REFERENCE
